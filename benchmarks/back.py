@@ -1,22 +1,27 @@
 """From SIGKILL to the next finished step of one process, taken apart: where a restart spends its time.
 
-A process trains a model with 64 MB of weights and kills itself; the same command, started at once, resumes from disk,
-or from memory. The parts follow each other and add up to the whole. Beside each is the same part of a script with torch
+A process trains a model with 64 MB of weights and kills itself; the same script, started at once, resumes from disk, or
+from memory. The parts follow each other and add up to the whole. Beside each is the same part of a script with torch
 alone, which bounds it: this one loads the weights with ``torch.load``, and hashes the file first, as a verification has
-to. It has no run to look for, no logs and no callbacks.
+to. It has no run to look for, no logs and no callbacks. The process that is killed is forked, since nothing of it is
+measured; the one that resumes starts from nothing.
 """
 
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from dalsegno.testing import start_ranks
+from dalsegno.testing.processes import Outcome
 
 from .row import Row, duration
 from .timing import figure, ratio
@@ -174,11 +179,11 @@ def _row(what: str, before: str, after: str, ours: Sequence[Moments], theirs: Se
 
 def _measured(width: int, place: str) -> Moments:
     with TemporaryDirectory(prefix=".benchmark-", dir=Path.cwd()) as folder:  # on a disk, where /tmp may be memory
-        command = [sys.executable, "-c", _SCRIPT, folder, str(width), place]
-        killed = subprocess.run(command, capture_output=True, text=True)
-        if killed.returncode != -signal.SIGKILL:
-            raise RuntimeError(f"the first process ended with {killed.returncode}: {killed.stderr}")
-        return _restarted(command, Path(folder))
+        script = _SCRIPT, folder, str(width), place
+        killed = _first(*script)
+        if not killed.was_killed:
+            raise RuntimeError(f"the first process ended with {killed.exit_code}: {killed.error}")
+        return _restarted(*script)
 
 
 def _by_hand(width: int, place: str) -> Moments:
@@ -186,13 +191,27 @@ def _by_hand(width: int, place: str) -> Moments:
         TemporaryDirectory(prefix=".benchmark-", dir=Path.cwd()) as folder,
         TemporaryDirectory(prefix="benchmark-", dir=folder if place == "disk" else "/dev/shm") as files,
     ):
-        command = [sys.executable, "-c", _BY_HAND, folder, str(width), f"{files}/model.pt"]
-        subprocess.run(command, capture_output=True, check=True)
-        return _restarted(command, Path(folder))
+        script = _BY_HAND, folder, str(width), f"{files}/model.pt"
+        if error := _first(*script).error:
+            raise RuntimeError(error)
+        return _restarted(*script)
 
 
-def _restarted(command: Sequence[str], folder: Path) -> Moments:
+def _first(*script: str) -> Outcome:
+    """Run a script with its arguments in a forked process."""
+    (outcome,) = start_ranks(_execute, 1, *script).wait()
+    return outcome
+
+
+def _execute(code: str, *arguments: str) -> None:
+    sys.argv[1:] = arguments
+    with redirect_stdout(StringIO()):
+        exec(code, {"__name__": "__main__"})  # our own
+
+
+def _restarted(code: str, folder: str, *arguments: str) -> Moments:
+    """Run a script in a process that starts from nothing; what it notes in its folder."""
     began = time.monotonic()
-    subprocess.run(command, capture_output=True, check=True)
-    moments: dict[str, float] = json.loads((folder / "moments.json").read_text())
+    subprocess.run([sys.executable, "-c", code, folder, *arguments], capture_output=True, check=True)
+    moments: dict[str, float] = json.loads(Path(folder, "moments.json").read_text())
     return {"killed": began} | moments

@@ -39,7 +39,7 @@ SAVED_WIDTH = 512
 """Of the model that is saved: 13 M parameters, 150 MB with the optimizer's state."""
 STEP_LIMIT, SAVE_LIMIT = 1.03, 1.1
 
-SMALL = {"width": 16, "depth": 2, "saved_width": 16, "pairs": 1, "rounds": 1}
+SMALL = {"width": 16, "depth": 2, "saved_width": 16, "chunk": 1, "pairs": 1, "rounds": 1}
 """Of ``run``: with these it takes some seconds, and measures nothing."""
 
 LAYOUTS: dict[str, tuple[str, int, int]] = {
@@ -56,24 +56,32 @@ Pairs = tuple[list[float], list[float]]
 
 
 def run(
-    width: int = WIDTH, depth: int = DEPTH, saved_width: int = SAVED_WIDTH, pairs: int = PAIRS, rounds: int = ROUNDS
+    width: int = WIDTH,
+    depth: int = DEPTH,
+    saved_width: int = SAVED_WIDTH,
+    chunk: int = CHUNK,
+    pairs: int = PAIRS,
+    rounds: int = ROUNDS,
 ) -> list[Row]:
     """Medians of all pairs; of all rounds. Layouts of as many ranks are measured in the same processes."""
     seconds: dict[str, Pairs] = {}
     for ranks in sorted({ranks for _, ranks, _ in LAYOUTS.values()}):
         layouts = [layout for layout in LAYOUTS if LAYOUTS[layout][1] == ranks]
         with TemporaryDirectory() as folder:
-            arguments = Path(folder), layouts, width, depth, pairs
+            arguments = Path(folder), layouts, width, depth, chunk, pairs
             seconds |= run_ranks(_all_steps, ranks, *arguments, timeout=1500 * len(layouts))[0]
-    return [*(_step_row(layout, *seconds[layout]) for layout in LAYOUTS), *_save_rows(saved_width, depth, rounds)]
+    return [
+        *(_step_row(layout, chunk, *seconds[layout]) for layout in LAYOUTS),
+        *_save_rows(saved_width, depth, rounds),
+    ]
 
 
-def _step_row(layout: str, ours: list[float], by_hand: list[float]) -> Row:
+def _step_row(layout: str, chunk: int, ours: list[float], by_hand: list[float]) -> Row:
     times = ratio(ours, by_hand)
     return Row(
         f"a step, {LAYOUTS[layout][0]}",
-        duration(median(ours) / CHUNK),
-        f"by hand: {duration(median(by_hand) / CHUNK)}",
+        duration(median(ours) / chunk),
+        f"by hand: {duration(median(by_hand) / chunk)}",
         f"{times:.3f} ×",
         f"≤ {STEP_LIMIT} ×",
         times <= STEP_LIMIT,
@@ -96,11 +104,14 @@ def _mode(layout: str) -> Any:
 class TakingTurns(ds.Callback):
     """After every few steps of the trainer's, as many by hand."""
 
-    def __init__(self, by_hand: Iterator[None]) -> None:
+    sets_control_flags = False  # so that the ranks do not have to agree at every step because of it
+
+    def __init__(self, by_hand: Iterator[None], chunk: int) -> None:
         self.ours: list[float] = []
         """Seconds of each chunk of steps."""
         self.by_hand: list[float] = []
         self._steps_by_hand = by_hand
+        self._chunk = chunk
         self._steps = 0
         self._began = 0.0
 
@@ -109,10 +120,10 @@ class TakingTurns(ds.Callback):
 
     def on_step_done(self, ctx: Context) -> None:
         self._steps += 1
-        if self._steps % CHUNK:
+        if self._steps % self._chunk:
             return
         stopped = time.perf_counter()
-        for _ in islice(self._steps_by_hand, CHUNK):
+        for _ in islice(self._steps_by_hand, self._chunk):
             pass
         now = time.perf_counter()
         self.ours.append(stopped - self._began)
@@ -120,17 +131,19 @@ class TakingTurns(ds.Callback):
         self._began = now
 
 
-def _all_steps(folder: Path, layouts: Sequence[str], width: int, depth: int, pairs: int) -> dict[str, Pairs]:
+def _all_steps(
+    folder: Path, layouts: Sequence[str], width: int, depth: int, chunk: int, pairs: int
+) -> dict[str, Pairs]:
     torch.set_num_threads(1)
-    return {layout: _steps(folder / layout, layout, width, depth, pairs) for layout in layouts}
+    return {layout: _steps(folder / layout, layout, width, depth, chunk, pairs) for layout in layouts}
 
 
-def _steps(folder: Path, layout: str, width: int, depth: int, pairs: int) -> Pairs:
+def _steps(folder: Path, layout: str, width: int, depth: int, chunk: int, pairs: int) -> Pairs:
     """The first pair, in which both sides warm up, does not count."""
     _, _, data_ranks = LAYOUTS[layout]
-    steps = CHUNK * (1 + pairs)
+    steps = chunk * (1 + pairs)
     texts = Texts(steps * BATCH * data_ranks)
-    turns = TakingTurns(steps_by_hand(layout, width, depth, BATCH, texts))
+    turns = TakingTurns(steps_by_hand(layout, width, depth, BATCH, texts), chunk)
     _trainer(folder, layout, (width, depth), texts, steps, [turns]).train()
     return turns.ours[1:], turns.by_hand[1:]
 

@@ -16,7 +16,6 @@ from threading import Semaphore
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchmetrics import MeanMetric
 
 import dalsegno as ds
 from dalsegno import callbacks
@@ -54,13 +53,19 @@ LEFT_OUT = {
     "TrackioLogger",
     "WandbLogger",
 }
+
+
+def _model_eval_metrics() -> ds.Callback:
+    from torchmetrics import MeanMetric  # its import takes as long as torch's, and those without it do not need it
+
+    return callbacks.ModelEvalMetrics({"mean": MeanMetric()}, lambda outputs, _: (outputs["loss"],))
+
+
 BUILT: dict[str, Callable[[], ds.Callback]] = {
     "ComputeNorm": lambda: callbacks.ComputeNorm(per_layer=True),
     "EarlyStopping": lambda: callbacks.EarlyStopping(patience=1000),
     "LogOptimizerParamGroup": lambda: callbacks.LogOptimizerParamGroup(["lr", "weight_decay"]),
-    "ModelEvalMetrics": lambda: callbacks.ModelEvalMetrics(
-        {"mean": MeanMetric()}, lambda outputs, _: (outputs["loss"],)
-    ),
+    "ModelEvalMetrics": _model_eval_metrics,
     "Notify": lambda: callbacks.Notify("json://127.0.0.1:9/", on="exception"),
     "PeakMemory": lambda: callbacks.PeakMemory(do_log=True),
 }

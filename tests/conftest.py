@@ -66,6 +66,7 @@ for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "T
     os.environ.pop(name, None)
 
 
+@pytest.hookimpl(optionalhook=True)  # unknown under -p no:xdist
 def pytest_xdist_auto_num_workers() -> int:
     """One more than cores: about half of the time, a test waits for processes, disks and clocks."""
     return (os.cpu_count() or 1) + 1
@@ -107,29 +108,23 @@ def _compile_asserts(config: pytest.Config, test: Path) -> None:
         rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source_hash, bytecode)
 
 
-SLOW_TO_IMPORT = (
-    "pytest",
-    "hypothesis",
-    "transformers.models.llama.modeling_llama",
-    "peft",
-    "torchmetrics.regression",
-    "s3fs",
-)
-
-
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection() -> Generator[None, Any, Any]:
     """What is imported here is never garbage: it is not searched for any, neither now nor while tests run.
 
-    Ranks begin with what the tests import, rather than import it once for each.
+    Ranks, and programs that are forked, begin with all of it, rather than import it anew.
     """
     gc.disable()
     collected = yield
+    if "dalsegno.testing" in sys.modules:
+        import dalsegno.training.preloaded  # noqa: F401  # what the first trainer of this process would import
     gc.collect()
     gc.freeze()
     gc.enable()
-    if processes := sys.modules.get("dalsegno.testing.processes"):
-        processes.PRELOADED.extend(name for name in SLOW_TO_IMPORT if name.partition(".")[0] in sys.modules)
+    if "dalsegno.testing" in sys.modules:
+        from support import fork_server
+
+        fork_server.fork_from_here()
     return collected
 
 

@@ -1,4 +1,4 @@
-"""Makes the picture of docs/diloco.md, and prints its figures: ``PYTHONPATH=. python docs/images/diloco.py``, in the
+"""Makes the picture of docs/diloco.md, and prints its figures: ``PYTHONPATH=. python -P docs/images/diloco.py``, in the
 root of the repository. Takes some ten minutes on a quiet machine."""
 
 from __future__ import annotations

@@ -311,23 +311,21 @@ def test_the_long_way_and_the_short_way_read_the_same(
     path = tmp_path_factory.mktemp("log") / "train.jsonl"
     write(path, [{"global_step": step, **record} for step, record in enumerate(records)])
     short = ds.open_log(path)
+    names, expected = short.metrics(), short.frame()
+    of_kinds = {kind: short.series(names, kind) for kind in (None, "train", "eval")}  # read before the patch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_lines, "LONG", 0)
         patch.setattr(json_lines.read_chunks, "__defaults__", (200,))
         long = ds.open_log(path)
-        assert long.metrics() == short.metrics()
-        for kind in (None, "train", "eval"):
-            for name in short.metrics():
-                for mine, other in zip(_arrays(long, name, kind), _arrays(short, name, kind), strict=True):
-                    np.testing.assert_array_equal(mine, other)
+        assert long.metrics() == names
+        for kind, other in of_kinds.items():
+            mine = long.series(names, kind)
+            for name in names:
+                np.testing.assert_array_equal(mine[name].steps, other[name].steps)
+                np.testing.assert_array_equal(mine[name].values, other[name].values)
         frame = long.frame()
-    for name in short.metrics():
-        np.testing.assert_array_equal(_numbers(frame, name), _numbers(short.frame(), name))
-
-
-def _arrays(log: ds.TrainingLog, name: str, kind: str | None) -> tuple[Any, Any]:
-    series = log.metric(name, kind)
-    return series.steps, series.values
+    for name in names:
+        np.testing.assert_array_equal(_numbers(frame, name), _numbers(expected, name))
 
 
 def _numbers(frame: Any, name: str) -> Any:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support import warm
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -26,14 +28,28 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     assert "no benchmark 'evnets'; there are events, loop" in done.stderr
 
 
-def test_each_runs_in_its_small_form() -> None:
+ALL_SMALL = """
+import sys
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import main
+
+    sys.exit(main(["--small"]))
+"""
+
+
+def test_each_runs_in_its_small_form(tmp_path: Path) -> None:
     """All after one another in one process, as those that are measured."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--small"], cwd=ROOT, capture_output=True, text=True, timeout=1800
-    )
+    (tmp_path / "small.py").write_text(ALL_SMALL)
+    done = warm.run([tmp_path / "small.py"], folder=ROOT, env=with_benchmarks())
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()
     assert "not measured" not in "".join(line.split("|")[2] for line in printed[2:] if "for reference" not in line)
+
+
+def with_benchmarks() -> dict[str, str]:
+    """An environment in which they can be imported."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
 PEAKS = """
@@ -73,10 +89,8 @@ sys.exit(status)
 def test_a_row_whose_figure_is_impossible_fails_and_so_does_a_benchmark_that_raises(
     rows: str, status: int, met: str, tmp_path: Path
 ) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-c", ROWS, rows], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    (tmp_path / "rows.py").write_text(ROWS)
+    done = warm.run(["rows.py", rows], folder=tmp_path, env=with_benchmarks())
     assert done.returncode == status, done.stderr
     assert done.stdout.splitlines()[-1].rstrip(" |").endswith(met), done.stdout
     result = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))["benchmarks"]["loop"]

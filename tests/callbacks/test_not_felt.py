@@ -31,7 +31,7 @@ OBSERVERS = sorted(set(NAMES) - CHANGE_THE_TRAINING - ASK_MORE_OF_THE_TRAINING -
 def trainer(output_dir: Path, *own: ds.Callback, layout: str = "none", **settings: Any) -> ds.Trainer:
     """With just these callbacks."""
     torch.manual_seed(0)
-    given = {"logging_steps": 10, "eval_steps": 25, "save_steps": 40, "max_steps": 100, **settings}
+    given = {"logging_steps": 4, "eval_steps": 10, "save_steps": 16, "max_steps": 40, **settings}
     trainer = ds.Trainer(
         Model(),
         arguments(output_dir, parallel=layout, disable_tqdm=True, **given),
@@ -58,7 +58,7 @@ def outcome(output_dir: Path, layout: str, steps: int, observed: bool) -> list[b
     return [each.detach().numpy().tobytes() for each in [*mine, torch.rand(8)]]
 
 
-@pytest.mark.parametrize(("layout", "world_size", "steps"), [("none", 1, 100), ("ddp", 2, 30), ("fsdp", 2, 30)])
+@pytest.mark.parametrize(("layout", "world_size", "steps"), [("none", 1, 40), ("ddp", 2, 12), ("fsdp", 2, 12)])
 def test_all_of_them_at_once_change_nothing(tmp_path: Path, layout: str, world_size: int, steps: int) -> None:
     with_them, without = (
         run_ranks(outcome, world_size, tmp_path / f"{observed}", layout, steps, observed) for observed in (True, False)

@@ -35,7 +35,8 @@ ARGUMENTS = [
     for name in callbacks.__all__
     if not (hasattr(getattr(callbacks, name), "package") and find_spec(getattr(callbacks, name).package) is None)
     for argument, about in inspect.signature(getattr(callbacks, name)).parameters.items()
-    if about.kind is not about.VAR_KEYWORD and argument != "name"  # that is looked at when the trainer is built
+    if about.kind not in (about.VAR_POSITIONAL, about.VAR_KEYWORD)
+    and argument != "name"  # that is looked at when the trainer is built
 ]
 
 

@@ -104,14 +104,14 @@ def in_extra_state(output_dir: Path, *callbacks: ds.Callback) -> ds.Trainer:
     return small_trainer(output_dir, *callbacks, model=WithExtra(), **SAVING)
 
 
-class Sparse(Line):
+class Opaque(Line):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("graph", torch.eye(3).to_sparse())
+        self.register_buffer("graph", torch.eye(3).to_mkldnn())
 
 
-def in_a_sparse_buffer(output_dir: Path, *callbacks: ds.Callback) -> ds.Trainer:
-    return small_trainer(output_dir, *callbacks, model=Sparse(), **SAVING)
+def in_an_opaque_buffer(output_dir: Path, *callbacks: ds.Callback) -> ds.Trainer:
+    return small_trainer(output_dir, *callbacks, model=Opaque(), **SAVING)
 
 
 BATCH = rows([{"x": torch.ones(8), "y": torch.ones(1)}], [0, 0])
@@ -152,7 +152,7 @@ UNSAVABLE: dict[str, tuple[Callable[..., ds.Trainer], str]] = {
     "a scheduler": (in_a_scheduler, "scheduler.0.seen: cannot save a set"),
     "an optimizer's group": (in_a_group, "optimizer.groups[0].owner: cannot save a Odd"),
     "the model's extra state": (in_extra_state, "model.extra._extra_state.of: cannot save a Odd"),
-    "a sparse buffer": (in_a_sparse_buffer, "model.graph: cannot save a Tensor with torch.sparse_coo"),
+    "an opaque buffer": (in_an_opaque_buffer, "model.graph: cannot save a Tensor with torch._mkldnn"),
     "a loader": (in_a_loader, "loader.loader.seen: cannot save a set"),
     "a dataset in a loader": (in_a_dataset, "loader.loader."),
 }

@@ -170,7 +170,7 @@ Pair = collections.namedtuple("Pair", "a b")
         ({True: 3}, r"key True, a bool"),
         ([np.array([Foo()])], r"cannot save a numpy array of object"),
         ([np.array(["text"])], r"cannot save a numpy array of <U4"),
-        ([torch.zeros(2, 2).to_sparse()], r"torch\.sparse_coo"),
+        ([torch.zeros(2, 2).to_mkldnn()], r"torch\._mkldnn"),
         ([torch.zeros(2, device="meta")], r"on meta"),
         ([1j], r"cannot save a complex"),
         ([Path("x")], r"cannot save a PosixPath"),
@@ -193,6 +193,24 @@ def test_the_deepest_state_comes_back() -> None:
     for _ in range(DEEPEST):
         tree = (tree,)
     assert_same(through_json(tree), tree)
+
+
+FOUR = {"$tensor": "x", "dtype": "uint8", "shape": [4]}
+ROW = {"$tensor": "x", "dtype": "uint8", "shape": [1, 4]}
+WIDE = {"$tensor": "x", "dtype": "float32", "shape": [1]}
+HOSTILE_VALUES: list[tuple[str, Any]] = [
+    ("os.system", {}),
+    ("sparse_coo", [1]),
+    ("sparse_coo", {"indices": 1, "values": 2, "coalesced": True}),
+    ("sparse_coo", {"indices": ROW, "values": FOUR, "coalesced": True}),  # four times the same index
+    ("sparse_csr", {"compressed": FOUR, "plain": FOUR, "values": FOUR}),
+    ("qint8", {"elements": FOUR, "scheme": "per_tensor_affine", "scale": 1.0, "zero_point": 0}),  # two too many
+    ("quint8", {"elements": 1, "scheme": "per_tensor_affine", "scale": 1.0, "zero_point": 0}),
+    ("qint32", {"elements": FOUR, "scheme": "load", "scale": 1.0, "zero_point": 0}),
+    ("quint4x2", {"elements": FOUR, "scheme": "per_channel_affine", "scales": 1, "zero_points": WIDE, "axis": 0}),
+    ("quint2x4", {"elements": FOUR, "scheme": "per_channel_affine", "scales": WIDE, "zero_points": WIDE, "axis": 7}),
+    ("qint8", {"elements": FOUR, "scheme": "per_channel_affine", "scales": WIDE, "zero_points": WIDE, "axis": 0}),
+]
 
 
 @pytest.mark.parametrize(
@@ -226,6 +244,9 @@ def test_the_deepest_state_comes_back() -> None:
         {"$tensor": "x", "dtype": "qint8", "shape": [1]},
         {"$tensor": ["x"], "dtype": "float32", "shape": [1]},
         {"$tensor": "x", "dtype": "float32", "shape": [True]},
+        *({"$composite": kind, "shape": [2], "values": values} for kind, values in HOSTILE_VALUES),
+        {"$composite": "sparse_coo", "shape": [-1], "values": {}},
+        {"$composite": ["qint8"], "shape": [1], "values": {}},
     ],
 )
 def test_hostile_input_is_damage(hostile: Any) -> None:

@@ -25,7 +25,8 @@ def operations_of_a_save(directory: Path, monkeypatch: pytest.MonkeyPatch) -> li
 
 
 def test_the_order_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file is on the disk before its directory is, that before the new name; the manifest is the last of them."""
+    """Every file is on the disk before its directory is, that before the new name; the manifest is the last of them.
+    Small files are flushed in a row, when those of tensors are written."""
     seen = operations_of_a_save(tmp_path, monkeypatch)
     partial = "checkpoints/step-00000001.partial"
     assert seen[-5:] == [
@@ -38,6 +39,9 @@ def test_the_order_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     before = seen[: seen.index(("rename", "checkpoints/step-00000001"))]
     written = {path for what, path in before if what == "write"}
     assert len(written) == 7
+    tensors = max(position for position, (_, path) in enumerate(before) if path.endswith("shard-00000.safetensors"))
+    for small in ("index.json", "shared.json", "rank-00000.json"):
+        assert before.index(("write", f"{partial}/{small}")) < tensors < before.index(("fsync", f"{partial}/{small}"))
     for path in written:
         last_write = len(before) - before[::-1].index(("write", path))
         synced = before.index(("fsync", path), last_write)

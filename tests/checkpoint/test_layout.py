@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,9 @@ from dalsegno.checkpoint.format.sharding import Box
 from dalsegno.checkpoint.format.stored_tensors import ChunkReader, StoredTensor
 from dalsegno.checkpoint.save.copying import Copying
 from dalsegno.checkpoint.save.cuda_copies import CudaCopies
-from dalsegno.checkpoint.save.staging import BounceBuffers, Buffer, PendingFile, StagedFile, StreamedFile
+from dalsegno.checkpoint.save.files import PendingFile, StagedFile, StreamedFile
+from dalsegno.checkpoint.save.staging import Buffer
+from dalsegno.checkpoint.save.window import Window
 from dalsegno.errors import DamagedCheckpoint, StateMismatch
 from dalsegno.system import filesystem
 
@@ -39,7 +40,7 @@ def kept(layout: FileLayout, tensors: Sequence[torch.Tensor], buffer: Buffer) ->
 
 def live(layout: FileLayout, tensors: Sequence[torch.Tensor], buffer: Buffer) -> PendingFile:
     """From the tensors themselves."""
-    return StreamedFile("some.safetensors", layout.length, partial(BounceBuffers().blocks, layout, tensors))
+    return StreamedFile("some.safetensors", layout, tensors, Window())
 
 
 Source = Callable[[FileLayout, Sequence[torch.Tensor], Buffer], PendingFile]

@@ -6,8 +6,10 @@ import errno
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, read_tensors
 from dalsegno.checkpoint.save import checksum as checksum_module
+from dalsegno.checkpoint.save import window
 from dalsegno.checkpoint.save.checksum import checksum_beside
 from dalsegno.errors import SaveFailed
 from dalsegno.system import filesystem
@@ -154,6 +157,79 @@ def test_blocks_that_fail_have_no_checksum(is_relieved: bool) -> None:
         checksum.finish() if is_relieved else checksum.wait()
 
 
+# --- without a copy: tensors are streamed through a window ------------------------------------------------------------
+
+PIECE = 2 * filesystem.PAGE
+
+
+@pytest.fixture
+def window_of_four_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystem, "DIRECT_PIECE", PIECE)
+
+
+def twenty_windows() -> ModelState:
+    model = nn.Module()
+    model.register_buffer("it", torch.randint(255, (80 * PIECE,), dtype=torch.uint8))
+    return ModelState(model)
+
+
+@pytest.mark.usefixtures("window_of_four_pieces")
+def test_nothing_in_the_window_is_replaced_before_it_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the thread that hashes comes late: when all that fits into the window is written."""
+    pieces = itertools.count(1)
+    is_full = threading.Event()
+
+    def watch(operation: str, path: Path) -> None:
+        if operation == "write" and path.name == "shard-00000.safetensors" and next(pieces) == 4:
+            is_full.set()
+
+    monkeypatch.setattr(checksum_module, "lower_thread_priority", lambda by: is_full.wait(30))
+    monkeypatch.setattr(filesystem, "watcher", watch)
+    path = CheckpointManager(tmp_path).save(1, [twenty_windows()], [])
+    checkpoint = Checkpoint.open(path)
+    checkpoint.verify(checkpoint.manifest.files)
+
+
+@pytest.mark.usefixtures("window_of_four_pieces")
+@pytest.mark.parametrize("what", ["write", "copy", "checksum"])
+def test_a_stream_that_fails_half_way_leaves_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Whichever thread fails while the others wait for it. A checksum is computed for a window at a time."""
+    calls: Counter[str] = Counter()
+    waits_for_more = threading.Event()
+
+    def call(of: str, fails_at: int) -> None:
+        calls[of] += 1
+        if of == "checksum" and calls[of] == 2:
+            waits_for_more.set()
+        if of == what and calls[of] == fails_at:
+            assert waits_for_more.wait(30)
+            raise OSError(errno.EIO, f"no more of it: {what}")
+
+    def watch(operation: str, path: Path) -> None:
+        if operation == "write" and path.name == "shard-00000.safetensors":
+            call("write", 6)
+
+    def copy(*arguments: torch.Tensor, copy: Callable[..., None] = window._copy) -> None:
+        call("copy", 4)
+        copy(*arguments)
+
+    before = own_threads()
+    manager = CheckpointManager(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(filesystem, "watcher", watch)
+        patched.setattr(window, "_copy", copy)
+        patched.setattr(xxhash, "xxh3_128", lambda: SimpleNamespace(update=lambda block: call("checksum", 3)))
+        with pytest.raises(SaveFailed, match=f"no more of it: {what}"):
+            manager.save(1, [twenty_windows()], [])
+    assert not own_threads() - before
+    assert not list(manager.directory.iterdir())
+
+
+# --- endings ----------------------------------------------------------------------------------------------------------
+
+
 def test_no_thread_hashes_on_after_a_failure() -> None:
     def fail() -> None:
         with checksum_beside(memoryview(b"x") for _ in itertools.count()):  # endless
@@ -180,6 +256,8 @@ def test_a_full_disk_fails_the_save_and_leaves_no_thread(
     save.join()
     assert "no room" in str(save.failure)
     assert not own_threads() - before
+    opened = [each.readlink() for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    assert not [path for path in opened if path.is_relative_to(tmp_path)]
     monkeypatch.setattr(filesystem, "watcher", None)
     manager.save(2, [state], [])
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]

@@ -11,13 +11,17 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from checkpoint.sameness import bits
 from dalsegno.callbacks import WeightNormLogger
-from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState
-from dalsegno.checkpoint.state.wrapped import describe_mismatch, parts_of
+from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState, load_parts, read_tensors
+from dalsegno.checkpoint.state.forms import describe_mismatch
+from dalsegno.checkpoint.state.sharding import local_part
+from dalsegno.checkpoint.state.wrapped import parts_of
 from dalsegno.cli import main
+from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.errors import CannotSave, StateMismatch
 from dalsegno.testing import run_ranks
@@ -339,11 +343,178 @@ def test_torchao_tensors_stay_whole_beside_shards(tmp_path: Path) -> None:
     assert run_ranks(whole_beside_shards, 2, str(tmp_path)) == [(True, False)] * 2
 
 
-def test_low_bit_optimizer_states_are_refused(tmp_path: Path) -> None:
+class Wide(nn.Module):
+    """Its first weight has 4096 elements, from which on torchao quantizes an optimizer's states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.narrow = nn.Linear(8, 512), nn.Linear(512, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.narrow(self.wide(x)), y)
+
+
+def test_low_bit_optimizer_states_resume_bit_by_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torchao_optim: Any = pytest.importorskip("torchao.optim")
-    model = nn.Linear(64, 64)
-    optimizer = torchao_optim.AdamW8bit(model.parameters())
-    model(torch.ones(1, 64)).sum().backward()
+
+    def train(folder: str, steps: int, kind: str = "AdamW8bit", **options: Any) -> dict[str, bytes]:
+        model = Wide()
+        optimizer = getattr(torchao_optim, kind)(model.parameters(), lr=0.01, **options)
+        settings = {"lr_scheduler_type": "constant", "save_steps": 2, "max_steps": steps}
+        small_trainer(tmp_path / folder, model=model, parts={"optimizer": optimizer}, **settings).train()
+        states = OptimizerState(model, optimizer).capture().tensors
+        return {name: bits(each) for name, each in states.items()} | plain(model)
+
+    with torch.compiler.set_stance("force_eager"):
+        whole = train("whole", 4)
+        assert {"wide.weight.exp_avg.codes", "wide.weight.exp_avg_sq.scale", "narrow.weight.exp_avg"} <= whole.keys()
+        train("run", 2)
+        with pytest.raises(StateMismatch, match=r"wide\.weight\.exp_avg"):
+            train("run", 4, block_size=512)
+        assert train("run", 4) == whole
+        whole_of_4_bits = train("whole of 4 bits", 4, "AdamW4bit")
+        train("run of 4 bits", 2, "AdamW4bit")
+        assert train("run of 4 bits", 4, "AdamW4bit") == whole_of_4_bits
+    export = ["checkpoints", "export", str(tmp_path / "run"), "--to", str(tmp_path / "run.pt"), "--program", "torch"]
+    assert main(export) == 2
+    assert "contains 1 quantized or wrapped states of parameters (wide.weight)" in capsys.readouterr().err
+
+
+def test_the_step_that_shows_an_optimizers_states_changes_nothing(tmp_path: Path) -> None:
+    torchao_optim: Any = pytest.importorskip("torchao.optim")
+
+    class Counting(torchao_optim.AdamW8bit):  # type: ignore[misc]
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__(model.parameters(), lr=torch.tensor(0.01), bf16_stochastic_round=True)
+            self.steps = [0]
+            self.hooks: list[str] = []
+            self.register_step_post_hook(lambda *_: self.hooks.append("post"))
+
+        def step(self, closure: Any = None) -> Any:
+            self.steps[0] += 1
+            self.param_groups[0]["lr"].mul_(0.5)
+            return super().step(closure)
+
+    model = Wide().bfloat16()
+    source, target = Counting(model), Counting(model)
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    with torch.compiler.set_stance("force_eager"):
+        source.step()
+    CheckpointManager(tmp_path).save(1, [OptimizerState(model, source)], [])
+    checkpoint = CheckpointManager(tmp_path).find()
+    assert checkpoint is not None
+    generator = torch.get_rng_state()
+    CheckpointManager(tmp_path).load(checkpoint, [OptimizerState(model, target)], [])
+    assert (target.steps, target.hooks) == ([0], [])
+    assert float(target.param_groups[0]["lr"]) == float(source.param_groups[0]["lr"])
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def sharded(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model with two quantized weights, under FSDP2 if there are several ranks, and an optimizer of 8 bits."""
+    from torch.distributed.fsdp import fully_shard
+    from torchao.optim import AdamW8bit
+    from torchao.prototype.quantized_training import Int8QuantizedTrainingLinearWeight
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 1))
+    for layer in model[:2]:
+        if kind == "nf4":
+            layer.weight = nn.Parameter(to_nf4(layer.weight.data, 32, 8), requires_grad=False)
+        else:
+            layer.weight = nn.Parameter(Int8QuantizedTrainingLinearWeight.from_float(layer.weight.data))
+    if collectives.world_size() > 1:
+        for module in (*model[:2], model):
+            fully_shard(module)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return model, AdamW8bit(trained, lr=0.01, block_size=128)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    torch.manual_seed(1)  # of stochastic rounding
+    model(torch.linspace(-1, 1, 256).view(4, 64)).square().sum().backward()
     optimizer.step()
-    with pytest.raises(CannotSave, match=r"optimizer.*exp_avg.*cannot save a OptimState8bit"):
-        CheckpointManager(tmp_path).save(1, [OptimizerState(model, optimizer)], [])
+    optimizer.zero_grad()
+    return float(model(torch.ones(1, 64)).sum())
+
+
+def resume_shards(directory: str) -> list[tuple[bool, bool]]:
+    """Per kind, whether models and optimizers are the same after one was loaded from the other, and a step later."""
+    outcomes = []
+    for kind in ("nf4", "int8"):
+        with torch.compiler.set_stance("force_eager"):
+            source, target = sharded(kind, 0), sharded(kind, 1)
+            step(*source)
+            folder = Path(directory) / kind
+            CheckpointManager(folder).save(1, [ModelState(source[0]), OptimizerState(*source)], [])
+            checkpoint = CheckpointManager(folder).find()
+            assert checkpoint is not None
+            CheckpointManager(folder).load(checkpoint, [ModelState(target[0]), OptimizerState(*target)], [])
+            states = [
+                [bits(local_part(part)) for each in (ModelState(model), OptimizerState(model, optimizer))
+                 for part in each.capture().tensors.values()]
+                for model, optimizer in (source, target)
+            ]  # fmt: skip
+            outcomes.append((states[0] == states[1], step(*source) == step(*target)))
+    return outcomes
+
+
+def test_torchao_tensors_under_fsdp(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    assert run_ranks(resume_shards, 2, str(tmp_path)) == [[(True, True)] * 2] * 2
+    checkpoint = CheckpointManager(tmp_path / "int8").find()
+    assert checkpoint is not None
+    with torch.compiler.set_stance("force_eager"):
+        model, optimizer = sharded("int8", 1)
+        load_parts(checkpoint, [ModelState(model)])  # rows, each with its scale, fit any number of ranks
+        stored = read_tensors(checkpoint)["model"]
+        assert plain(model) == {name: bits(each) for name, each in stored.items()}
+        with pytest.raises(StateMismatch, match=r"0\.weight\.exp_avg: saved as sharded .* as many ranks as saved it"):
+            load_parts(checkpoint, [OptimizerState(model, optimizer)])
+
+
+def uneven_shards() -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    shard = OptimState8bit.zeros((6 - 3 * collectives.rank(), 64), block_size=192)  # a block has three rows
+    mesh = init_device_mesh("cpu", (2,))
+    whole = DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=torch.Size((9, 64)), stride=(64, 1))
+    try:
+        parts_of(whole, "optimizer.w.exp_avg")
+    except CannotSave as error:
+        return str(error)
+    return ""
+
+
+def test_uneven_shards_of_blocks_are_refused_on_all_ranks() -> None:
+    pytest.importorskip("torchao")
+    for refusal in run_ranks(uneven_shards, 2):
+        assert "optimizer.w.exp_avg: cannot save a OptimState8bit whose 9 rows are sharded over 2 ranks" in refusal
+
+
+class Tagged(nn.Parameter):
+    """As libraries mark parameters: a subclass that wraps nothing."""
+
+    tag: object
+
+
+def test_a_subclass_that_wraps_nothing(tmp_path: Path) -> None:
+    def tagged(seed: int, tag: object) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Linear(2, 2)
+        model.weight = Tagged(torch.randn(2, 2))
+        model.weight.tag = tag
+        return model
+
+    source, target = tagged(0, ["a", 1]), tagged(1, ["a", 1])
+    carry_over(tmp_path / "one", source, target)
+    assert type(target.weight) is Tagged
+    assert plain(target) == plain(source)
+    with pytest.raises(StateMismatch, match=r"weight: \S+Tagged saved with context\.tag \['a', 1\], here b"):
+        carry_over(tmp_path / "two", source, tagged(1, "b"))
+    with pytest.raises(CannotSave, match=r"model\.weight: the context of its Tagged contains a torch\.Tensor"):
+        carry_over(tmp_path / "three", tagged(0, torch.ones(2)), source)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.command import cold, dalsegno
+from cli.command import dalsegno
 from dalsegno.cli import main
 
 OWN_TRAINING = '''
@@ -101,7 +101,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_good_one(folder: Path) -> None:
-    done = cold("check-resume", "own_training:good", folder=folder)
+    done = dalsegno("check-resume", "own_training:good", folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     lines = done.stdout.splitlines()

@@ -215,6 +215,7 @@ def test_one_that_does_not_fit_is_refused_before_anything_is_built(
         ({"use": BEAT, "name": 3}, f"({BEAT}): name=3; needs a string"),
         ({"use": "config.sample:Picky"}, "(config.sample:Picky): size= is missing; needs int"),
         ({"use": "config.sample:Picky", "size": 10}, "(config.sample:Picky): size=10; allowed are 0 to 9"),
+        ({"use": "config.sample:Other", "size": 3}, "(config.sample:Other): unknown argument 'size'; known: none"),
         ({"every": 3}, ": is {'every': 3}; must be {use = \"…\"}, with the name of a callback and its arguments"),
         (3, ": is 3; must be {use ="),
     ],

@@ -70,6 +70,24 @@ class InPlace(Sampler[int]):
         return iter(self.order)
 
 
+class Stored(Pairs):
+    """Has a state, as the streams of litdata and MosaicML have."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+class Saving(DataLoader[Any]):
+    """Saves the state of its dataset, as the loaders of these libraries do."""
+
+    def state_dict(self) -> dict[str, int]:
+        return self.dataset.state_dict()  # type: ignore[attr-defined,no-any-return]
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
 SAID: dict[str, tuple[Callable[[], TrainingData], str]] = {
     "samples": (lambda: TrainingData(Pairs(of_the_system)), "Pairs: a sample, or the batch made of it, changes"),
     "batches": (lambda: TrainingData(Pairs(float), collate_fn=noisy), "Pairs: a sample, or the batch"),
@@ -86,6 +104,10 @@ SAID: dict[str, tuple[Callable[[], TrainingData], str]] = {
         lambda: TrainingData.of_loader(StatefulDataLoader(Pairs(random.random), num_workers=1)),
         "your own loader, which does not save them",
     ),
+    "a state that nobody saves": (
+        lambda: TrainingData.of_loader(DataLoader(Stored(float))),
+        "Stored has a state_dict, which a plain DataLoader does not save",
+    ),
 }
 
 
@@ -97,6 +119,7 @@ def test_it_is_said(name: str) -> None:
 
 
 FINE: dict[str, Callable[[], TrainingData]] = {
+    "a state that the loader saves": lambda: TrainingData.of_loader(Saving(Stored(float))),
     "own generator": lambda: TrainingData(Pairs(random.Random(3).random)),
     "own generator, workers": lambda: TrainingData(Pairs(random.Random(3).random), num_workers=2),
     "a generator made late": lambda: TrainingData(Late()),

@@ -107,6 +107,10 @@ class Line(nn.Module):
         return (torch.tanh(x @ self.first) @ self.second * self.frozen).square().mean()
 
 
+def same(left: torch.nn.Module, right: torch.nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left.state_dict().values(), right.state_dict().values(), strict=True))
+
+
 def batch(worker: int, step: int) -> torch.Tensor:
     return torch.randn(8, 6, generator=torch.Generator().manual_seed(1000 * worker + step))
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
+import threading
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
 from cli.command import DALSEGNO
+from dalsegno.checkpoint import CheckpointManager, saved_states
 from dalsegno.cli import main
-from dalsegno.diloco import WorkerOptions
+from dalsegno.cli.diloco import serve
+from dalsegno.diloco import DiLoCoServer, Rules, WorkerOptions
 from dalsegno.logs import read_records
+from diloco.scenes import train_by_hand
 from support.warm import Program
 
 TRAINING = """
@@ -97,6 +104,57 @@ def test_wrong_use(
         assert end.code == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "optimizer"),
+    [
+        (
+            "-n 3 --async --dn-buffer-size 2 --dylu --dylu-base-sync-every 9 --heartbeat-timeout 7 --min-workers 2 "
+            "--save-every 1 --outer-lr 0.5 --outer-momentum 0.8 --disable-auth",
+            {"num_workers": 3, "min_workers": 2, "heartbeat_timeout": 7.0, "save_every": 1}
+            | {"asynchronous": True, "dylu": True, "dylu_base_sync_every": 9},
+            "DelayedNesterov(lr=0.5, momentum=0.8, buffer_size=2)",
+        ),
+        ("-n 1 --no-nesterov --host localhost", {"num_workers": 1}, "SGD(lr=0.7, momentum=0.9, dampening=0, "),
+    ],
+)
+def test_options_of_serve_reach_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, given: dict[str, Any], optimizer: str
+) -> None:
+    """A worker trains with it, and then a signal ends it."""
+    begun: SimpleQueue[DiLoCoServer] = SimpleQueue()
+
+    class Watched(DiLoCoServer):
+        def start(self) -> None:
+            super().start()
+            begun.put(self)
+
+    arrived, wake = os.pipe()
+    monkeypatch.setattr(serve, "_signals_arrive", lambda: arrived)
+    monkeypatch.setattr("dalsegno.diloco.DiLoCoServer", Watched)
+    seen: list[Any] = []
+
+    def use() -> None:
+        server = begun.get()
+        try:
+            seen.extend([server.coordinator.rules, server.address, server.token is None])
+            train_by_hand(server, 0, 4, sync_every=4)
+        finally:
+            os.write(wake, b"\0")
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    user = threading.Thread(target=use)
+    user.start()
+    assert main(["diloco", "serve", "-o", str(tmp_path), "--port", str(port), *words.split()]) == 0
+    user.join()
+    host = "localhost" if "localhost" in words else "127.0.0.1"
+    assert seen == [Rules(**given), f"http://{host}:{port}", "--disable-auth" in words]
+    found = CheckpointManager(tmp_path).find()
+    assert found is not None and found.step == 1
+    saved = saved_states(found)["diloco"][0]["optimizer"]
+    assert saved.startswith(optimizer) and ("nesterov=False" in saved or "Delayed" in saved)
 
 
 def test_options_of_a_worker_reach_its_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dalsegno.diloco.outer import BLOCK
 from dalsegno.diloco.quantization import GROUP, as_received, coded_size, element_count, quantize
 from dalsegno.diloco.signature import TensorSpec, as_sent
 from dalsegno.diloco.spool import SpareFiles, spooled
-from dalsegno.diloco.store import TensorFile
+from dalsegno.diloco.store import Scratch, TensorFile
 from dalsegno.errors import ConfigurationError
 from diloco.scenes import Given
 
@@ -47,7 +47,8 @@ def write(folder: Path, tensor: torch.Tensor) -> TensorFile:
 def test_a_file_is_read_in_blocks(tmp_path: Path) -> None:
     tensor = torch.randn(BLOCK + 5 * GROUP + 3, generator=torch.Generator().manual_seed(0))
     file = write(tmp_path, tensor)
-    blocks = [file.block("w", begin, min(BLOCK, len(tensor) - begin)).clone() for begin in (0, BLOCK)]
+    scratch = Scratch()
+    blocks = [file.block("w", begin, min(BLOCK, len(tensor) - begin), scratch).clone() for begin in (0, BLOCK)]
     assert torch.equal(torch.cat(blocks), as_received(tensor))
 
 

@@ -15,7 +15,7 @@ from dalsegno.diloco.coordinator import Coordinator
 from dalsegno.diloco.link import ServerLink, Verdict
 from dalsegno.diloco.signature import Specs
 from dalsegno.diloco.state import Result
-from dalsegno.errors import ConfigurationError, NotRunning, StateMismatch
+from dalsegno.errors import NotRunning, StateMismatch
 from dalsegno.logs import drop_wall_clock, read_records
 from dalsegno.testing import run_ranks, start_ranks
 from diloco.scenes import (
@@ -25,14 +25,12 @@ from diloco.scenes import (
     plain_overlap,
     plain_rounds,
     rules,
+    same,
     train_as_ranks,
     train_as_worker,
     train_by_hand,
 )
-
-
-def same(left: torch.nn.Module, right: torch.nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left.state_dict().values(), right.state_dict().values(), strict=True))
+from support.layouts import LAYOUTS
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -302,11 +300,12 @@ def trained_by(tmp_path: Path, ranks: int, *arguments: Any, **options: Any) -> d
     return found
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp", "pp"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp x fsdp", "pp"])
 def test_ranks_act_as_one_worker(tmp_path: Path, layout: str) -> None:
-    """Two ranks beside a plain process: all have the global parameters afterwards, those that a plain computation of
-    the same gradients leads to."""
-    together, alone = trained_by(tmp_path / "together", 2, layout), trained_by(tmp_path / "alone", 1, "one")
+    """Ranks beside a plain process: all have the global parameters afterwards, those that a plain computation of the
+    same gradients leads to."""
+    ranks, _ = LAYOUTS[layout]
+    together, alone = trained_by(tmp_path / "together", ranks, layout), trained_by(tmp_path / "alone", 1, "one")
     assert together.keys() == alone.keys()
     for name, tensor in alone.items():
         torch.testing.assert_close(torch.tensor(together[name]), torch.tensor(tensor), rtol=1e-5, atol=1e-6)
@@ -393,42 +392,6 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         worker.load_state_dict(state)
         with pytest.raises(StateMismatch, match="is of DiLoCo run"):
             worker.join()
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"sync_every": 0}, "sync_every=0"),
-        ({"num_fragments": 3, "sync_every": 2}, "num_fragments=3 with sync_every=2"),
-        ({"worker_id": "../etc"}, "worker_id"),
-        ({"timeout": float("nan")}, "timeout=nan"),
-        ({"bf16_comm": 1}, "bf16_comm=1"),
-    ],
-)
-def test_wrong_options(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        WorkerOptions("host:1", **given)
-
-
-def test_options_of_the_environment(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("0123456789abcdef\n")
-    environment = {
-        "DILOCO_SERVER": "host:1",
-        "DILOCO_SYNC_EVERY": "7",
-        "DILOCO_BF16_COMM": "false",
-        "DILOCO_HEARTBEAT_INTERVAL": "2.5",
-        "DILOCO_TOKEN_FILE": str(tmp_path / "token"),
-    }
-    options = WorkerOptions(num_fragments=2).with_environment(environment)
-    assert options == WorkerOptions(
-        "host:1", 7, bf16_comm=False, heartbeat_interval=2.5, num_fragments=2, token="0123456789abcdef"
-    )
-    assert WorkerOptions("other:2", 9).with_environment(environment).sync_every == 9
-    with pytest.raises(ConfigurationError, match="DILOCO_SYNC_EVERY='often'"):
-        WorkerOptions().with_environment({"DILOCO_SYNC_EVERY": "often"})
-    with pytest.raises(ConfigurationError, match="DILOCO_TOKEN_FILE='/nowhere': No such file"):
-        WorkerOptions().with_environment({"DILOCO_TOKEN_FILE": "/nowhere"})
-    assert WorkerOptions().with_environment({"DILOCO_TOKEN": "first", "DILOCO_TOKEN_FILE": "/nowhere"}).token == "first"
 
 
 def test_only_what_is_published_on_disk_is_given_up_after_a_resume(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from dalsegno.distributed.clipping import GradientClipping, clipping_of
+from dalsegno.distributed.clipping import GradientClipping
 
 
 class Layers(nn.Module):
@@ -41,8 +41,7 @@ def gradients(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("max_norm", [0.0, 0.1, 1e6])
 def test_as_torch_bit_for_bit(max_norm: float) -> None:
     ours, theirs = with_gradients(), with_gradients()
-    clip = clipping_of(ours)
-    assert not isinstance(clip, GradientClipping)
+    clip = GradientClipping(ours)
     norm = torch.nn.utils.clip_grad_norm_(theirs, max_norm or float("inf"))
     assert torch.equal(clip(max_norm), norm)
     assert all(map(torch.equal, gradients(ours), gradients(theirs)))
@@ -51,24 +50,24 @@ def test_as_torch_bit_for_bit(max_norm: float) -> None:
 @pytest.mark.parametrize("max_norm", [0.0, 0.1])
 def test_sparse_gradients(max_norm: float) -> None:
     ours, dense = with_gradients(sparse=True), with_gradients()
-    torch.testing.assert_close(clipping_of(ours)(max_norm), clipping_of(dense)(max_norm))
+    torch.testing.assert_close(GradientClipping(ours)(max_norm), GradientClipping(dense)(max_norm))
     torch.testing.assert_close(gradients(ours), gradients(dense))
 
 
 def test_several_dtypes() -> None:
     ours, theirs = with_gradients(torch.float64), with_gradients(torch.float64)
     norm = torch.nn.utils.clip_grad_norm_(theirs, 0.1)
-    torch.testing.assert_close(clipping_of(ours)(0.1), norm, check_dtype=False)
+    torch.testing.assert_close(GradientClipping(ours)(0.1), norm, check_dtype=False)
     torch.testing.assert_close(gradients(ours), gradients(theirs))
 
 
 def test_no_gradient_at_all() -> None:
-    assert clipping_of(list(Layers(torch.float32, sparse=False).parameters()))(1.0) == 0.0
+    assert GradientClipping(list(Layers(torch.float32, sparse=False).parameters()))(1.0) == 0.0
 
 
 def test_fewer_calls_than_torch() -> None:
     parameters = with_gradients()
-    clip = clipping_of(parameters)
+    clip = GradientClipping(parameters)
     assert calls_of(lambda: clip(1.0)) < calls_of(lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0)) / 3
 
 

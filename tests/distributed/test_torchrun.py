@@ -14,53 +14,29 @@ import pytest
 from dalsegno.callbacks import JsonLogger
 from dalsegno.checkpoint import CheckpointManager
 from dalsegno.logs import RunFile, read_records
-from support.restarted_job import RESUMES_FROM
 from support.small import Line, small_trainer
+from support.torchrun_job import RESUMES_FROM
 
 HERE = Path(__file__).parents[1]
-
-
 COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-def test_two_ranks_by_themselves(tmp_path: Path) -> None:
-    """``parallel="auto"`` finds the ranks; the same losses as alone; the second leg goes on from the first."""
-    job = [str(HERE / "support/torchrun_job.py"), str(tmp_path / "two")]
-    done = subprocess.run([*COMMAND, *job], env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-    settings = {"lr_scheduler_type": "constant", "logging_steps": 1, "max_steps": 6}
-    small_trainer(tmp_path / "one", JsonLogger(), model=Line(), **settings).train()
-    alone = [record["loss"] for record in read_records(tmp_path / "one/logs/train.jsonl") if "loss" in record]
-    told = json.loads((tmp_path / "two/told.json").read_text())
-    assert told == {"world_size": 2, "losses": pytest.approx(alone, rel=1e-4)}
-    assert [(leg.first_step, leg.last_step, leg.world_size) for leg in RunFile(tmp_path / "two").load().legs] == [
-        (0, 3, 2),
-        (3, 6, 2),
-    ]
-
-
-def test_max_restarts_resumes_from_the_newest_checkpoint_and_sigterm_stops_in_time(tmp_path: Path) -> None:
-    """One rank of two is killed; torchrun ends the other, starts both again, and they resume; it stops in time."""
-    job = [str(HERE / "support/restarted_job.py"), str(tmp_path / "run")]
-    command = [*COMMAND, "--max-restarts=1", "--monitor-interval=0.1", *job]
-    started = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a job whose one restart is needed where one rank of two is killed; it is stopped by SIGTERM."""
+    folder = tmp_path_factory.mktemp("job")
+    command = [*COMMAND, "--max-restarts=1", "--monitor-interval=0.1", str(HERE / "support/torchrun_job.py"), folder]
+    with (folder / "errors").open("w") as errors:
+        started = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True)
     assert started.stdout is not None
     try:
-        assert started.stdout.readline() == f"saved step {RESUMES_FROM + 2}\n"
+        assert started.stdout.readline() == f"saved step {RESUMES_FROM + 2}\n", (folder / "errors").read_text()
         started.send_signal(signal.SIGTERM)
         started.wait()
     finally:
         started.kill()
         started.stdout.close()
-    legs = RunFile(tmp_path / "run").load().legs
-    assert [leg.first_step for leg in legs] == [0, RESUMES_FROM]
-    assert (legs[-1].reason, legs[-1].by) == ("stopped", "signal")
-    newest = CheckpointManager(tmp_path / "run").find()
-    assert newest is not None
-    assert newest.step == legs[-1].last_step > RESUMES_FROM
-    steps = [record["global_step"] for record in read_records(tmp_path / "run/logs/train.jsonl") if "loss" in record]
-    assert steps == list(range(1, newest.step + 1))
+    return folder
 
 
 def environment() -> dict[str, str]:
@@ -69,3 +45,31 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
     }
+
+
+def test_two_ranks_by_themselves(job: Path, tmp_path: Path) -> None:
+    """``parallel="auto"`` finds the ranks; the same losses as alone; the second leg goes on from the first.
+
+    Both ranks have come to its end without an error, which would have taken the job's restart.
+    """
+    settings = {"lr_scheduler_type": "constant", "logging_steps": 1, "max_steps": 6}
+    small_trainer(tmp_path / "one", JsonLogger(), model=Line(), **settings).train()
+    alone = [record["loss"] for record in read_records(tmp_path / "one/logs/train.jsonl") if "loss" in record]
+    told = json.loads((job / "two/told.json").read_text())
+    assert told == {"world_size": 2, "losses": pytest.approx(alone, rel=1e-4)}
+    assert [(leg.first_step, leg.last_step, leg.world_size) for leg in RunFile(job / "two").load().legs] == [
+        (0, 3, 2),
+        (3, 6, 2),
+    ]
+
+
+def test_max_restarts_resumes_from_the_newest_checkpoint_and_sigterm_stops_in_time(job: Path) -> None:
+    """One rank of two is killed; torchrun ends the other, starts both again, and they resume; it stops in time."""
+    legs = RunFile(job / "run").load().legs
+    assert [leg.first_step for leg in legs] == [0, RESUMES_FROM]
+    assert (legs[-1].reason, legs[-1].by) == ("stopped", "signal")
+    newest = CheckpointManager(job / "run").find()
+    assert newest is not None
+    assert newest.step == legs[-1].last_step > RESUMES_FROM
+    steps = [record["global_step"] for record in read_records(job / "run/logs/train.jsonl") if "loss" in record]
+    assert steps == list(range(1, newest.step + 1))

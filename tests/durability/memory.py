@@ -13,7 +13,7 @@ from support.runs import busy_trainer
 from . import soak as on_disk
 from .soak import STEPS, Tally
 
-FILES = (("/slot-", 120), ("/slot-", 30), (".partial", 30), ("logs/", 12), ("run.json", 8), ("checkpoints/", 90))
+FILES = (("/slot-", 60), ("/slot-", 15), (".partial", 15), ("logs/", 6), ("run.json", 8), ("checkpoints/", 45))
 
 
 def leg(output_dir: Path, plan: FaultPlan | None, victim: int) -> None:
@@ -21,7 +21,7 @@ def leg(output_dir: Path, plan: FaultPlan | None, victim: int) -> None:
     if plan is not None and collectives.rank() == victim:
         plan.arm()
     parallel = "none" if collectives.world_size() == 1 else "fsdp"
-    busy_trainer(output_dir, parallel, STEPS, save_steps=16, save_in_memory="Every(steps=1)").train()
+    busy_trainer(output_dir, parallel, STEPS, save_steps=8, save_in_memory="Every(steps=1)").train()
 
 
 def soak(kills: int, world_size: int, folder: Path, seed: int, say: Callable[[Tally], object]) -> Tally:

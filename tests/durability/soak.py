@@ -27,7 +27,7 @@ from dalsegno.logs import RunFile, read_records
 from dalsegno.testing import FaultPlan, compare_runs, start_ranks
 from support.runs import busy_trainer
 
-STEPS = 48
+STEPS = 24
 LOGS = ("train.jsonl", "gradient_norms.jsonl")
 PLACES = ("in a save", "in a log write", "in a prune", "elsewhere")
 
@@ -63,7 +63,7 @@ def leg(output_dir: Path, plan: FaultPlan | None, victim: int) -> None:
     busy_trainer(output_dir, "none" if collectives.world_size() == 1 else "fsdp", STEPS).train()
 
 
-FILES = ((".partial", 60), ("logs/", 12), ("run.json", 8), ("checkpoints/", 90))
+FILES = ((".partial", 30), ("logs/", 6), ("run.json", 8), ("checkpoints/", 45))
 """Parts of paths, and up to which of their operations a run is killed."""
 
 

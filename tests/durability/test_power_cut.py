@@ -26,6 +26,8 @@ from support.small import small_trainer
 
 SEED = 2026
 STEPS = 14
+LOGS = {"callbacks.JsonLogger": "logs/train.jsonl", "callbacks.ArrayLogger": "logs/train.json"}
+"""Path of each log, by the component that continues it."""
 _CHECKPOINT = re.compile(r"checkpoints/(step-(\d{8}))")
 
 
@@ -33,7 +35,9 @@ class PowerCut(Exception):
     """What ends a leg here, in the middle of everything."""
 
 
-def trainer(output_dir: Path, *, breaks_at: int | None = None, log: str = "logs/train.jsonl") -> ds.Trainer:
+def trainer(output_dir: Path, *, breaks_at: int | None = None) -> ds.Trainer:
+    """With a log of each kind: lines, and an array."""
+
     def on_step_end(ctx: ds.StepEndContext) -> None:
         if ctx.step == breaks_at:
             raise PowerCut
@@ -43,7 +47,7 @@ def trainer(output_dir: Path, *, breaks_at: int | None = None, log: str = "logs/
     model.layers[0].requires_grad_(False)  # its file is a link to that of the checkpoint before
     return small_trainer(
         output_dir,
-        JsonLogger(path=log),
+        *(JsonLogger(path=log, name=key.partition(".")[2]) for key, log in LOGS.items()),
         Listener({"on_step_end": on_step_end}, name="breaker"),
         model=model,
         length=24,
@@ -54,13 +58,13 @@ def trainer(output_dir: Path, *, breaks_at: int | None = None, log: str = "logs/
     )
 
 
-def eventful_run(output_dir: Path, log: str) -> None:
+def eventful_run(output_dir: Path) -> None:
     """Three legs: broken off behind a checkpoint, resumed and broken off again, resumed from the checkpoint before."""
     with pytest.raises(PowerCut):
-        trainer(output_dir, breaks_at=8, log=log).train()
+        trainer(output_dir, breaks_at=8).train()
     with pytest.raises(PowerCut):
-        trainer(output_dir, breaks_at=11, log=log).train()
-    trainer(output_dir, log=log).train(resume_from_checkpoint=output_dir / "checkpoints" / "step-00000006")
+        trainer(output_dir, breaks_at=11).train()
+    trainer(output_dir).train(resume_from_checkpoint=output_dir / "checkpoints" / "step-00000006")
 
 
 def published(operations: list[Operation]) -> Iterator[int]:
@@ -105,42 +109,42 @@ def distinct_cuts(operations: list[Operation]) -> list[Cut]:
 class Recorded:
     """A run, and what the power may leave of it."""
 
-    log: str
     operations: list[Operation]
     cuts: list[Cut]
 
 
-@pytest.fixture(scope="module", params=["logs/train.jsonl", "logs/train.json"])
-def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     folder = tmp_path_factory.mktemp("power") / "run"
     folder.mkdir()
     recorder = Recorder(folder)
     with pytest.MonkeyPatch.context() as patch, recorder.recording(patch):
-        eventful_run(folder, request.param)
+        eventful_run(folder)
     there = {
         path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None
         for path in folder.rglob("*")
         if path.name != ".lock"
     }
     assert undisturbed(recorder.operations).tree() == there, "an operation has gone by the recorder"
-    return Recorded(request.param, recorder.operations, distinct_cuts(recorder.operations))
+    return Recorded(recorder.operations, distinct_cuts(recorder.operations))
 
 
 class Positions:
-    """Where the log continues after each checkpoint, read once of each: thousands of disks have the same ones."""
+    """Where the logs continue after each checkpoint, read once of each: thousands of disks have the same ones."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, Position] = {}
+        self._known: dict[bytes, dict[str, Position]] = {}
 
-    def of(self, checkpoint: Checkpoint) -> Position:
-        """By the manifest, which has the checksum of every byte; ``checkpoint`` has been verified against it."""
+    def of(self, checkpoint: Checkpoint) -> dict[str, Position]:
+        """By path. ``checkpoint`` has been verified against its manifest, which has the checksum of every byte."""
         manifest = (checkpoint.path / "manifest.json").read_bytes()
         if manifest not in self._known:
-            self._known[manifest] = Position.from_state(saved_states(checkpoint)["callbacks.JsonLogger"][0])
+            states = saved_states(checkpoint)
+            self._known[manifest] = {log: Position.from_state(states[key][0]) for key, log in LOGS.items()}
         return self._known[manifest]
 
 
-def check(cut: Cut, log: str, positions: Positions, folder: Path) -> None:
+def check(cut: Cut, positions: Positions, folder: Path) -> None:
     """What a new leg does first, on that disk."""
     write_tree(cut.tree, folder)
     manager = CheckpointManager(folder)
@@ -149,14 +153,15 @@ def check(cut: Cut, log: str, positions: Positions, folder: Path) -> None:
     assert (found.step if found else 0) >= cut.published
     assert not list(folder.rglob("*.damaged*"))
     RunFile(folder).load()
-    if found is not None:
-        position = positions.of(found)
+    if found is None:
+        return
+    for log, position in positions.of(found).items():
         report = rewind(folder, PurePosixPath(log), position)
         assert report.action in ("unchanged", "rewound")
         kept = folder / "kept.jsonl"
         kept.write_bytes((folder / log).read_bytes()[: position.offset])
         steps = [record["global_step"] for record in read_records(kept) if record.get("kind") != "header"]
-        assert steps == list(range(1, found.step + 1))
+        assert steps == list(range(1, found.step + 1)), log
 
 
 @pytest.fixture
@@ -167,13 +172,13 @@ def in_memory() -> Iterator[Path]:
 
 
 def test_every_moment(recorded: Recorded, in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log, operations, cuts, positions = recorded.log, recorded.operations, recorded.cuts, Positions()
+    operations, cuts, positions = recorded.operations, recorded.cuts, Positions()
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # thousands of disks, each looked at once
     assert len(operations) > 250 and len(cuts) > 1000 and max(cut.published for cut in cuts) == STEPS
     for number, cut in enumerate(cuts):
         folder = in_memory / str(number)
         try:
-            check(cut, log, positions, folder)
+            check(cut, positions, folder)
         except BaseException as error:
             error.add_note(f"after {cut.after} operations, the last being {operations[cut.after - 2 : cut.after]}")
             raise
@@ -182,13 +187,12 @@ def test_every_moment(recorded: Recorded, in_memory: Path, monkeypatch: pytest.M
 
 def test_some_moments_to_the_end(recorded: Recorded, tmp_path: Path) -> None:
     """Trained on from what is left: bit by bit the run that was never cut off."""
-    log = recorded.log
     cuts = [cut for cut in recorded.cuts if "run.json" in cut.tree]
-    trainer(tmp_path / "whole", log=log).train()
+    trainer(tmp_path / "whole").train()
     for number, cut in enumerate(random.Random(SEED).sample(cuts, 12)):
         folder = tmp_path / str(number)
         write_tree(cut.tree, folder)
-        result = trainer(folder, log=log).train()
+        result = trainer(folder).train()
         assert result.reason == "finished", f"after {cut.after} operations: {result}"  # a stray signal would stop it
         comparison = compare_runs(tmp_path / "whole", folder)
         left = sorted(path.name for path in (folder / "checkpoints").iterdir())

@@ -53,6 +53,11 @@ def test_a_handler_of_a_class_is_inspected_once(monkeypatch: pytest.MonkeyPatch)
         one.handled_events()
 
 
+def test_a_class_without_a_constructor_takes_no_arguments() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'every'"):
+        type("Watches", (ds.Callback,), {})(every=3)
+
+
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support import warm
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = sorted(path.parent.name for path in ROOT.glob("src/dalsegno/interop/*/__init__.py"))
@@ -17,10 +17,20 @@ FLAT_NAMES = ROOT / "src/dalsegno/__init__.py"
 """The one file that may know a library: it lists where public names are, and leaves out those that are not there."""
 
 PLACES = ("src/dalsegno/interop", "tests/interop")
+FORGET = """
+import sys
+
+for name, module in [*sys.modules.items()]:
+    if (getattr(module, "__file__", None) or "").startswith(("{src}/", "{tests}/")):
+        del sys.modules[name]
+""".format(src=ROOT / "src", tests=ROOT / "tests")
+"""A warm process has the originals of what is here imported from a copy."""
+
 TRY_EACH = """
 import contextlib, importlib, os, sys
 from pathlib import Path
 import hypothesis, pytest, torch._dynamo, torch.distributed.fsdp, torch.utils.data, torchdata.stateful_dataloader
+
 
 for name in (
     "accelerate", "boto3", "httpx", "ignite.engine", "matplotlib.pyplot", "peft", "prometheus_client",
@@ -89,18 +99,15 @@ def test_the_folders_of_each_can_be_deleted(tmp_path: Path) -> None:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    targets = "tests/test_architecture.py tests/interop/test_dialects.py tests/docs -p no:cacheprovider"
+    files = "test_architecture", "interop/test_dialects", "docs/test_docs", "docs/test_site"
+    targets = " ".join([*(f"tests/{file}.py" for file in files), "-p no:cacheprovider"])
     found = "module_of_a_base_class or dialects_are_listed or library_need_not_be_installed"
     chosen = f"(architecture and not without_torch) or {found} or public_name"
-    done = subprocess.run(
-        [sys.executable, "-c", TRY_EACH, " ".join(PLACES), targets, chosen, *LIBRARIES],
-        cwd=tmp_path,
-        env={**environment(), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    (tmp_path / "try_each.py").write_text(FORGET + TRY_EACH)
+    words = ["try_each.py", " ".join(PLACES), targets, chosen, *LIBRARIES]
+    done = warm.run(words, folder=tmp_path, env={**environment(), "PYTHONDONTWRITEBYTECODE": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" passed") == len(LIBRARIES)
 
 
 def environment() -> dict[str, str]:
@@ -112,20 +119,19 @@ def test_all_of_them_can_be_deleted(tmp_path: Path) -> None:
     copy = tmp_path / "src" / "dalsegno"
     shutil.copytree(ROOT / "src" / "dalsegno", copy, ignore=shutil.ignore_patterns("*.pyc.*"))
     shutil.rmtree(copy / "interop")
-    done = subprocess.run(
-        [sys.executable, "-c", NATIVE_RUN, str(tmp_path / "run")],
-        env={**environment(), "PYTHONPATH": str(copy.parent)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    (tmp_path / "native_run.py").write_text(FORGET + NATIVE_RUN)
+    environment_of_copy = {**environment(), "PYTHONPATH": str(copy.parent)}
+    done = warm.run(["native_run.py", "run"], folder=tmp_path, env=environment_of_copy)
     assert done.returncode == 0, done.stderr
     assert "Known dialects: none" in done.stdout
 
 
 NATIVE_RUN = """
 import sys
+for name in [each for each in sys.modules if each.partition(".")[0] == "fsspec"]:
+    del sys.modules[name]
 import dalsegno as ds
+assert ds.__file__.startswith(sys.path[1]), ds.__file__
 from dalsegno.callbacks import JsonLogger
 from dalsegno.testing import TinyRegression, tiny_regression_data
 
@@ -134,6 +140,8 @@ class Foreign: ...
 args = ds.TrainingArguments(sys.argv[1], max_steps=3, logging_steps=1, save_steps=2, use_cpu=True, disable_tqdm=True)
 trainer = ds.Trainer(TinyRegression(), args, train_dataset=tiny_regression_data(), callbacks=[JsonLogger()])
 assert trainer.train().reason == "finished"
+unused = {"fsspec", "dalsegno.checkpoint.remote.store", "dalsegno.callbacks.diloco", "dalsegno.callbacks.ema"}
+assert not unused & set(sys.modules), "a restart would wait for them"
 try:
     trainer.add_callback(Foreign())
 except ds.UnknownDialect as error:

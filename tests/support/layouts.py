@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +20,7 @@ from dalsegno.checkpoint import Checkpoint, read_tensors
 from dalsegno.distributed.stage_places import is_elsewhere
 from dalsegno.logs import read_records
 from dalsegno.testing import tiny_regression_data
+from support import exchanges
 from support.listeners import Listener
 from support.small import small_trainer
 
@@ -74,6 +76,8 @@ LAYOUTS: dict[str, tuple[int, int]] = {
     "tp x ddp": (4, 2),
 }
 """Number of ranks, and of those with different data, by layout."""
+BY_HAND = ("fsdp", "tp", "hsdp", "tp x fsdp")
+"""Layouts that :func:`by_hand` trains, too."""
 
 
 def mode(layout: str) -> Any:
@@ -117,9 +121,10 @@ def by_hand(layout: str, steps: int, max_norm: float) -> tuple[dict[str, Tensor]
         parallelize_module(model, init_device_mesh("cpu", (2,)), plan())
         share = 0, 1
     else:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "other"))
-        if layout == "hsdp":
-            sharded, share = mesh, (torch.distributed.get_rank(), 4)
+        shape = (2,) if layout == "fsdp" else (2, 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "other")[: len(shape)])
+        if layout != "tp x fsdp":
+            sharded, share = mesh, (torch.distributed.get_rank(), mesh.size())
         else:
             parallelize_module(model, mesh["other"], plan())
             sharded, share = mesh["data"], (mesh.get_local_rank("data"), 2)
@@ -144,7 +149,8 @@ def by_hand(layout: str, steps: int, max_norm: float) -> tuple[dict[str, Tensor]
 
 
 def measured(output_dir: Path, layout: str) -> dict[str, Any]:
-    """Train with every built-in that measures the model; the weights, the records, and the run by hand."""
+    """Train with every built-in that measures the model; the weights, the records, what each built-in has exchanged in
+    the last step, and the run by hand."""
     every = [
         callbacks.JsonLogger(),
         callbacks.GradNormLogger(),
@@ -166,11 +172,14 @@ def measured(output_dir: Path, layout: str) -> dict[str, Any]:
         callbacks.ModelMerge(window=2),
         callbacks.ExpertLoadBalance(every=1, router=r"norm$"),
     ]
-    run = trainer(output_dir, layout, *every, logging_steps=1, eval_steps=1)
-    run.train()
+    with pytest.MonkeyPatch.context() as patched:
+        counted = exchanges.of_callbacks(patched)
+        run = trainer(output_dir, layout, *every, logging_steps=1, eval_steps=1)
+        run.train()
     logs = {path.stem: [*read_records(path)] for path in sorted((output_dir / "logs").glob("*.jsonl"))}
-    values = {"weights": as_lists(weights(run.model)), "logs": logs}
-    if layout not in ("tp", "hsdp", "tp x fsdp"):
+    in_last_step = {key: counts[3] for key, counts in counted.items()}
+    values = {"weights": as_lists(weights(run.model)), "logs": logs, "exchanges": in_last_step}
+    if layout not in BY_HAND:
         return values
     of_hand, norms = by_hand(layout, 3, 0.5)
     return values | {"by hand": as_lists(of_hand), "norms": norms}
@@ -220,10 +229,12 @@ def assert_same(here: dict[str, Tensor], there: dict[str, Tensor], layout: str, 
         assert torch.equal(each, there[name]), (layout, name)
 
 
-def overflow_on_the_last_rank(output_dir: Path, layout: str) -> tuple[list[int], dict[str, Any]]:
-    """In fp16, a split gradient becomes infinite on one rank in the third step; the skipped steps, and the weights,
-    which differ if ranks that read the same data drop out different activations."""
+def overflow_on_the_last_rank(output_dir: Path, layout: str) -> tuple[list[int], dict[str, Any], list[Any]]:
+    """In fp16, a split gradient becomes infinite on one rank in the third step; the skipped steps, the weights, which
+    differ if ranks that read the same data drop out different activations, and what the first dropout has kept in the
+    first step."""
     skipped: list[int] = []
+    kept: list[Any] = []
 
     def overflow(ctx: Any) -> None:
         gradient = ctx.model.layers[0].up.weight.grad
@@ -245,5 +256,6 @@ def overflow_on_the_last_rank(output_dir: Path, layout: str) -> tuple[list[int],
         unscale(optimizer)
 
     scaler.unscale_ = overflow_first  # type: ignore[method-assign]
+    run.model.layers[0].dropout.register_forward_hook(lambda _, args, output: kept.append((output != 0).tolist()))
     run.train()
-    return skipped, as_lists(weights(run.model))
+    return skipped, as_lists(weights(run.model)), kept[0]

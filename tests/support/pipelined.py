@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -235,27 +236,36 @@ def split_in_pairs() -> dict[str, Any]:
     return {"layers.[14]": ColwiseParallel(), "layers.[25]": RowwiseParallel()}
 
 
-def by_hand(tensor_parallel: int) -> tuple[list[float], dict[str, Any]]:
-    """Three steps of four micro-batches with torch alone: losses, on the last rank, and this rank's weights."""
+def by_hand(tensor_parallel: int, data_ranks: int) -> tuple[list[float], dict[str, Any]]:
+    """Three steps of four micro-batches with torch alone: losses, on the last stage, and this rank's weights."""
     layers = Straight().layers
-    mesh = init_device_mesh("cpu", (2, tensor_parallel), mesh_dim_names=("pp", "tp"))
+    mesh = init_device_mesh("cpu", (2, data_ranks, tensor_parallel), mesh_dim_names=("pp", "dp", "tp"))
     rank = mesh.get_local_rank("pp")
     half = Half(layers[3 * rank : 3 * rank + 3])
     if tensor_parallel > 1:
         parallelize_module(half, mesh["tp"], {"layers.1": ColwiseParallel(), "layers.2": RowwiseParallel()})
+    if data_ranks > 1:
+        fully_shard(half, mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(half.parameters(), lr=0.01, weight_decay=0.0)
     stage = PipelineStage(half, rank, 2, torch.device("cpu"), group=mesh.get_group("pp"))
     pipeline = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
     seen = []
-    for batch in straight_batches():
+    for batch in share_of(straight_batches(), mesh.get_local_rank("dp"), data_ranks):
         losses: list[Tensor] = []
         pipeline.step(*([batch["x"]] if rank == 0 else []), target=batch["y"], losses=losses)
         _clip(half, 0.1, mesh.get_group("pp"))
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(float(torch.stack(losses).detach().mean()) if losses else 0.0)
+        loss = torch.stack(losses).detach().mean() if losses else torch.zeros(())
+        dist.all_reduce(loss, group=mesh.get_group("dp"))
+        seen.append(float(loss) / data_ranks)
     own = {f"layers.{3 * rank + number}.weight": each.weight for number, each in enumerate(half.layers)}
     return seen, {name: _whole(weight.detach()) for name, weight in own.items()}  # type: ignore[operator]
+
+
+def share_of(batches: list[dict[str, Tensor]], rank: int, ranks: int) -> list[dict[str, Tensor]]:
+    """Of each batch, the samples of one data rank."""
+    return [{name: each.chunk(ranks)[rank] for name, each in batch.items()} for batch in batches]
 
 
 def _clip(half: nn.Module, max_norm: float, stages: Any) -> None:
@@ -268,17 +278,18 @@ def _clip(half: nn.Module, max_norm: float, stages: Any) -> None:
         each.mul_(min(1.0, max_norm / (float(square.sqrt()) + 1e-6)))
 
 
-def by_trainer(folder: Path, tensor_parallel: int) -> tuple[list[float], dict[str, Any]]:
+def by_trainer(folder: Path, tensor_parallel: int, data_ranks: int) -> tuple[list[float], dict[str, Any]]:
     steps = Steps()
     settings = {"max_steps": 3, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 0.1}
-    pipeline = ds.Pipeline(2, "1f1b", microbatches=4)
-    parallel: Any = pipeline
+    parallel: Any = [ds.Pipeline(2, "1f1b", microbatches=4)]
     if tensor_parallel > 1:
-        parallel = [pipeline, ds.TensorParallel(split_in_pairs(), size=tensor_parallel)]
+        parallel.append(ds.TensorParallel(split_in_pairs(), size=tensor_parallel))
+    if data_ranks > 1:
+        parallel.append(ds.FSDP())
     trainer = ds.Trainer(
         Straight(),
         arguments(folder, parallel=parallel, **settings),
-        train_dataloader=straight_batches(),
+        train_dataloader=share_of(straight_batches(), ds.Layout.of(parallel).data_rank, data_ranks),
         callbacks=[steps],
     )
     trainer.train()

@@ -9,24 +9,22 @@ starts from nothing (``cli.command.cold``).
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
-from multiprocessing import forkserver, get_context, reduction, util
+from multiprocessing import get_context, reduction
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
 from dalsegno.distributed.forked import settle_after_fork
 from dalsegno.testing.processes import PRELOADED
+from support import fork_server
 
 Words = Sequence[str | Path]
 """A script and its arguments."""
@@ -163,57 +161,9 @@ def _run(
     script = str(Path(folder, words[0]))
     sys.argv, sys.orig_argv = list(words), [sys.executable, *words]
     sys.path[:] = [str(Path(script).parent), *path]
-    _have_a_fork_server_of_its_own()
+    fork_server.fork_from_here()
     try:
         runpy.run_path(script, run_name="__main__")
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
-
-
-def _have_a_fork_server_of_its_own() -> None:
-    """A child of this process, as of one that was executed, but one that need not import torch again.
-
-    It is forked now, while this process has one thread, and waits until it is needed, or this process has ended.
-    """
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-    if server._forkserver_alive_fd is not None:
-        os.close(server._forkserver_alive_fd)
-    server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
-    ours, theirs = socket.socketpair()
-    pid = os.fork()
-    if not pid:
-        ours.close()
-        try:
-            _serve(theirs)
-        except Exception as error:
-            sys.excepthook(type(error), error, error.__traceback__)
-        finally:
-            os._exit(0)
-    theirs.close()
-    execute = util.spawnv_passfds  # type: ignore[attr-defined]
-
-    def spawnv_passfds(path: str, words: Sequence[str], kept: Sequence[int]) -> int:
-        if "multiprocessing.forkserver" not in words[-1]:
-            return cast(int, execute(path, words, kept))
-        told = json.dumps([[os.fsdecode(word) for word in words], kept]).encode()
-        socket.send_fds(ours, [told], list(kept))
-        ours.close()
-        return pid
-
-    util.spawnv_passfds = spawnv_passfds  # type: ignore[attr-defined]
-
-
-def _serve(orders: socket.socket) -> None:
-    """Be the fork server, once its command line and its files are known."""
-    told, files, *_ = socket.recv_fds(orders, 1 << 16, 8)
-    if not told:
-        return
-    words, numbers = json.loads(told)
-    high = [fcntl.fcntl(file, fcntl.F_DUPFD, 100 + max(numbers)) for file in files]
-    os.closerange(3, min(high))
-    for file, number in zip(high, numbers, strict=True):
-        os.dup2(file, number)
-    os.closerange(min(high), max(high) + 1)
-    sys.argv, sys.orig_argv = ["-c"], words
-    exec(words[-1], {})

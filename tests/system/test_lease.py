@@ -169,7 +169,6 @@ def test_a_takeover_has_an_exit_status() -> None:
     [
         lambda path: filesystem.make_directory(path / "new"),
         lambda path: filesystem.replace_durably(path / "file", b"new"),
-        lambda path: filesystem.write_pieces(path / "file", [b"new"]),
         lambda path: filesystem.write_direct(path / "file", iter(()), 0),
         lambda path: filesystem.rename(path / "file", path / "moved"),
         lambda path: filesystem.remove(path / "file"),

@@ -138,6 +138,17 @@ def test_if_it_is_lost_before_the_next_save_the_run_does_not_begin_anew(tmp_path
     assert origins(tmp_path) == [None]
 
 
+def test_a_strict_resume_counts_no_step_that_an_earlier_leg_gave_up(tmp_path: Path) -> None:
+    """Step 8 was damaged, and a leg went on from step 4: it left step 6 on disk and step 7 in memory."""
+    crash(tmp_path, 9, save_steps=4, save_in_memory=None)
+    truncate(tmp_path / "checkpoints/step-00000008")
+    crash(tmp_path, 7, save_steps=2)
+    on_disk = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert on_disk == {"step-00000004", "step-00000006", "step-00000008.damaged"}
+    trainer(tmp_path, save_steps=2).train(strict=True)
+    assert origins(tmp_path) == [None, "step-00000004", "memory step-00000007"]
+
+
 def test_without_the_setting_it_still_resumes_from_memory(tmp_path: Path, uninterrupted: Path) -> None:
     crash(tmp_path, 5)
     crash(tmp_path, 7, save_in_memory=None)

@@ -6,7 +6,14 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 
-from dalsegno.distributed.sharded_tensors import DeviceScalars, gradient_shards, norms, parameter_shards
+from dalsegno.distributed.sharded_tensors import (
+    PartialSums,
+    gradient_shards,
+    parameter_shards,
+    partial_squares,
+    read_together,
+    whole_sums,
+)
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import Context, LogContext
 
@@ -35,21 +42,24 @@ class ComputeNorm(Callback):
 
     def __init__(self, per_layer: bool = False) -> None:
         self._per_layer = flag("ComputeNorm", "per_layer", per_layer)
-        self._gradients: DeviceScalars | None = None
+        self._gradients: PartialSums | None = None
         self._of_step = 0
 
     def on_gradients_ready(self, ctx: Context) -> None:
         if ctx.state.will_log:
-            self._gradients = norms(gradient_shards(ctx.model))
+            self._gradients = partial_squares(gradient_shards(ctx.model))
             self._of_step = ctx.state.global_step + 1
 
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind != "train":
             return
         gradients, self._gradients = self._gradients, None
-        self._add(ctx.logs, "param_norm", norms(parameter_shards(ctx.model)).read())
+        measured = {"param_norm": partial_squares(parameter_shards(ctx.model))}
         if gradients is not None and self._of_step == ctx.state.global_step:
-            self._add(ctx.logs, "grad_norm_unclipped", gradients.read())
+            measured["grad_norm_unclipped"] = gradients
+        norms = [each.roots() for each in whole_sums([*measured.values()])]
+        for title, by_parameter in zip(measured, read_together(norms), strict=True):
+            self._add(ctx.logs, title, by_parameter)
 
     def _add(self, logs: dict[str, float], title: str, by_parameter: Mapping[str, float]) -> None:
         logs[title] = math.hypot(*by_parameter.values())

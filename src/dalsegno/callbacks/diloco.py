@@ -79,7 +79,7 @@ class DiLoCoCallback(Callback):
         mixing_factor: float = 0.5,
     ) -> None:
         self._options = WorkerOptions(
-            server_addr=server_addr,
+            server_addr=server_addr or None,
             sync_every=sync_every,
             worker_id=worker_id,
             bf16_comm=bf16_comm,
@@ -97,8 +97,13 @@ class DiLoCoCallback(Callback):
         self._samples_seen = 0
         self._counts: dict[int, int] = {}  # by step of a checkpoint that is not on disk yet, or in memory only
 
+    @property
+    def active(self) -> bool:
+        """Whether it has a server's address."""
+        return self._options.server_addr is not None
+
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        if self._options.server_addr is None:
+        if not self.active:
             return
         worker = self._worker_of(ctx.model)
         if self._options.worker_id is None:
@@ -142,7 +147,7 @@ class DiLoCoCallback(Callback):
     def sharded_state(self, model: nn.Module) -> tuple[dict[str, Tensor], Any]:
         """Return the global parameters that the local steps began with, by name, what quantization has lost, and the
         counts."""
-        if self._options.server_addr is None:
+        if not self.active:
             return {}, self._restored
         worker = self._worker_of(model)
         return worker.tensors, worker.rest

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dalsegno.distributed import collectives
 from dalsegno.distributed.pipeline.stage import running_microbatch
-from dalsegno.distributed.sharded_tensors import strip_wrappers
+from dalsegno.distributed.sharded_tensors import device_of, strip_wrappers
 from dalsegno.distributed.stage_places import is_cut
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
@@ -27,6 +26,7 @@ from dalsegno.events.contexts import (
 from dalsegno.stateful.schema import Count, Must
 
 from .argument_checks import pattern, whole
+from .measures.load_sums import LoadSums
 from .measures.routing import experts_of_a_token, routed
 
 
@@ -82,10 +82,12 @@ class ExpertLoadBalance(Callback):
         self._counts: dict[str, Tensor] = {}
         self._batches: list[Any] = []  # of a measured step's micro-batches; None for padding
         self._is_due = self._is_cut = False
+        self._sums: LoadSums | None = None
         self._loads: dict[str, list[int]] = {}  # of the last measured step, until they are logged
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._counts, self._is_due, self._is_cut = {}, False, is_cut(ctx.model)
+        self._sums = LoadSums(device_of(ctx.model))
         config = getattr(ctx.model, "config", None)
         routers: list[str] = []
         for name, module in ctx.model.named_modules():
@@ -109,14 +111,8 @@ class ExpertLoadBalance(Callback):
     def on_step_end(self, ctx: StepEndContext) -> None:
         if self._is_due:
             counted, self._counts = self._counts, {}
-            here = {name: counts.tolist() for name, counts in counted.items()}
-            gathered = collectives.gather(here, "ExpertLoadBalance")
-            of_data: list[dict[str, list[int]]] = [{} for _ in range(ctx.layout.data_size)]
-            for data_rank, each in zip(ctx.layout.data_ranks, gathered, strict=True):
-                of_data[data_rank] |= each  # ranks that share data have other routers, or the same loads
-            names = sorted({name for each in of_data for name in each})  # a rank with only padding has none
-            of_ranks = {name: [each[name] for each in of_data if name in each] for name in names}
-            self._loads = {name: [sum(loads) for loads in zip(*of_ranks[name], strict=True)] for name in names}
+            assert self._sums is not None, "on_train_begin comes first"
+            self._loads = self._sums(counted)
         self._is_due, self._batches = False, []
 
     def on_log_step(self, ctx: LogContext) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,15 +11,15 @@ from dalsegno.distributed import accelerator
 from dalsegno.distributed.sharded_tensors import (
     DeviceScalars,
     LocalShard,
+    PartialSums,
     named_parameters,
-    norms,
     own_part,
     parameter_shards,
+    partial_squares,
     read_together,
     squared_norms,
-    summed,
+    whole_sums,
 )
-from dalsegno.distributed.stage_places import place_of
 from dalsegno.events.callback import Binder
 from dalsegno.events.contexts import Context, PreOptimizerStepContext, StepEndContext
 from dalsegno.events.table import Event
@@ -27,7 +29,6 @@ from .argument_checks import whole
 from .record_callback import RecordCallback
 
 _KINDS = {"exp_avg", "exp_avg_sq", "step"}
-_NOTHING = torch.zeros(0)  # elsewhere, or not updated yet
 
 
 class LearningDynamics(RecordCallback):
@@ -76,11 +77,13 @@ class LearningDynamics(RecordCallback):
         if not before:
             return
         after = _trained_pieces(ctx)
-        weights = norms(before)
+        partial = [partial_squares(before), partial_squares(after), *_partial_means(ctx, after)]
         torch._foreach_sub_([piece.local for piece in before], [piece.local for piece in after])  # reuses the copy
-        updates = norms(before)
-        ratios = DeviceScalars(weights.names, updates.values / weights.values)
-        self._measured = [norms(after), ratios, _signal_to_noise(ctx)]
+        earlier, weights, signal, power, has_means, update = whole_sums([*partial, partial_squares(before)])
+        ratios = DeviceScalars(weights.names, update.roots().values / earlier.roots().values)
+        noise = (power.values - signal.values).clamp(min=0)
+        snr = DeviceScalars(signal.names, signal.values / noise)
+        self._measured = [weights.roots(), ratios, snr, has_means]
 
     def on_step_end(self, ctx: StepEndContext) -> None:
         measured, self._measured = self._measured, []
@@ -90,7 +93,8 @@ class LearningDynamics(RecordCallback):
         if is_skipped:
             self.write(ctx, {"skipped": True})
             return
-        weights, ratios, snr = read_together(measured)
+        weights, ratios, every, has_means = read_together(measured)
+        snr = {name: value for name, value in every.items() if has_means[name]}
         self.write(ctx, {"weight_norms": weights, "update_ratios": ratios} | ({"gradient_snr": snr} if snr else {}))
 
 
@@ -99,33 +103,33 @@ def _trained_pieces(ctx: Context) -> list[LocalShard]:
     return [piece for piece in parameter_shards(ctx.model) if piece.name in trained]
 
 
-def _signal_to_noise(ctx: Context) -> DeviceScalars:
-    """Compute the ratio from the optimizer's running means, where it has them."""
+def _partial_means(ctx: Context, pieces: Sequence[LocalShard]) -> list[PartialSums]:
+    """Return, for each trained tensor, the squared norm of the optimizer's mean of its gradient and the sum of the mean
+    squares, both corrected for their start at zero, and a number over 0 if the optimizer has them on some rank."""
     betas = {id(each): group.get("betas") for group in ctx.optimizer.param_groups for each in group["params"]}
-    has_means = any(state.keys() >= _KINDS for state in ctx.optimizer.state.values())
-    means: list[LocalShard] = []
-    squares: list[LocalShard] = []
+    parameters = dict(named_parameters(ctx.model))
+    numbers: list[int] = []
+    means: list[Tensor] = []
+    squares: list[Tensor] = []
     starts: list[Tensor] = []  # bias corrections of the squared mean and of the mean square
-    trained = {piece.name: piece for piece in _trained_pieces(ctx)}
-    for name, parameter in named_parameters(ctx.model):
+    for number, piece in enumerate(pieces):
+        parameter = parameters[piece.name]
         state = ctx.optimizer.state.get(parameter, {})
-        is_here = state.keys() >= _KINDS
-        is_on_some_stage = place_of(parameter) is not None and has_means
-        if name not in trained or not betas.get(id(parameter)) or not (is_here or is_on_some_stage):
+        if not (state.keys() >= _KINDS and betas.get(id(parameter))):
             continue
         beta1, beta2 = betas[id(parameter)]  # type: ignore[misc]
-        # 1 - 0.999^step has few digits in fp32.
-        step = accelerator.wide(torch.as_tensor(state["step"] if is_here else 1))
+        step = accelerator.wide(torch.as_tensor(state["step"]))  # 1 - 0.999^step has few digits in fp32
         starts.append(torch.stack([(1 - beta1**step) ** 2, 1 - beta2**step]))
-        mean, square = state.get("exp_avg", _NOTHING), state.get("exp_avg_sq", _NOTHING)
-        means.append(LocalShard(name, own_part(parameter, mean), trained[name].groups))
-        squares.append(LocalShard(name, own_part(parameter, square), trained[name].groups))
-    if not means:
-        return DeviceScalars([], torch.zeros(0))
-    measured = torch.stack([squared_norms([each.local for each in means]), _sums([each.local for each in squares])], 1)
-    corrected = measured / torch.stack(starts).to(measured.device)  # before the sum: another stage knows its own steps
-    signal, power = summed(corrected, [each.groups for each in means]).T
-    return DeviceScalars([piece.name for piece in means], signal / (power - signal).clamp(min=0))
+        numbers.append(number)
+        means.append(own_part(parameter, state["exp_avg"]))
+        squares.append(own_part(parameter, state["exp_avg_sq"]))
+    device = pieces[0].local.device
+    rows = torch.zeros(len(pieces), 3, dtype=accelerator.wide_dtype(device), device=device)
+    if numbers:
+        measured = torch.stack([squared_norms(means), _sums(squares)], 1)
+        corrected = measured / torch.stack(starts).to(device)  # before the sum: each rank knows its own steps
+        rows[torch.tensor(numbers, device=device)] = torch.nn.functional.pad(corrected, (0, 1), value=1.0)
+    return [PartialSums.of(pieces, column) for column in rows.T]
 
 
 def _sums(tensors: list[Tensor]) -> Tensor:

@@ -15,7 +15,8 @@ thread → ``format/checkpoint_dir`` writes the manifest and publishes by a rena
 
 A load: :meth:`CheckpointManager.find` verifies every byte of the newest checkpoint → :meth:`CheckpointManager.load` →
 ``load/restore`` compares it with the run and prepares all states, or refuses → ``load/tensor_reader`` reads each rank's
-shards into tensors of ``state/sharded`` → ``load/states`` restores all other components from the sidecars.
+shards into tensors of ``state/model`` and ``state/optimizer`` → ``load/states`` restores all other components from the
+sidecars.
 
 Names are imported on first use, so that commands which only read checkpoints need not import torch.
 """
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
     from .memory import MemoryCheckpoints
     from .state.callback_tensors import CallbackTensors
     from .state.contract import ShardedState
-    from .state.sharded import ModelState, OptimizerState, unwrapped
+    from .state.model import ModelState, unwrapped
+    from .state.optimizer import OptimizerState
 
 _HOMES = {
     "interchange.adapters": ("export_adapters",),
@@ -57,7 +59,8 @@ _HOMES = {
     "format.manifest": ("Checkpoint", "Manifest"),
     "load.restore": ("load_parts",),
     "state.contract": ("ShardedState",),
-    "state.sharded": ("ModelState", "OptimizerState", "unwrapped"),
+    "state.model": ("ModelState", "unwrapped"),
+    "state.optimizer": ("OptimizerState",),
     "interchange.weights": ("load_weights", "weights_are_at"),
 }
 

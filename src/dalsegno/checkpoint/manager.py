@@ -176,9 +176,9 @@ class CheckpointManager:
 
     def leave_out_base(self, sharded: Sequence[ShardedState]) -> None:
         """Save only checksums of the frozen parameters that keep their present values, which the user's script must
-        rebuild: call before anything is loaded. They are compared when a checkpoint is loaded."""
+        rebuild: call before anything is loaded. They are compared when a checkpoint is loaded. Collective."""
         if self._base is None:
-            self._base = FrozenBase(sharded)
+            self._base = collectives.run_on_all_ranks(lambda: FrozenBase(sharded))
             self._snapshotter.leave_out(self._base)
 
     def prepare(self, sharded: Sequence[ShardedState]) -> None:

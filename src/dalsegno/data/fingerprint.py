@@ -160,9 +160,11 @@ class _Probe(Dataset[tuple[str, float, float, str, bool]]):
         """Restore the dataset's own generators."""
         self._own.load_state_dict(self._before)
 
-    def _generators(self) -> str:
-        own = self._own.state_dict()
-        return digest([capture_generators(), {way: own[way] for way in self._before}])
+    def _generators(self) -> tuple[Any, ...]:
+        """States of the process's and the dataset's own generators, to be compared."""
+        states = capture_generators()
+        own = self._own.state_dict() if self._before else {}
+        return states["python"], digest([states["numpy"], states["torch"], {way: own[way] for way in self._before}])
 
     def _collated(self, sample: Any) -> str:
         assert self._collate is not None
@@ -205,8 +207,8 @@ def _parts(value: Any, depth: int) -> Iterator[bytes | np.ndarray]:
         yield str(value).encode()
     elif isinstance(value, Mapping | Sequence) and depth < 10:
         items = [each for item in value.items() for each in item] if isinstance(value, Mapping) else value
-        if all(type(each) is int for each in items):  # the same bytes at once: random generators have 600 numbers
-            yield "".join(f"int{each}" for each in items).encode()
+        if {*map(type, items)} == {int}:  # the same bytes at once: random generators have 600 numbers
+            yield f"int{'int'.join(map(str, items))}".encode()
             return
         for each in items:
             yield from _parts(each, depth + 1)

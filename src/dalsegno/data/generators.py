@@ -68,7 +68,7 @@ class OwnGenerators:
         Raises:
             StateMismatch: if one no longer exists, or has another type.
         """
-        found = self.find()
+        found = self.find() if state else {}
         for way, saved in state.items():
             if way not in found or not _fits(found[way], saved):
                 now = type(found[way]).__name__ if way in found else "missing"
@@ -159,13 +159,14 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(own, dict):
         yield from ((f".{name}", value) for name, value in list(own.items()))
     for kind in type(thing).__mro__:
+        is_of_library = _is_of_library(kind.__module__)
         for name, value in vars(kind).items():
             if isinstance(value, types.MemberDescriptorType):  # a slot
                 try:
                     yield f".{name}", value.__get__(thing)
                 except AttributeError:  # empty
                     continue
-            elif not _is_of_library(kind.__module__):
+            elif not is_of_library:
                 yield f".{name}", value
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -51,12 +50,11 @@ def split(microbatch: Microbatch, number: int) -> list[Microbatch]:
     for begin in range(0, length, size):
         rows = slice(begin, min(begin + size, length))
         samples = rows.stop - begin if microbatch.samples else 0
-        parts.append(replace(microbatch, batch=_part(microbatch.batch, length, rows), samples=samples))
-    parts += [replace(parts[-1], samples=0)] * (number - len(parts))
-    if microbatch.global_samples is None:
-        return parts
-    # Only their sum is used.
-    return [replace(part, global_samples=0 if place else microbatch.global_samples) for place, part in enumerate(parts)]
+        # Only the sum of the global samples is used.
+        of_all = microbatch.global_samples if begin == 0 or microbatch.global_samples is None else 0
+        parts.append(Microbatch(_part(microbatch.batch, length, rows), samples, of_all))
+    without = None if microbatch.global_samples is None else 0
+    return parts + [Microbatch(parts[-1].batch, 0, without)] * (number - len(parts))
 
 
 def _length(batch: Any) -> int:

@@ -72,7 +72,7 @@ class TrainingData:
                 "the sampler of your loader yields another order at each pass although all known random generators are "
                 "reset; let it depend only on its generator, or on set_epoch(epoch)"
             )
-        is_plain = isinstance(loader, DataLoader) and not isinstance(loader, StatefulDataLoader)
+        is_plain = isinstance(loader, DataLoader) and not isinstance(loader, Stateful)
         if is_plain and isinstance(self.dataset, Stateful) and not self.num_workers:
             problems.append(
                 f"{name} has a state_dict, which a plain DataLoader does not save; use torchdata's StatefulDataLoader, "

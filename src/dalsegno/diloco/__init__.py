@@ -9,8 +9,8 @@ Both sides rest on these modules, each of which imports only from those above it
     quantization elements as int8
     signature    names, dtypes and shapes of what is synchronized; fragments
     frames       tensors on the wire
-    server:      outer, state, spool → journal, versions → store → run → rules, presence → status → coordinator → api
-                 → server
+    server:      outer, state, spool → journal, versions → store → run → rules, presence → patience, status
+                 → coordinator → api → server
     worker:      options, client, shards, progress → link, heartbeat, transfer → exchange → flight → worker
 
 The names are imported on first use.

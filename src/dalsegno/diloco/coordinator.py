@@ -10,27 +10,30 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from io import FileIO
 from typing import Any
 
 from dalsegno.errors import NotFound, NotRunning, StateMismatch
+from dalsegno.system.durability import NotDurable
 from dalsegno.web.growth import Growth
 
+from .patience import Closing, Patience
 from .presence import Presence
 from .rounds import Rounds
 from .rules import Rules
 from .run import OuterRun
 from .signature import Specs, check_same
-from .spool import NotDurable, Source, SpooledTensors
+from .spool import Source, SpooledTensors
 from .state import Applied, Joined, Left, Member, Returned, ServerState, Settings, Submission
 from .status import status_of
 from .versions import Version
 
 logger = logging.getLogger("dalsegno")
 
-_PATROL = 0.5  # seconds between two looks for workers that have died, and between two attempts to write the journal
+_PATROL = 0.5  # seconds between two looks for workers that have died
 
 
 class Coordinator:
@@ -52,6 +55,7 @@ class Coordinator:
         self._presence = Presence(rules.heartbeat_timeout)
         self._rounds = Rounds(rules, self._presence)
         self._is_closing = False
+        self._patience = Patience()
         self._committed = run.state.version if run.has_begun else 0  # newest version whose events are on disk
         for worker_id in run.state.members if run.has_begun else ():
             self.note_seen(worker_id)
@@ -68,6 +72,7 @@ class Coordinator:
         """
         with self._lock:
             self._is_closing = True
+            self._patience.close()
             self._lock.notify_all()
         self._thread.join()
         self._run.close(save=self.failure is None)
@@ -124,6 +129,7 @@ class Coordinator:
                 raise StateMismatch("the worker has dylu=True, and the server was started without --dylu")
             self.note_seen(worker_id)
             adopt = self._admit(state, worker_id, count, dylu)
+            self._run.keep_versions()
             self._lock.notify_all()
             answer = {
                 "needs_parameters": False,
@@ -168,7 +174,6 @@ class Coordinator:
         """Let a worker begin with the present parameters; with those of the next version if a round is in progress."""
         is_in_round = self._rounds.is_in_progress(state, worker_id)
         self._run.record(Joined(worker_id, number, state.version + is_in_round, dylu))
-        self._run.keep_versions()
 
     def deregister(self, worker_id: str) -> None:
         """A worker ends. What it has submitted counts.
@@ -201,12 +206,14 @@ class Coordinator:
         Raises:
             StateMismatch: if the run has parameters.
             ConfigurationError: if a parameter has an impossible name.
+            NotDurable: if the disk may lose the journal. The server has failed.
         """
         with self._lock:
             self._check_running()
             if self._run.has_begun:
                 raise StateMismatch("this run has parameters already; register again")
-            self._run.begin(arrived, num_fragments)
+            with self._failing():
+                self._run.begin(arrived, num_fragments)
 
     def parameters(self, version: int, fragment: int | None) -> tuple[FileIO, Growth]:
         """Open the file of a version, a frame, for the caller to close; it may grow. Takes no lock.
@@ -235,11 +242,7 @@ class Coordinator:
         return None
 
     def _is_new(self, submission: Submission) -> bool:
-        """Whether a submission is the worker's next one, not one that has been accepted before.
-
-        Raises:
-            As :meth:`offer`.
-        """
+        """Whether a submission is the next one, not one that has been accepted before. Raises as :meth:`offer`."""
         member = self._member(submission.worker_id)
         self.note_seen(submission.worker_id)
         if submission.number <= member.number:
@@ -287,12 +290,15 @@ class Coordinator:
         try:
             while (change := self._next_change()) is not None:
                 begun, to_save = change
-                if self._publish(begun) and to_save is not None and self._run.save(to_save):
-                    with self._lock:
-                        self._run.release_submissions()
+                self._publish(begun)
+                if to_save is not None and self._run.save(to_save):
+                    self._patience.insist(self._release_submissions)
+        except Closing:
+            pass  # the journal has what was acknowledged
         except BaseException as error:
             self._fail(error)
-            self._run.abandon_versions(begun)  # not before: a worker must not register again
+        finally:
+            self._run.abandon_versions(begun)  # not before it has failed: a worker must not register again
 
     def _next_change(self) -> tuple[list[Version], ServerState | None] | None:
         """Wait until submissions are to be applied, or workers to begin, and do it.
@@ -306,7 +312,8 @@ class Coordinator:
                     state = self._run.state
                     if worker_ids := self._rounds.ready(state):
                         self._run.record(Applied(worker_ids, self._rounds.recommended_steps(state, worker_ids)))
-                        return self._run.begin_versions(), self._run.state_to_save()
+                        to_save = self._run.state_to_save()  # first: it may find no memory
+                        return self._run.begin_versions(), to_save
                     if self._begin_waiting_members():
                         return self._run.begin_versions(), None
                 self._lock.wait(_PATROL if self.rules.heartbeat_timeout else None)
@@ -324,11 +331,17 @@ class Coordinator:
 
     def _commit(self, arrived: SpooledTensors | None = None) -> None:
         """Write what was recorded to disk, and before it a submission: here, so that the disk works for all workers'
-        threads at a time. If the disk has lost a submission, the server fails: restarted, it does not have it."""
-        try:
+        threads at a time."""
+        with self._failing():
             if arrived is not None:
                 arrived.make_durable()
             self._run.commit()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Let the server fail if the disk has lost what is written in the context: restarted, it does not have it."""
+        try:
+            yield
         except NotDurable as error:
             self._fail(error)
             raise
@@ -351,45 +364,33 @@ class Coordinator:
             self._run.record(Joined(name, member.number, state.version, member.dylu))
         return bool(waiting)
 
-    def _publish(self, begun: Sequence[Version]) -> bool:
+    def _publish(self, begun: Sequence[Version]) -> None:
         """Let workers fetch what a change led to, once it is on disk. They may begin while it is written.
 
-        Returns:
-            Whether it was done; False if the server closes before the disk takes the events.
+        Raises:
+            Closing: if the server closes before.
         """
-        if not self._commit_patiently():
-            return False
+        self._patience.insist(self._commit)
         self._committed = self._run.state.version
         self._changed()
-        self._run.write_versions(begun)
+        self._patience.insist(partial(self._run.write_versions, begun))
+        self._patience.insist(self._run.write_log)
+        self._patience.insist(self._release_versions)
+
+    def _release_versions(self) -> None:
         with self._lock:
             self._run.release_versions()
-        return True
 
-    def _commit_patiently(self) -> bool:
-        """Commit once the disk takes the events: it may be full for a while. False if the server closes before."""
-        is_first = True
-        while True:
-            try:
-                self._commit()
-                return True
-            except NotDurable:
-                raise
-            except OSError as error:
-                if is_first:
-                    logger.error("the DiLoCo server cannot write its journal: %s; workers wait until it can", error)
-                is_first = False
-            with self._lock:
-                if self._is_closing:
-                    return False
-                self._lock.wait(_PATROL)
+    def _release_submissions(self) -> None:
+        with self._lock:
+            self._run.release_submissions()
 
     # -- status -----------------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         """The run, for people: JSON values."""
         with self._lock:
-            return status_of(self._run, self.rules, self._presence, self.failure)
+            return status_of(self._run, self.rules, self._presence, self.failure, self._patience.obstacle)
 
     def feed(self, after: int) -> dict[str, Any]:
         """The status, and the records of the outer steps after version ``after``, the newest ones."""

@@ -65,7 +65,8 @@ class Journal:
 
         Raises:
             OSError: if the disk refuses it; the next commit tries again.
-            NotDurable: if the disk has lost what an event refers to; each later commit raises it again.
+            NotDurable: if the disk has lost what an event refers to, or may lose this file; each later commit raises it
+                again.
             NotRunning: if the journal was closed before.
         """
         with self._turn:
@@ -139,7 +140,12 @@ class Journal:
         )
 
     def shorten(self, number: int) -> None:
-        """Drop the events up to this number, which are committed."""
+        """Drop the events up to this number, which are committed.
+
+        Raises:
+            OSError: if the disk refuses it; nothing is dropped.
+            NotDurable: if it may lose this file; each later commit raises it again.
+        """
         with self._turn:
             self._file.replace(_lines(number + 1, self.after(number)))
 

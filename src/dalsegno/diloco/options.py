@@ -84,7 +84,8 @@ class WorkerOptions:
             check_worker_id(self.worker_id)
 
     def with_environment(self, environment: Mapping[str, str] = os.environ) -> WorkerOptions:
-        """These options; one that has its default is taken from ``DILOCO_SYNC_EVERY`` and the like.
+        """These options; one that has its default is taken from ``DILOCO_SYNC_EVERY`` and the like, unless that is
+        empty.
 
         The server's address is in ``DILOCO_SERVER``, its token in ``DILOCO_TOKEN`` or the file ``DILOCO_TOKEN_FILE``,
         its certificate in the file ``DILOCO_CERTIFICATE``.
@@ -94,8 +95,8 @@ class WorkerOptions:
         """
         found: dict[str, Any] = {}
         for variable, (name, parse) in _VARIABLES.items():
-            if variable in environment and name not in found and getattr(self, name) == getattr(_DEFAULTS, name):
-                text = environment[variable]
+            text = environment.get(variable)
+            if text and name not in found and getattr(self, name) == getattr(_DEFAULTS, name):
                 try:
                     found[name] = parse(text)
                 except OSError as error:

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from dalsegno.errors import NotFound, SaveFailed, StateMismatch
+from dalsegno.system.durability import NotDurable
 
 from .outer import BLOCK, MakeOptimizer, ReadBlock, describe, outer_step, without_kernels
 from .signature import Specs
 from .spool import SpooledTensors
 from .state import Accepted, Applied, Event, Result, ServerState, Settings, Submission
-from .store import Globals, ServerStore, TensorFile
+from .store import Globals, Scratch, ServerStore, TensorFile
 from .versions import Version
 
 logger = logging.getLogger("dalsegno")
@@ -78,19 +79,20 @@ class OuterRun:
         Raises:
             ConfigurationError: if a parameter has an impossible name.
             SaveFailed: if they cannot be saved; the run has not begun.
+            OSError: if the journal cannot be written; likewise.
         """
         specs = arrived.specs
         settings = Settings([spec.to_json() for spec in specs], num_fragments)
         parts = Globals.of(specs, self._make_optimizer)
-        file = TensorFile(arrived.path, specs)
+        file, scratch = TensorFile(arrived.path, specs), Scratch()
         for spec in specs:
             flat = parts.model.by_name[spec.name].data.view(-1)
             for begin in range(0, spec.count, BLOCK):
                 part = flat[begin : begin + BLOCK]
-                part.copy_(file.block(spec.name, begin, len(part)))
+                part.copy_(file.block(spec.name, begin, len(part), scratch))
         state = ServerState(uuid.uuid4().hex, settings, describe(parts.optimizer))
-        self.store.save(state, parts)
         self.store.journal.clear()
+        self.store.save(state, parts)
         self._take(state, parts)
         logger.info("DiLoCo run %s begins, with %d tensors", state.run_id, len(specs))
 
@@ -115,6 +117,7 @@ class OuterRun:
         self.store.versions.release_damaged()
         for event in events:
             self._carry_out(event)
+        self.write_log()
         self.keep_versions()
         logger.info(
             "DiLoCo run %s continues at version %d: %s, and %d events after it",
@@ -147,14 +150,19 @@ class OuterRun:
     def _save_last(self, state: ServerState) -> None:
         try:
             self.commit()
-            if self.store.save(state, self._globals) and self._shorten_journal(state):
-                self.release_submissions()
-        except SaveFailed:
-            raise
         except OSError as error:
             raise SaveFailed(
                 f"no checkpoint of version {state.version}: the journal cannot be written: {error}"
             ) from error
+        if not self.store.save(state, self._globals):
+            return
+        try:
+            if self._shorten_journal(state):
+                self.release_submissions()
+        except OSError as error:  # the checkpoint needs neither
+            logger.error(
+                "version %d is saved, and what it contains is not removed from the journal: %s", state.version, error
+            )
 
     # -- events -----------------------------------------------------------------------------------------------------
 
@@ -181,7 +189,7 @@ class OuterRun:
 
         Raises:
             OSError: if the disk refuses it; the next commit tries again.
-            NotDurable: if the disk has lost a submission; each later commit raises it again.
+            NotDurable: if the disk has lost a submission, or may lose the journal; each later commit raises it again.
         """
         self.store.journal.commit()
 
@@ -202,10 +210,11 @@ class OuterRun:
         submissions, loss = state.pending(event.worker_ids), state.mean_loss(event.worker_ids)
         specs = self._fragments[submissions[0].fragment]
         weights = [each.samples for each in submissions]
+        files = [self.store.tensors(each, specs) for each in submissions]
 
         def open_reader() -> ReadBlock:
-            files = [self.store.tensors(each, specs) for each in submissions]
-            return lambda number, spec, begin, count: files[number].block(spec.name, begin, count)
+            scratch = Scratch()
+            return lambda number, spec, begin, count: files[number].block(spec.name, begin, count, scratch)
 
         outer_step(parts.model, parts.optimizer, specs, weights, open_reader)
         staleness = max(state.version - each.base for each in submissions)
@@ -225,6 +234,14 @@ class OuterRun:
         self.records.append(record)
         self.store.log(record)
 
+    def write_log(self) -> None:
+        """Append the records of outer steps to the log.
+
+        Raises:
+            OSError: if the disk refuses it; the next call tries again.
+        """
+        self.store.write_log()
+
     def state_to_save(self) -> ServerState | None:
         """A copy of the state every ``save_every`` outer steps, for a checkpoint of this version; None otherwise."""
         return copy.deepcopy(self.state) if self.state.version % self._save_every == 0 else None
@@ -236,6 +253,9 @@ class OuterRun:
         Returns:
             Whether both is done, so that :meth:`release_submissions` may follow. A failure is logged: the journal has
             everything.
+
+        Raises:
+            NotDurable: if the disk may lose the journal; each later commit raises it again.
         """
         try:
             return self.store.save(state, self._globals) and self._shorten_journal(state)
@@ -246,6 +266,8 @@ class OuterRun:
     def _shorten_journal(self, state: ServerState) -> bool:
         try:
             self.store.journal.shorten(state.events)
+        except NotDurable:
+            raise
         except OSError as error:
             logger.error("the journal is not shortened: %s; it will be after the next checkpoint", error)
             return False
@@ -266,24 +288,29 @@ class OuterRun:
         return submission.sent(self._fragments[submission.fragment])
 
     def has(self, result: Result | None) -> bool:
-        """Whether the parameters of a result can be fetched, now or later."""
-        if result is None or result.version > self.state.version:
+        """Whether the parameters of a result can be fetched, now or later: :meth:`keep_versions` makes the present
+        ones."""
+        if result is None or result.version >= self.state.version:
             return result is not None
         return self.store.versions.has(Version(result.version, result.fragment))
 
     def begin_versions(self) -> list[Version]:
         """The present parameters that workers will fetch, which are to be written: :meth:`write_versions`. They can be
-        fetched from now on. :meth:`abandon_versions` at the end, also of a failure."""
+        fetched from now on. :meth:`abandon_versions` at the end, also of a failure. Changes nothing on the disk."""
         state, versions = self.state, self.store.versions
         present = {each for each in self._needed_versions() if each.number == state.version}
         missing = sorted((each for each in present if not versions.has(each)), key=lambda each: each.file_name)
-        versions.begin({each: self.specs(each.fragment) for each in missing})
+        versions.begin({each: self.specs(each.fragment) for each in missing}, self._globals.model)
         return missing
 
     def write_versions(self, begun: Iterable[Version]) -> None:
-        """Write the present parameters. Meanwhile, other threads may record events, but no outer step."""
+        """Write the present parameters. Meanwhile, other threads may record events, but no outer step.
+
+        Raises:
+            OSError: if the disk refuses it; the next call continues.
+        """
         for each in begun:
-            self.store.versions.write(each, self._globals.model)
+            self.store.versions.write(each)
 
     def abandon_versions(self, begun: Iterable[Version]) -> None:
         """End the downloads of those that are not written."""

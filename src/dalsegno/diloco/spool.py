@@ -20,6 +20,7 @@ import torch
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.system import filesystem
+from dalsegno.system.durability import NotDurable
 
 from .frames import in_file_order
 from .quantization import element_count
@@ -84,11 +85,6 @@ class SpareFiles:
 
     def _new_path(self) -> Path:
         return self._directory / f".{self._own}-{next(self._numbers)}{_PARTIAL}"
-
-
-class NotDurable(OSError):
-    """An fsync has failed, and with it bytes of a file are lost. Another fsync may return without an error, but the
-    kernel has dropped these bytes: only a new write helps."""
 
 
 class SpooledTensors:

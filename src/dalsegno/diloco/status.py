@@ -11,8 +11,15 @@ from .run import OuterRun
 from .state import Member
 
 
-def status_of(run: OuterRun, rules: Rules, presence: Presence, failure: BaseException | None) -> dict[str, Any]:
-    """The run and its workers. ``failure``: why no submission is applied any more."""
+def status_of(
+    run: OuterRun, rules: Rules, presence: Presence, failure: BaseException | None, obstacle: str | None
+) -> dict[str, Any]:
+    """The run and its workers.
+
+    Args:
+        failure: why no submission is applied any more.
+        obstacle: why the disk refuses what workers wait for; the server tries again.
+    """
     state = run.state if run.has_begun else None
     members = {} if state is None else state.members
     return {
@@ -25,6 +32,7 @@ def status_of(run: OuterRun, rules: Rules, presence: Presence, failure: BaseExce
         "parameters": 0 if state is None else sum(math.prod(each["shape"]) for each in state.settings.tensors),
         "bytes_received": 0 if state is None else state.bytes_received,
         "failure": None if failure is None else str(failure),
+        "obstacle": obstacle,
         "newest": run.records[-1] if run.records else None,
         "workers": [
             {

@@ -16,6 +16,7 @@ next one: see :mod:`.spool`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, OptimizerState, saved_states
 from dalsegno.checkpoint.format.layout import StoredFile
-from dalsegno.errors import StateMismatch
+from dalsegno.errors import SaveFailed, StateMismatch
 from dalsegno.logs import RecordLog, read_records
 from dalsegno.logs.rewind import PositionState
 from dalsegno.policies.retention import Latest
@@ -73,6 +74,7 @@ class ServerStore:
         self._manager = CheckpointManager(folder, keep=Latest(2))
         self._log = RecordLog("logs/train.jsonl", folder)
         self._log_position: PositionState | None = None
+        self._unlogged: deque[dict[str, Any]] = deque()
         self._spare = SpareFiles(self._submissions)
 
     # -- start and end ----------------------------------------------------------------------------------------------
@@ -120,8 +122,18 @@ class ServerStore:
         return [record for record in read_records(self._log.path) if "kind" not in record]
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append a record to the log."""
-        self._log.append(record)
+        """Take a record, which :meth:`write_log` appends to the log."""
+        self._unlogged.append(record)
+
+    def write_log(self) -> None:
+        """Append the records that were taken.
+
+        Raises:
+            OSError: if the disk refuses one; the next call tries again.
+        """
+        while self._unlogged:
+            self._log.append(self._unlogged[0])
+            self._unlogged.popleft()
 
     def save(self, state: ServerState, parts: Globals) -> bool:
         """Save a checkpoint, unless there is one of this version. Returns whether it was saved.
@@ -131,6 +143,10 @@ class ServerStore:
         """
         if self._manager.path_of(state.version).exists():
             return False
+        try:
+            self.write_log()  # the checkpoint has its length
+        except OSError as error:
+            raise SaveFailed(f"no checkpoint of version {state.version}: its log cannot be written: {error}") from error
         components = [Component(_STATE, _Saved(state.to_json())), Component(_LOG, _LogPosition(self))]
         self._manager.save(state.version, self._sharded(parts), components)
         return True
@@ -159,37 +175,40 @@ class ServerStore:
                 self._spare.give_back(path)
 
 
+class Scratch:
+    """Memory for the blocks that one thread reads, one at a time."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[torch.dtype, torch.Tensor] = {}
+
+    def block(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """``count`` elements, at most ``BLOCK``: the same memory each time."""
+        if dtype not in self._blocks:
+            self._blocks[dtype] = torch.empty(BLOCK, dtype=dtype)
+        return self._blocks[dtype][:count]
+
+
 class TensorFile:
-    """Reads parts of tensors, by name, from a file that a frame has brought; quantized ones as float32."""
+    """Reads parts of tensors, by name, from a file that a frame has brought; quantized ones as float32. On any
+    thread."""
 
     def __init__(self, path: Path, specs: Specs) -> None:
         self._file, layout = StoredFile(path), file_layout(specs)
         self._stored = {spec.name: (spec, span) for spec, span in zip(specs, layout.spans, strict=True)}
-        self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
-    def block(self, name: str, begin: int, count: int) -> torch.Tensor:
-        """``count`` elements of a tensor, flat, from ``begin`` on, a multiple of ``BLOCK``. The next call overwrites
-        them."""
-        spec, _ = self._stored[name]
-        block = self._stored_block(name, begin, count)
+    def block(self, name: str, begin: int, count: int, scratch: Scratch) -> torch.Tensor:
+        """``count`` elements of a tensor, flat, from ``begin`` on, a multiple of ``BLOCK``. In ``scratch``, which the
+        next call with it overwrites."""
+        spec, span = self._stored[name]
+        block = scratch.block(spec.dtype, count)
+        self._file.fill(block, span, spec.dtype, (spec.count,), [(begin, count)])
         if spec.dtype != torch.int8:
             return block
-        scales, values = self._scales(name, begin, count), self._buffer(torch.float32)[:count]
+        scales, values = self._scales(name, begin, count), scratch.block(torch.float32, count)
         for first in range(0, count, ALONE):
             part = block[first : first + ALONE]
             values[first : first + ALONE] = dequantize(part, scales[first // GROUP :][: -(-len(part) // GROUP)])
         return values
-
-    def _stored_block(self, name: str, begin: int, count: int) -> torch.Tensor:
-        spec, span = self._stored[name]
-        block = self._buffer(spec.dtype)[:count]
-        self._file.fill(block, span, spec.dtype, (spec.count,), [(begin, count)])
-        return block
-
-    def _buffer(self, dtype: torch.dtype) -> torch.Tensor:
-        if dtype not in self._scratch:
-            self._scratch[dtype] = torch.empty(BLOCK, dtype=dtype)
-        return self._scratch[dtype]
 
     def _scales(self, name: str, begin: int, count: int) -> torch.Tensor:
         """Of the elements from ``begin`` on of a quantized tensor."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -19,7 +20,7 @@ from dalsegno.web.growth import Growth
 from .frames import FrameLayout, frame_pieces, head_of_whole_frame
 from .outer import GlobalModel
 from .signature import Specs
-from .spool import SpareFiles, removed_on_failure
+from .spool import SpareFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +36,35 @@ class Version:
         return f"{self.number:08d}-{'all' if self.fragment is None else self.fragment}.frame"
 
 
-@dataclass(frozen=True, slots=True)
 class _Growing:
-    """A file that has yet to be written."""
+    """A file that has yet to be written, with the parameters that ``model`` has until then."""
 
-    path: Path
-    layout: FrameLayout
-    growth: Growth
+    def __init__(self, path: Path, layout: FrameLayout, model: GlobalModel) -> None:
+        self.path = path
+        self.growth = Growth(layout.length)
+        self._pieces = frame_pieces(layout, model.bytes_as_trained(layout.order))
+        self._piece = memoryview(b"")  # the next one to write
+        self._written = 0
+
+    def open(self) -> FileIO:
+        """Open the file to read; it may have nothing yet."""
+        return FileIO(filesystem.open_own(self.path, os.O_RDONLY | os.O_CREAT))
+
+    def write(self) -> None:
+        """Write the file. After an OSError, such as that of a full disk, another call continues where it was."""
+        descriptor = filesystem.open_own(self.path, os.O_WRONLY | os.O_CREAT)
+        try:
+            os.lseek(descriptor, self._written, os.SEEK_SET)
+            while self._written < self.growth.length:
+                self._piece = self._piece or next(self._pieces)
+                filesystem.write_all(descriptor, self._piece, self.path)
+                self._written += len(self._piece)
+                self._piece = memoryview(b"")
+                self.growth.advance(self._written)
+            if os.fstat(descriptor).st_size > self._written:  # of what it overwrites, whose blocks served until here
+                filesystem.truncate(descriptor, self._written, self.path)
+        finally:
+            os.close(descriptor)
 
 
 class Versions:
@@ -58,33 +81,34 @@ class Versions:
         """Whether a version can be opened."""
         return version in self._growing or self._path(version).exists()
 
-    def begin(self, versions: Mapping[Version, Specs]) -> None:
-        """Announce versions that will be written: all, or none if this raises. With the specs of their tensors."""
-        self._growing |= {version: self._grow(version, specs) for version, specs in versions.items()}
+    def begin(self, versions: Mapping[Version, Specs], model: GlobalModel) -> None:
+        """Announce versions that will be written, of the present parameters: all of them, or none if this raises. With
+        the specs of their tensors."""
+        growing = {}
+        for version, specs in versions.items():
+            layout = FrameLayout({"version": version.number}, specs)
+            growing[version] = _Growing(self._spare.take(), layout, model)
+        self._growing.update(growing)
 
-    def _grow(self, version: Version, specs: Specs) -> _Growing:
-        layout, path = FrameLayout({"version": version.number}, specs), self._spare.take()
-        os.close(filesystem.open_own(path, os.O_WRONLY | os.O_CREAT))
-        return _Growing(path, layout, Growth(layout.length))
-
-    def write(self, version: Version, model: GlobalModel) -> None:
-        """Write a version that was begun."""
-        growing = self._growing[version]
-        pieces = frame_pieces(growing.layout, model.bytes_as_trained(growing.layout.order))
-        with removed_on_failure(growing.path):
-            filesystem.write_pieces(growing.path, _noted(pieces, growing.growth))
+    def write(self, version: Version) -> None:
+        """Write a version that was begun, unless it is written. After an OSError, another call continues."""
+        growing = self._growing.get(version)
+        if growing is not None:
+            growing.write()
             with self._lock:
                 filesystem.rename_nosync(growing.path, self._path(version))
                 del self._growing[version]
 
     def abandon(self, versions: Iterable[Version]) -> None:
-        """End the downloads of those versions that were begun and are not written."""
+        """End the downloads of those versions that were begun and are not written, and delete their files: a full disk
+        needs the room."""
         for version in versions:
             with self._lock:
                 growing = self._growing.pop(version, None)
             if growing is not None:
                 growing.growth.fail()
-                self._spare.give_back(growing.path)
+                with suppress(OSError):
+                    filesystem.remove(growing.path)
 
     def open(self, version: Version) -> tuple[FileIO, Growth]:
         """Open the file of a version, for the caller to close, and return how much of it is written.
@@ -94,12 +118,13 @@ class Versions:
         """
         with self._lock:
             growing = self._growing.get(version)
-            path = self._path(version) if growing is None else growing.path
+            if growing is not None:
+                return growing.open(), growing.growth
             try:
-                file = FileIO(path)
+                file = FileIO(self._path(version))
             except FileNotFoundError:
                 raise NotFound(f"version {version.number} of the parameters is not kept; register again") from None
-        return file, Growth.complete(os.fstat(file.fileno()).st_size) if growing is None else growing.growth
+        return file, Growth.complete(os.fstat(file.fileno()).st_size)
 
     def release(self, *, except_for: Collection[Version]) -> None:
         """Let the files of versions be overwritten that no worker may ask for any more."""
@@ -122,12 +147,3 @@ class Versions:
 
     def _path(self, version: Version) -> Path:
         return self._directory / version.file_name
-
-
-def _noted(pieces: Iterable[memoryview], growth: Growth) -> Iterator[memoryview]:
-    """Advance the growth of a file with each piece that was written to it: when the next one is asked for."""
-    written = 0
-    for piece in pieces:
-        yield piece
-        written += len(piece)
-        growth.advance(written)

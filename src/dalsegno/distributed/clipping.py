@@ -1,90 +1,113 @@
-"""Total norm of the gradients, and clipping by it, for plain tensors and for those sharded over different meshes.
+"""Total norm of the gradients, and clipping by it, for plain tensors and for those sharded over any meshes.
 
-torch's ``clip_grad_norm_`` refuses to mix tensors of different meshes, or DTensors and plain tensors, which tensor
-parallelism has. So tensors that are sharded alike are measured together, and their norms are combined.
+Both are computed on this rank's shards. torch's ``clip_grad_norm_`` refuses to mix tensors of different meshes, or
+DTensors and plain tensors, which tensor parallelism has; and an operator takes longer on DTensors than on their shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from .sharded_tensors import dense, mesh_groups, summed
-
-K = TypeVar("K", bound=Hashable)
-
-ClipGradients = Callable[[float], Tensor]
-"""Clips the gradients to a total L2 norm of the given value (0: no clipping). Returns the norm before it, 0-dim: the
-full model's, reduced over the ranks of a sharded one."""
-
-
-def clipping_of(parameters: Sequence[nn.Parameter]) -> ClipGradients:
-    """Return the clipping of these parameters' gradients. Those that have no gradient in a step are left out."""
-    are_plain = {type(each) for each in parameters} <= {nn.Parameter, Tensor}
-    are_alike = len({(each.device, each.dtype) for each in parameters}) == 1
-    return partial(_clip_alike, parameters) if are_plain and are_alike else GradientClipping(parameters)
-
-
-@torch.no_grad()
-def _clip_alike(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Clip the gradients of plain parameters of one device and dtype.
-
-    Bit for bit as torch's ``clip_grad_norm_``, without looking the gradients up and grouping them twice, which takes
-    longer than these operations where a model is small.
-    """
-    gradients = _elements(parameters)
-    if not gradients:
-        return torch.tensor(0.0)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    if max_norm:
-        torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-    return norm
+from .sharded_tensors import dense, mesh_groups
 
 
 class GradientClipping:
     """Measures and clips the gradients of parameters of any kind. Those that have no gradient in a step are left out.
 
-    How a parameter is sharded is looked up once: at each step, it would cost 2 % of a small one under FSDP.
+    How parameters are sharded is looked up once: at each step, it would cost 2 % of a small one under FSDP. So are
+    their devices and dtypes: torch groups the gradients twice, which takes longer than to clip those of a small model.
+    Plain gradients of one device and dtype are clipped bit for bit as by torch.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._sharded = [each for each in parameters if isinstance(each, DTensor)]
-        self._by_groups = _grouped(parameters, mesh_groups)
-        self._by_mesh = _grouped(parameters, _mesh_of)
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        alike: dict[tuple[tuple[ProcessGroup, ...], torch.device, torch.dtype], list[nn.Parameter]] = {}
+        for each in parameters:
+            alike.setdefault((mesh_groups(each), each.device, each.dtype), []).append(each)
+        self._parameters = list(alike.values())
+        self._groups = [groups for groups, *_ in alike]
 
+    @torch.no_grad()
     def __call__(self, max_norm: float) -> Tensor:
         """Clip the gradients to a total L2 norm of ``max_norm`` (0: no clipping). Returns the norm before it, 0-dim.
-        Collective if gradients are sharded."""
-        norm = self.norm()
+        Collective if parameters are sharded."""
+        gradients = [*map(_local_gradients, self._parameters)]
+        norm = self._norm(gradients)
         if max_norm:
-            self.clip(max_norm, norm)
+            _scale(gradients, max_norm, norm)
         return norm
 
+    @torch.no_grad()
     def norm(self) -> Tensor:
-        """Return the L2 norm of all gradients, 0-dim; of full tensors, but under a pipeline of this rank's stages only.
-        Collective if gradients are sharded."""
-        for parameter in self._sharded:
-            if parameter.grad is not None:
-                complete(parameter, parameter.grad)
-        gradients = {groups: found for groups, alike in self._by_groups.items() if (found := _elements(alike))}
-        if len(gradients) < 2:
-            norm = torch.nn.utils.get_total_norm([*chain.from_iterable(gradients.values())])
-            return norm.full_tensor() if isinstance(norm, DTensor) else norm  # reduces the norms of the shards
-        norms = [torch.nn.utils.get_total_norm(map(dense, each)) for each in gradients.values()]
-        wide = [norm.to(torch.promote_types(norm.dtype, torch.float32)) for norm in norms]
-        return summed(torch.stack(wide).square(), [groups or () for groups in gradients]).sum().sqrt()
+        """Return the L2 norm of all gradients, 0-dim. Collective if parameters are sharded."""
+        return self._norm([*map(_local_gradients, self._parameters)])
 
+    @torch.no_grad()
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale the gradients, whose norm is ``norm``, to at most ``max_norm``."""
-        for alike in self._by_mesh.values():
-            torch.nn.utils.clip_grads_with_norm_(alike, max_norm, norm)
+        _scale(map(_local_gradients, self._parameters), max_norm, norm)
+
+    def _norm(self, gradients: Sequence[list[Tensor]]) -> Tensor:
+        norms: list[Tensor] = []
+        shared: list[tuple[ProcessGroup, ...]] = []
+        for alike, some, groups in zip(self._parameters, gradients, self._groups, strict=True):
+            if some:
+                norms.append(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(some))))
+                shared.append(groups)
+            elif groups:  # the other ranks may have gradients though this one has none
+                norms.append(torch.zeros((), device=alike[0].device))
+                shared.append(groups)
+        if not norms:
+            return torch.tensor(0.0)
+        if len(norms) == 1 and not shared[0]:
+            return norms[0]
+        wide = [norm.to(norms[0].device, torch.promote_types(norm.dtype, torch.float32)) for norm in norms]
+        return _summed(torch.stack(wide).square(), shared).sqrt()
+
+
+def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """This rank's shards of the gradients; of sparse ones (``nn.Embedding(sparse=True)``), the coalesced values."""
+    found: list[Tensor] = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if type(gradient) is not Tensor:  # faster than to ask whether each is a DTensor
+            gradient = dense(complete(parameter, gradient))
+        elif gradient.is_sparse:
+            parameter.grad = gradient = gradient.coalesce()
+            gradient = gradient.values()
+        found.append(gradient)
+    return found
+
+
+def _summed(squares: Tensor, kinds: Sequence[tuple[ProcessGroup, ...]]) -> Tensor:
+    """Sum squared norms over the tensors' process groups, and add them up. One collective for each of these groups: the
+    ranks of another pipeline stage, which have other tensors, take no part.
+
+    Args:
+        squares: shape (number of kinds of tensors,).
+        kinds: the process groups over which the tensors of each kind are sharded.
+    """
+    for group in dict.fromkeys(chain.from_iterable(kinds)):
+        members = torch.tensor([number for number, its in enumerate(kinds) if group in its], device=squares.device)
+        part = squares[members]
+        dist.all_reduce(part, group=group)
+        squares[members] = part
+    return squares.sum()
+
+
+def _scale(gradients: Iterable[list[Tensor]], max_norm: float, norm: Tensor) -> None:
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for some in gradients:
+        if some:
+            torch._foreach_mul_(some, factor.to(some[0].device))
 
 
 def complete(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
@@ -92,29 +115,3 @@ def complete(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         parameter.grad = gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
     return gradient
-
-
-def _grouped(parameters: Iterable[nn.Parameter], kind: Callable[[DTensor], K]) -> dict[K | None, list[nn.Parameter]]:
-    """Group the parameters by a property; None: those that are not DTensors."""
-    groups: dict[K | None, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault(kind(parameter) if isinstance(parameter, DTensor) else None, []).append(parameter)
-    return groups
-
-
-def _mesh_of(parameter: DTensor) -> DeviceMesh:
-    return parameter.device_mesh
-
-
-def _elements(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return the gradients; for sparse ones (``nn.Embedding(sparse=True)``), their coalesced values."""
-    elements: list[Tensor] = []
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        if gradient.is_sparse:
-            parameter.grad = gradient = gradient.coalesce()
-            gradient = gradient.values()
-        elements.append(gradient)
-    return elements

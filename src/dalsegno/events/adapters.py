@@ -17,6 +17,7 @@ import difflib
 import importlib
 import inspect
 import pkgutil
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, update_wrapper
@@ -113,7 +114,10 @@ class CallbackAdapter(Callback):
 
     @classmethod
     def registered_globally(cls) -> Iterable[object]:
-        """Return callbacks that the library itself, if it is imported, has registered for every run."""
+        """Return callbacks that the library itself has registered for every run.
+
+        Called if the package of the dialect has the name of the library, and that is imported.
+        """
         return ()
 
     @property
@@ -179,8 +183,13 @@ class CallbackAdapter(Callback):
 
 
 def external_global_callbacks() -> list[Callback]:
-    """Return callbacks that their own library has registered for every run, e.g. by ``with callback:``."""
-    return [adapt(callback) for kind in installed_dialects().values() for callback in kind.registered_globally()]
+    """Return callbacks that their own library has registered for every run, e.g. by ``with callback:``.
+
+    A library has registered none if it is not imported. So its dialect is not imported either, if it has the library's
+    name: all dialects together take a twentieth of a second.
+    """
+    imported = [_dialect_in(name) for name in _packages() if name in sys.modules]
+    return [adapt(callback) for kind in imported if kind is not None for callback in kind.registered_globally()]
 
 
 _adapted: WeakValueDictionary[int, CallbackAdapter] = (
@@ -191,14 +200,21 @@ _adapted: WeakValueDictionary[int, CallbackAdapter] = (
 @cache
 def installed_dialects() -> dict[str, type[CallbackAdapter]]:
     """Return the installed dialects by name."""
+    return {kind.dialect: kind for name in _packages() if (kind := _dialect_in(name)) is not None}
+
+
+@cache
+def _packages() -> list[str]:
+    """Names of the packages of :mod:`dalsegno.interop`, some of which have a dialect."""
     try:
         package = importlib.import_module(_DIALECT_PACKAGE)
     except ModuleNotFoundError:
-        return {}
-    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
-    libraries = [importlib.import_module(f"{_DIALECT_PACKAGE}.{name}") for name in names]
-    kinds = [library.DIALECT for library in libraries if hasattr(library, "DIALECT")]
-    return {kind.dialect: kind for kind in kinds}
+        return []
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
+
+
+def _dialect_in(package: str) -> type[CallbackAdapter] | None:
+    return getattr(importlib.import_module(f"{_DIALECT_PACKAGE}.{package}"), "DIALECT", None)
 
 
 def _dialect_class(dialect: str) -> type[CallbackAdapter]:

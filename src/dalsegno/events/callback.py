@@ -107,6 +107,9 @@ class Callback:
         callback.construction = Construction(cls, args, kwargs)
         return callback
 
+    def __init__(self) -> None:  # refuses the arguments that __new__ takes, for classes without an __init__
+        super().__init__()
+
     @property
     def default_name(self) -> str:
         """Name of a callback that is not given one."""
@@ -124,11 +127,12 @@ class Callback:
             UnknownName: for a method ``on_…`` that is not a handler of any event; suggests the nearest.
             ConfigurationError: for a handler with other parameters than ``(self, ctx)``.
         """
-        names = {name for name in dir(self) if name.startswith("on_")} | set(vars(self)) & set(HANDLERS)
+        kinds = (vars(kind) for kind in type(self).__mro__ if kind is not Callback)  # asked dozens of times in a leg
+        names = {name for own in (*kinds, vars(self)) for name in own if name.startswith("on_")}
         for name in names:
             if name not in HANDLERS and callable(getattr(self, name)):
                 raise UnknownName(f"handler in {type(self).__name__}:", name, HANDLERS)
-        events = [event for event in Event if self._overrides(event.handler)]
+        events = [event for handler, event in HANDLERS.items() if handler in names and self._overrides(handler)]
         for event in events:
             _check_signature(self, event)
         return events

@@ -123,6 +123,7 @@ class Dispatcher:
         self.switched_off: frozenset[str] = frozenset()
         """Keys of callbacks that are switched off."""
         self._idle: set[tuple[str, Event]] = set()  # keys and events
+        self._handled: set[Event] = set()  # on any rank
         self.callbacks: list[Callback] = []
         self.channels: dict[Event, HandlerList[Any, Any]] = {}
 
@@ -180,6 +181,7 @@ class Dispatcher:
         check_supported(checked, self._unsupported_events)
         self._handlers.clear()
         self._idle.clear()
+        self._handled.clear()
         self.callbacks = []
         for callback in checked:
             self._add(callback)
@@ -188,6 +190,7 @@ class Dispatcher:
     def _add(self, callback: Callback) -> None:
         handlers = callback.bound_handlers(self)  # on every rank: a shared callback that this creates may have state
         self.callbacks.append(callback)
+        self._handled.update(event for event, _ in handlers)
         if self._is_rank_zero or callback.ranks == "all":
             self._handlers += [(callback, event, handler) for event, handler in handlers]
 
@@ -217,7 +220,7 @@ class Dispatcher:
 
     def listens_anywhere(self, event: Event) -> bool:
         """Whether any rank has a handler for ``event``: equal on all ranks, so that a collective may depend on it."""
-        return any(event in callback.handled_events() for callback in self.callbacks)
+        return event in self._handled
 
     def find(self, key: str) -> Callback:
         """Return the callback with this key.

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from dalsegno.errors import StateMismatch
 from dalsegno.stateful import schema
-from dalsegno.system import filesystem
+from dalsegno.system import durability, filesystem
 
 from .values import encode, from_json
 
@@ -74,6 +74,7 @@ class LineFile(Generic[T]):
     def __init__(self, path: Path, parse: Callable[[bytes], T]) -> None:
         self.path = path
         self._parse = parse
+        self._named: tuple[int, int] | None = None  # the file whose name this object has flushed
 
     def read(self, *, strict: bool = False) -> Iterator[T]:
         """Yield what the lines mean. A damaged line is skipped with a warning.
@@ -104,29 +105,45 @@ class LineFile(Generic[T]):
 
         Raises:
             OSError: say on a full disk; no part of the lines stays in the file.
+            NotDurable: if an fsync of the directory fails. Each later call raises it too, also of another LineFile:
+                another fsync would return, whether the name is on disk or not.
         """
         text = b"".join(encode(line) + b"\n" for line in lines)
         if not text:
             return
-        is_new = not self.path.exists()
+        durability.expect_durable(self.path)
+        if not self.path.exists():
+            self._named = None  # the new file may get the number of one that was deleted
         descriptor = filesystem.open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         try:
             self._repair(descriptor)
-            end = os.fstat(descriptor).st_size
+            status = os.fstat(descriptor)
             try:
                 filesystem.write_all(descriptor, text, self.path)
                 filesystem.fsync(descriptor, self.path)
+                self._make_name_durable(status)
             except BaseException:
-                filesystem.truncate(descriptor, end, self.path)
+                filesystem.truncate(descriptor, status.st_size, self.path)
                 raise
         finally:
             os.close(descriptor)
-        if is_new:
-            filesystem.fsync_directory(self.path.parent)
 
     def replace(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the content, atomically."""
-        filesystem.replace_durably(self.path, b"".join(encode(line) + b"\n" for line in lines))
+        """Replace the content, atomically.
+
+        Raises:
+            OSError: say on a full disk, with the content unchanged.
+            NotDurable: as :meth:`append`. The content is the former or the new one.
+        """
+        durability.replace_durably(self.path, b"".join(encode(line) + b"\n" for line in lines))
+        self._named = _identity(self.path.stat())
+
+    def _make_name_durable(self, status: os.stat_result) -> None:
+        """Flush the name of each file once: who created it may have been killed before, and the one that is here now
+        may not be the one of the last call."""
+        if self._named != _identity(status):
+            durability.flush_name(self.path)
+            self._named = _identity(status)
 
     def _repair(self, descriptor: int) -> None:
         """End the file with a whole line. An editor may have removed the last newline."""
@@ -142,3 +159,7 @@ class LineFile(Generic[T]):
             filesystem.truncate(descriptor, begin, self.path)
         else:
             filesystem.write_all(descriptor, b"\n", self.path)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino

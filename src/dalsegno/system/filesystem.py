@@ -243,28 +243,18 @@ def remove(path: Path) -> None:
 
 def write_durably(path: Path, data: Buffer) -> None:
     """Create ``path`` with ``data`` and fsync it. For files in a directory that is not published yet."""
-    _write_pieces(path, [data])
+    with written_durably(path, [data]):
+        pass
 
 
-def write_pieces(path: Path, pieces: Iterable[Buffer]) -> None:
-    """Write ``path``, or overwrite it, without fsync: for a file that can be made again."""
-    descriptor = open_own(path, os.O_WRONLY | os.O_CREAT)
-    try:
-        length = 0
-        for piece in pieces:
-            write_all(descriptor, piece, path)
-            length += memoryview(piece).nbytes
-        if os.fstat(descriptor).st_size != length:  # truncated last: its blocks are written again
-            truncate(descriptor, length, path)
-    finally:
-        os.close(descriptor)
-
-
-def _write_pieces(path: Path, pieces: Iterable[Buffer], mode: int = 0o644) -> None:
+@contextlib.contextmanager
+def written_durably(path: Path, pieces: Iterable[Buffer], mode: int = 0o644) -> Iterator[None]:
+    """Create ``path`` from ``pieces``, and fsync it when the context is left: several in a row take less time."""
     descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
         for piece in pieces:
             write_all(descriptor, piece, path)
+        yield
         fsync(descriptor, path)
     finally:
         os.close(descriptor)
@@ -379,7 +369,8 @@ def replace_durably_in_pieces(path: Path, pieces: Iterable[Buffer], mode: int = 
     temporary = path.with_name(f".{path.name}.tmp")
     _ask_fences("rename", path)  # before the temporary file, which may be another process's by now
     try:
-        _write_pieces(temporary, pieces, mode)
+        with written_durably(temporary, pieces, mode):
+            pass
         rename(temporary, path)
     finally:
         with contextlib.suppress(FileNotFoundError):

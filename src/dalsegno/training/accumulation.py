@@ -4,15 +4,18 @@ and for one that is cut into pipeline stages."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from dalsegno.data import to_device
+from dalsegno.data.loader import Microbatch
 from dalsegno.data.step_batch import StepBatch
 from dalsegno.distributed.parallel import Parallel
 from dalsegno.distributed.parallel.pipeline import Pipelined
 from dalsegno.events.dispatcher import Dispatcher
+from dalsegno.events.table import Event
 
 from .forward import ForwardPass, Outputs
 
@@ -49,7 +52,7 @@ class Accumulation(ABC, Generic[P_co]):
 
     @abstractmethod
     def __call__(self, step_batch: StepBatch) -> torch.Tensor:
-        """This rank's share of the step's loss, detached, 0-dim."""
+        """This rank's share of the step's loss, detached, 0-dim; zero if it does not have the last pipeline stage."""
 
 
 class MicrobatchAccumulation(Accumulation[Parallel]):
@@ -112,15 +115,22 @@ class PipelinedAccumulation(Accumulation[Pipelined]):
                 dispatcher.microbatch_begin.fill(batch, index, microbatch.samples)
                 dispatcher.microbatch_begin.fire()
         shares = [step_batch.share(index) for index in range(len(microbatches))]
-        losses = self._parallel.runner.train(batches, [self._factor(share) for share in shares], self._forward)
+        runner = self._parallel.runner
+        losses = runner.train(batches, [self._factor(share) for share in shares], self._forward)
         self._parallel.finish_backward()
-        for index, (batch, microbatch) in enumerate(zip(batches, microbatches, strict=True)):
-            if dispatcher.microbatch_end:
-                loss, is_last = losses[index], index == len(microbatches) - 1
-                dispatcher.microbatch_end.fill(loss, {"loss": loss}, batch, index, microbatch.samples, is_last)
-                dispatcher.microbatch_end.fire()
+        if dispatcher.listens_anywhere(Event.MICROBATCH_END):  # the loss of the step reaches all ranks with the norm
+            self._end_microbatches(batches, microbatches, runner.share(losses))
         counted = [loss * share for loss, share in zip(losses.unbind(), shares, strict=True) if share]
         return torch.stack(counted).sum() if counted else losses.new_zeros(())
+
+    def _end_microbatches(
+        self, batches: Sequence[Any], microbatches: Sequence[Microbatch], losses: torch.Tensor
+    ) -> None:
+        event, last = self._dispatcher.microbatch_end, len(batches) - 1
+        for index, (batch, microbatch, loss) in enumerate(zip(batches, microbatches, losses.unbind(), strict=True)):
+            if event:
+                event.fill(loss, {"loss": loss}, batch, index, microbatch.samples, index == last)
+                event.fire()
 
     def _factor(self, share: float) -> float | torch.Tensor:
         factor = share * self._data_size

@@ -19,6 +19,7 @@ from dalsegno.checkpoint import (
     load_weights,
     weights_are_at,
 )
+from dalsegno.checkpoint.format.checkpoint_dir import newest_step
 from dalsegno.checkpoint.remote import mirror_of
 from dalsegno.checkpoint.save.async_save import AsyncSave
 from dalsegno.distributed import collectives
@@ -163,19 +164,22 @@ class Checkpointer:
             DamagedCheckpoint: if none verifies, or ``strict`` and the newest does not.
         """
         on_disk, step = self._manager.newest_published()
-        checkpoint = self.memory.newest(-1 if on_disk is None else step) or self._newest_on_disk(strict=strict)
-        if self._mirror.fetch_newer(None if checkpoint is None else checkpoint.step):
+        oldest = collectives.from_rank_zero(partial(newest_step, self._manager.directory)) if strict else 0
+        after = max(oldest - 1, -1 if on_disk is None else step)
+        checkpoint = self.memory.newest(after) or self._newest_on_disk(oldest, strict=strict)
+        if self._mirror.fetch_newer(None if checkpoint is None else checkpoint.step, strict=strict):
             self.memory.end_leg(is_needed=False)
             checkpoint = self._manager.find(strict=strict)
         return checkpoint
 
-    def _newest_on_disk(self, *, strict: bool) -> Checkpoint | None:
-        """The newest that verifies; if the newest is damaged, one in memory comes before those that are older."""
+    def _newest_on_disk(self, oldest: int, *, strict: bool) -> Checkpoint | None:
+        """The newest that verifies; if the newest is damaged, one in memory comes before those that are older, and if
+        there is none, the one at the URL, of step ``oldest`` or later."""
         try:
             return self._manager.find(strict=strict, elsewhere=self.memory.newest)
         except DamagedCheckpoint as error:
-            if not strict and self._mirror.fetch_newer(None):
-                return self._manager.find()
+            if self._mirror.fetch_newer(oldest - 1, strict=strict):
+                return self._manager.find(strict=strict)
             error.add_note("resume_from_checkpoint=False starts anew, and moves all of output_dir into rewound/")
             raise
 

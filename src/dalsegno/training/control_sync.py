@@ -2,7 +2,7 @@
 
 A request may arise on one rank only (a callback that reads a file, a signal, a clock, the end of a background save). No
 rank may act on it alone: the others would wait for that rank in the next collective, forever. A collective at every
-step would cost more than a small step itself. So the ranks synchronize every k steps, where k steps take 0.15 seconds;
+step would cost more than a small step itself. So the ranks synchronize every k steps, where k steps take 0.2 seconds;
 and at every step only if a callback handles an event of every step, since its requests must not depend on the clock.
 """
 
@@ -15,7 +15,7 @@ from dalsegno.distributed import collectives
 from dalsegno.errors import LeaseLost
 from dalsegno.state import NO_REQUESTS, ControlRequests, TrainerControl
 
-_SECONDS_APART = 0.15
+_SECONDS_APART = 0.2
 
 RequestSource = Callable[[], ControlRequests]
 """Returns the requests of a source other than the callbacks, on this rank alone. Called at every step, so it must be
@@ -138,7 +138,7 @@ class _Pace:
         return self._calls >= self.every
 
     def fitting(self) -> int:
-        """Calls that take 0.15 seconds, 0 on ranks other than 0: for a maximum over all ranks."""
+        """Calls that take 0.2 seconds, 0 on ranks other than 0: for a maximum over all ranks."""
         if not self._calls:
             return self.every
         seconds, self._last = (time.monotonic() - self._last) / self._calls, time.monotonic()

@@ -62,7 +62,7 @@ class TrainStep:
     Args:
         parts: of the run. A ``ReduceLROnPlateau`` among the schedulers is not stepped here.
         accumulate: adds the micro-batches' gradients.
-        parallel: of the model; knows how to clip its gradients.
+        parallel: of the model; knows how to clip its gradients, and which rank has its loss.
         wants_norm: whether this step needs their total norm.
         scaler: for fp16.
     """
@@ -88,7 +88,7 @@ class TrainStep:
         self._scale = 1.0  # the scaler's, as of the last step
         self._max_grad_norm = parts.args.max_grad_norm
         parameters = [parameter for group in parts.optimizer.param_groups for parameter in group["params"]]
-        self._clip = parallel.clipping(parameters)
+        self._totals = parallel.totals(parameters)
 
     @property
     def stateful(self) -> dict[str, Stateful]:
@@ -110,12 +110,12 @@ class TrainStep:
 
     def __call__(self, step_batch: StepBatch) -> StepResult:
         dispatcher, optimizer = self._dispatcher, self._optimizer
-        loss = self._accumulate(step_batch)
+        own_loss = self._accumulate(step_batch)
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
         if dispatcher.gradients_ready:
             dispatcher.gradients_ready.fire()
-        grad_norm = self._clip(self._max_grad_norm) if self._wants_norm() else None
+        loss, grad_norm = self._totals(own_loss, self._max_grad_norm if self._wants_norm() else None)
         if dispatcher.pre_optimizer_step:
             dispatcher.pre_optimizer_step.fill(grad_norm)
             dispatcher.pre_optimizer_step.fire()

@@ -115,7 +115,8 @@ class StepBoundary:
                 leg could not repeat it at the same place.
         """
         control_sync = self._control_sync
-        is_observed = due.log or due.evaluate or due.save or epoch_ends  # by callbacks, which may set flags
+        # Callbacks that observe these may set flags. After a record, the ranks synchronize below.
+        is_observed = not due.log and (due.evaluate or due.save or epoch_ends)
         requests = control_sync.sync() if is_observed else control_sync.poll()
         if replan is not None and self.commands.are_due(requests):
             requests = requests.merge(self.commands.act(requests))

@@ -84,6 +84,47 @@ def test_what_is_damaged_there_is_not_used(tmp_path: Path, caplog: pytest.LogCap
     assert "the checkpoint of step 4 is skipped" in caplog.text and name in caplog.text
 
 
+def strict(local_dir: Path) -> int:
+    """The step that ``train(strict=True)`` resumes from; it ends at once."""
+    resumed = jobs.Resumed()
+    jobs.trainer(URL, local_dir, 4, resumed).train(strict=True)
+    return resumed.step
+
+
+def test_strict_takes_the_copy_of_what_is_damaged_here(tmp_path: Path) -> None:
+    jobs.train(URL, tmp_path, 4)
+    newest = tmp_path / "checkpoints/step-00000004"
+    (newest / "index.json").write_text("{}")
+    assert strict(tmp_path) == 4
+    newest.rename(newest.with_name("step-00000004.damaged"))
+    (tmp_path / "checkpoints/step-00000002").rename(tmp_path / "elsewhere")
+    assert strict(tmp_path) == 4  # nothing but what was renamed is left
+
+
+def test_strict_takes_no_older_one_from_the_url(tmp_path: Path) -> None:
+    jobs.train(URL, tmp_path / "one", 4)
+    system = fsspec.filesystem("memory")
+    name = "/runs/a/checkpoints/step-00000004/shared.json"
+    system.pipe_file(name, system.cat_file(name)[:-1] + b"?")
+    with pytest.raises(ds.DamagedCheckpoint, match=r"memory://runs/a: the checkpoint of step 4 is damaged"):
+        strict(tmp_path / "two")
+    system.rm("/runs/a/checkpoints/step-00000004", recursive=True)
+    newest = tmp_path / "one/checkpoints/step-00000004"
+    newest.rename(newest.with_name("step-00000004.damaged"))
+    (tmp_path / "one/checkpoints/step-00000002").rename(tmp_path / "elsewhere")
+    with pytest.raises(ds.DamagedCheckpoint, match=r"no checkpoint is left but step-00000004\.damaged"):
+        strict(tmp_path / "one")
+
+
+def test_strict_takes_the_copy_of_the_newest_that_no_earlier_leg_gave_up(tmp_path: Path) -> None:
+    jobs.train(URL, tmp_path, 4)
+    fsspec.filesystem("memory").rm("/runs/a/checkpoints/step-00000004", recursive=True)
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "step-00000004").rename(checkpoints / "step-00000004.damaged")
+    (checkpoints / "step-00000002/index.json").write_text("{}")
+    assert strict(tmp_path) == 2
+
+
 def test_when_another_host_has_gone_on_its_timeline_counts(tmp_path: Path) -> None:
     """The local checkpoint is newer but was never sent; another host has continued the run since."""
     jobs.train(URL, tmp_path / "one", 4)

@@ -1,90 +1,150 @@
-"""A step exchanges what the same step written by hand with torch alone exchanges; a pipeline's also the losses. How its
-tensors are sharded is not looked up again."""
+"""From the end of one step to that of the next, the ranks exchange what a step written by hand with torch alone does,
+and nothing else; a record adds its own, and a handler of each micro-batch's loss."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from itertools import islice
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from types import MethodType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from benchmarks.by_hand import MAX_GRAD_NORM, PARTS, Texts, Transformer, plan, steps_by_hand
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dalsegno as ds
 from dalsegno.testing import run_ranks
+from dalsegno.training import control_sync
 from dalsegno.training.step import TrainStep
+from support.exchanges import Exchanges
 from support.small import arguments
 
-BATCH, STEPS = 4, 3
-MODES: dict[str, tuple[Any, int, dict[str, int]]] = {
-    "fsdp": (ds.FSDP(), 2, {}),
-    "tp": (ds.TensorParallel(plan()), 1, {}),
-    "pp": (ds.Pipeline(2, microbatches=PARTS), 1, {"broadcast": 1}),
+BATCH, STEPS = 4, 4
+PLAIN, RECORD = 2, 3
+"""A step that only trains, and one with a record."""
+
+OF_A_RECORD = {
+    "allreduce": 3,  # sums of losses and tokens; speed and memory (DefaultMetrics); requests of handlers of the record
 }
-"""Mode, ranks with different data, and what a step exchanges beside that by hand."""
+FSDP = {
+    "allgatherbase": 5,  # parameters of two blocks and of the rest; in the backward pass, of the blocks again
+    "reducescatterbase": 3,  # gradients of each
+    "allreduce": 1,  # norm
+}
+HSDP = FSDP | {"allreduce": 4}  # gradients of two blocks and of the rest between the copies; norm
+TENSOR_PARALLEL = {"allreduce": 13}  # of each block, outputs of 2 split layers and gradients of the inputs of 4; norm
+PIPELINE = {
+    "send": PARTS,  # activations or their gradients, of each micro-batch
+    "recv": PARTS,
+    "allreduce": 1,  # norm and loss
+}
+PIPELINE_OF_SHARDS = {
+    "send": PARTS,
+    "recv": PARTS,
+    "allgatherbase": 2,  # parameters of one block and of the rest of the stage
+    "reducescatterbase": 2,  # gradients of each
+    "allreduce": 3,  # whether micro-batches differ in shape between the copies; norm of the shards; norm and loss
+}
 
 
-class Exchanges(TorchDispatchMode):
-    """Counts the collectives, sends and receives within the block, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented  # it calls the operators of its parts
-        name = func._schema.name.rpartition(":")[2].replace("_", "")  # allreduce_ and all_reduce are two doors to one
-        if "c10d" in func.namespace and not name.startswith(("wait", "wrap")):  # what follows one
-            self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
+class Case(NamedTuple):
+    parallel: Any
+    data_ranks: int
+    exchanged: dict[str, int]
+    """In each step."""
+    by_hand: str = ""
+    """Name of the same loop with torch alone."""
+    settings: dict[str, Any] = {}
+    handlers: tuple[str, ...] = ()
 
 
-def of_last_step(folder: Path, layout: str) -> tuple[Counter[str], Counter[str]]:
-    """Ours, and by hand."""
+PIPELINED = ds.Pipeline(2, microbatches=PARTS)
+CASES: dict[int, dict[str, Case]] = {
+    2: {
+        "ddp": Case("ddp", 2, {"allreduce": 1}),  # gradients, in one bucket
+        "fsdp": Case(ds.FSDP(), 2, FSDP, "fsdp"),
+        "tp": Case(ds.TensorParallel(plan()), 1, TENSOR_PARALLEL, "tp"),
+        "pp": Case(PIPELINED, 1, PIPELINE, "pp"),
+        "pp, without clipping": Case(PIPELINED, 1, PIPELINE, settings={"max_grad_norm": 0.0}),  # loss only
+        "pp, with a handler of each loss": Case(
+            PIPELINED, 1, PIPELINE | {"broadcast": 1}, handlers=("on_microbatch_end",)
+        ),
+    },
+    4: {
+        "hsdp": Case(ds.HSDP(replicate=2), 4, HSDP, "hsdp"),
+        "pp x fsdp": Case([PIPELINED, ds.FSDP()], 2, PIPELINE_OF_SHARDS),
+    },
+}
+"""By number of ranks."""
+
+
+class Counting(ds.Callback):
+    """Counts what is exchanged from the end of each step to that of the next; and this rank's losses."""
+
+    sets_control_flags = False
+
+    def __init__(self, handlers: Collection[str]) -> None:
+        self.steps: dict[int, Counter[str]] = {}
+        self.losses: list[float] = []
+        self._exchanges = Exchanges()
+        for handler in handlers:
+            setattr(self, handler, MethodType(lambda _, ctx: None, self))
+
+    def on_train_begin(self, ctx: ds.TrainBeginContext) -> None:
+        self._exchanges.__enter__()
+
+    def on_step_end(self, ctx: ds.StepEndContext) -> None:
+        self.losses.append(ctx.loss)
+
+    def on_step_done(self, ctx: ds.StepDoneContext) -> None:
+        self.steps[ctx.step] = self._exchanges.counts
+        self._exchanges.counts = Counter()
+
+    def on_train_end(self, ctx: ds.TrainEndContext) -> None:
+        self._exchanges.__exit__(None, None, None)
+
+
+def exchanged(folder: Path, ranks: int) -> dict[str, tuple[dict[int, Counter[str]], Counter[str], list[float]]]:
+    """By each step of the trainer's, and by one by hand; the losses that this rank has."""
     torch.set_num_threads(1)
-    mode, data_ranks, _ = MODES[layout]
-    texts = Texts(STEPS * BATCH * data_ranks)
-    steps = steps_by_hand(layout, 16, 2, BATCH, texts)
-    for _ in islice(steps, STEPS - 1):
-        pass
-    with Exchanges() as by_hand:
-        next(steps)
-    ours: list[Counter[str]] = []
-    call = TrainStep.__call__
-
-    def counted(self: TrainStep, step_batch: Any) -> Any:
-        with Exchanges() as exchanges:
-            result = call(self, step_batch)
-        ours.append(exchanges.counts)
-        return result
-
-    train(folder, mode, texts, counted)
-    assert len(ours) == STEPS
-    return ours[-1], by_hand.counts
+    found = {}
+    for name, case in CASES[ranks].items():
+        counting, by_hand = Counting(case.handlers), Exchanges()
+        texts = Texts(STEPS * BATCH * case.data_ranks)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(control_sync, "_SECONDS_APART", 1e9)  # else the ranks agree now and then, by the clock
+            train(folder / name, case.parallel, texts, counting, logging_steps=RECORD, **case.settings)
+        if case.by_hand:
+            steps = steps_by_hand(case.by_hand, 16, 2, BATCH, texts)
+            next(steps)
+            with by_hand:
+                next(steps)
+        found[name] = counting.steps, by_hand.counts, counting.losses
+    return found
 
 
-def train(folder: Path, mode: Any, texts: Texts, step: Callable[[TrainStep, Any], Any]) -> None:
-    """Train with ``step`` in place of the trainer's; what the loop around it exchanges depends on the clock."""
-    settings: dict[str, Any] = {"parallel": mode, "max_steps": STEPS, "per_device_train_batch_size": BATCH}
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(TrainStep, "__call__", step)
-        args = arguments(folder, max_grad_norm=MAX_GRAD_NORM, save_steps=0, **settings)
-        ds.Trainer(Transformer(16, 2), args, train_dataset=texts).train()
+def train(folder: Path, parallel: Any, texts: Texts, *callbacks: ds.Callback, **settings: Any) -> None:
+    given = {"max_steps": STEPS, "per_device_train_batch_size": BATCH, "max_grad_norm": MAX_GRAD_NORM} | settings
+    trainer = ds.Trainer(
+        Transformer(16, 2), arguments(folder, parallel=parallel, **given), train_dataset=texts, callbacks=callbacks
+    )
+    trainer.remove_callback("ProgressCallback")
+    trainer.remove_callback("InfoCallback")
+    trainer.train()
 
 
-@pytest.mark.parametrize("layout", MODES)
-def test_a_step_exchanges_what_one_by_hand_does(tmp_path: Path, layout: str) -> None:
-    *_, beside = MODES[layout]
-    for ours, by_hand in run_ranks(of_last_step, 2, tmp_path, layout):
-        assert sum(by_hand.values())
-        assert ours == by_hand + Counter(beside)
+@pytest.mark.parametrize("ranks", CASES)
+def test_a_step_exchanges_what_one_by_hand_does(tmp_path: Path, ranks: int) -> None:
+    by_rank = run_ranks(exchanged, ranks, tmp_path, ranks)
+    for name, case in CASES[ranks].items():
+        for steps, by_hand, losses in (each[name] for each in by_rank):
+            assert steps[PLAIN] == case.exchanged, name
+            assert steps[RECORD] == Counter(case.exchanged) + Counter(OF_A_RECORD), name
+            assert by_hand == (case.exchanged if case.by_hand else {}), name
+            assert case.data_ranks > 1 or losses == by_rank[0][name][2], name
+            assert min(losses) > 0, name
 
 
 def mesh_lookups(folder: Path) -> list[int]:
@@ -103,7 +163,9 @@ def mesh_lookups(folder: Path) -> list[int]:
             patched.setattr(DeviceMesh, "get_group", looking_up)
             return call(self, step_batch)
 
-    train(folder, ds.FSDP(), Texts(STEPS * BATCH * 2), counted)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(TrainStep, "__call__", counted)
+        train(folder, ds.FSDP(), Texts(STEPS * BATCH * 2))
     return found
 
 

@@ -14,7 +14,21 @@ from dalsegno.logs import RunFile
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks
 from support import layouts
 
-SPREAD = pytest.mark.parametrize("layout", ["tp", "hsdp", "tp x fsdp"])
+SPREAD = pytest.mark.parametrize("layout", layouts.BY_HAND)
+EXCHANGED = {
+    "GradNormLogger": 1,
+    "GradHistogram": 1,
+    "LearningDynamics": 1,
+    "ComputeNorm": 1,
+    "NaNChecker": 1,
+    "model flops": 1,
+    "WeightNormLogger": 1,
+    "MemoryMonitor": 1,
+    "ExpertLoadBalance": 1,
+    "RateProfiler": 1,
+    "LogInputSummaries": 3,
+}
+"""Collectives of a record, by the built-in that it is of."""
 OF_CLOCK_OR_RANK = ("runtime", "per_sec", "timestamp", "peak", "memory", "mfu")
 
 
@@ -38,6 +52,7 @@ def test_a_layout_trains_and_measures_what_one_process_does(tmp_path: Path, layo
         ranks[0]["norms"], rel=1e-4
     )
     assert_same_records(logs, alone["logs"])
+    assert_few_exchanges(ranks, layout)
 
 
 @pytest.mark.parametrize("layout", ["pp", "pp x fsdp", "pp x tp"])
@@ -49,6 +64,7 @@ def test_a_pipeline_measures_what_one_process_does(tmp_path: Path, layout: str, 
             expected = torch.tensor(alone["weights"][name])
             torch.testing.assert_close(torch.tensor(weight), expected, rtol=1e-4, atol=1e-5)
     assert_same_records(ranks[0]["logs"], alone["logs"])
+    assert_few_exchanges(ranks, layout)
 
 
 def assert_same_records(logs: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -58,6 +74,14 @@ def assert_same_records(logs: dict[str, Any], expected: dict[str, Any]) -> None:
         ours, theirs = map(numbers, (records, expected[name]))
         assert ours and ours.keys() == theirs.keys(), name
         assert ours == pytest.approx(theirs, rel=2e-3, abs=1e-5), name
+
+
+def assert_few_exchanges(ranks: list[dict[str, Any]], layout: str) -> None:
+    """Each measurement is one collective; but spectral norms need one or two in each of eight iterations."""
+    spectral = 8 * (2 if "tp" in layout else 1) + 1
+    expected = EXCHANGED | {"ParameterNormLogger": 2 + spectral}
+    for each in ranks:
+        assert {key: count for key, count in each["exchanges"].items() if count} == expected
 
 
 def numbers(records: list[dict[str, Any]]) -> dict[str, float]:
@@ -109,7 +133,7 @@ def test_a_checkpoint_of_any_layout_resumes_under_any_other(tmp_path: Path) -> N
     ]
 
 
-@pytest.mark.parametrize("layout", ["tp", "hsdp", "tp x fsdp", "pp x tp"])
+@pytest.mark.parametrize("layout", ["tp", "hsdp", "tp x fsdp", "pp x tp", "pp x fsdp"])
 def test_a_killed_run_resumes_on_its_layout_bit_by_bit(tmp_path: Path, layout: str) -> None:
     """With dropout: its random numbers are those of the data rank."""
     factory = partial(layouts.trainer, layout=layout, dropout=0.3, save_steps=1, max_steps=4)
@@ -124,6 +148,10 @@ def test_a_killed_run_resumes_on_its_layout_bit_by_bit(tmp_path: Path, layout: s
 
 @pytest.mark.parametrize("layout", ["tp", "tp x fsdp"])
 def test_an_overflow_on_one_rank_skips_the_update_on_all(tmp_path: Path, layout: str) -> None:
+    """Ranks that read the same data drop out the same activations, and others do not."""
     ranks = run_ranks(layouts.overflow_on_the_last_rank, layouts.LAYOUTS[layout][0], tmp_path, layout)
-    assert all(each == ranks[0] for each in ranks)
+    assert all(each[:2] == ranks[0][:2] for each in ranks)
     assert ranks[0][0] == [2]
+    dropped = [kept for _, _, kept in ranks]
+    assert dropped[0] == dropped[1]
+    assert all(first == second != dropped[0] for first, second in zip(dropped[2::2], dropped[3::2], strict=True))

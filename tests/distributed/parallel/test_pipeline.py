@@ -20,11 +20,14 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any], tolerance: flo
         np.testing.assert_allclose(value, expected[name], rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2], ids=["", "layers split"])
-def test_a_step_is_that_of_torch_alone(tmp_path: Path, tensor_parallel: int) -> None:
+@pytest.mark.parametrize(
+    ("tensor_parallel", "data_ranks"), [(1, 1), (2, 1), (1, 2)], ids=["", "layers split", "stages sharded"]
+)
+def test_a_step_is_that_of_torch_alone(tmp_path: Path, tensor_parallel: int, data_ranks: int) -> None:
     """1F1B over two stages, clipped by the norm of both, beside a loop with torch's PipelineStage."""
-    (_, first), *_, (losses, second) = run_ranks(pipelined.by_hand, 2 * tensor_parallel, tensor_parallel)
-    ours = run_ranks(pipelined.by_trainer, 2 * tensor_parallel, tmp_path, tensor_parallel)
+    ranks = 2 * tensor_parallel * data_ranks
+    (_, first), *_, (losses, second) = run_ranks(pipelined.by_hand, ranks, tensor_parallel, data_ranks)
+    ours = run_ranks(pipelined.by_trainer, ranks, tmp_path, tensor_parallel, data_ranks)
     for seen, weights in ours:
         assert seen == pytest.approx(losses, rel=1e-6)
         assert_close({name: each for name, each in weights.items() if "weight" in name}, first | second, 1e-6)

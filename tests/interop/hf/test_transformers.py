@@ -228,7 +228,8 @@ def test_mlflow_has_what_it_was_told(tmp_path: Path, offline: None) -> None:
     mlflow.flush_async_logging()  # the callback does not wait for its own queue
     client = mlflow.MlflowClient((tmp_path / "mlruns").as_uri())
     (run,) = client.search_runs(["0"])
-    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")] == [2, 4, 6, 8]
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert sorted(metric.step for metric in history) == [2, 4, 6, 8], "mlflow sends them by several threads"
     assert run.data.params["max_steps"] == "8"
     assert run.info.status == "FINISHED"
 

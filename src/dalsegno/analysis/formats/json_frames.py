@@ -133,7 +133,7 @@ def _complete(lines: bytes, types: Types, placeholders: Counts) -> pl.DataFrame 
     unexplained = count_byte(lines, b'"') - 2 * cells
     if unexplained and unexplained != 2 * _nulls(lines, frame, texts):
         return None
-    return restore_values(frame, placeholders)
+    return restore_values(frame, lines, placeholders)
 
 
 def _nulls(lines: bytes, frame: pl.DataFrame, texts: list[pl.Series]) -> int:

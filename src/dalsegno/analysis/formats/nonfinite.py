@@ -25,6 +25,8 @@ _PLACEHOLDERS = {
 """Word → (value, placeholder). Placeholders are powers of two, which every reader parses exactly."""
 
 _BEFORE = re.compile(rb':[ \t]*"?$')
+_END_OF_NAME = rb'[^"]*"[ \t]*:'
+"""Follows a placeholder in a name. What follows a value is a line's end, or the beginning of a name."""
 _LOOK = 8
 """Bytes before a word that show whether it is a value."""
 
@@ -45,15 +47,15 @@ def insert_placeholders(lines: bytes) -> tuple[bytes, Counts]:
     return lines, counts
 
 
-def restore_values(frame: pl.DataFrame, counts: Counts) -> pl.DataFrame | None:
-    """The frame with the original values; None if they are ambiguous."""
+def restore_values(frame: pl.DataFrame, lines: bytes, counts: Counts) -> pl.DataFrame | None:
+    """The frame of ``lines``, which contain the placeholders, with the original values; None if they are ambiguous."""
     import polars as pl
 
     numbers = [name for name, kind in frame.schema.items() if kind == pl.Float64]
     texts = [name for name, kind in frame.schema.items() if kind == pl.String]
     for word, count in counts.items():
         meant, number = _PLACEHOLDERS[word]
-        in_names = any(repr(number) in name for name in frame.columns)
+        in_names = re.search(re.escape(repr(number)).encode() + _END_OF_NAME, lines)
         in_texts = any(frame[name].str.contains(repr(number), literal=True).any() for name in texts)
         if in_names or in_texts or sum(int((frame[name] == number).sum()) for name in numbers) != count:
             return None

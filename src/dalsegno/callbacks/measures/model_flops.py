@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from inspect import Parameter, signature
 from typing import Any
@@ -119,9 +119,12 @@ class ModelFlops(Callback):
             return
         # Between records each rank has its own estimate of the tokens, which may be too high.
         here = [time.perf_counter_ns() - self._began, self._tokens, self._samples]
-        nanoseconds, tokens_before, samples_before = collectives.all_reduce_max(here, "ModelFlops")
-        if self._counts_each_record or not self._has_counted:
-            self._count(ctx)
+        is_due = self._counts_each_record or not self._has_counted
+        here += self._of_batch(ctx) if is_due else (0, 0, 0)
+        of_ranks = collectives.gather_floats([*map(float, here)], "ModelFlops")
+        nanoseconds, tokens_before, samples_before = (int(max(column)) for column in [*zip(*of_ranks, strict=True)][:3])
+        if is_due:
+            self._count([row[3:] for row in of_ranks])
         tokens = max(0, ctx.state.num_input_tokens_seen - tokens_before)
         samples = ctx.state.samples_seen - samples_before
         done = self.flops(tokens, samples)
@@ -129,14 +132,13 @@ class ModelFlops(Callback):
         self.token_rate = tokens * 1e9 / nanoseconds if tokens else None
         self._begin_interval(ctx)
 
-    def _count(self, ctx: Context) -> None:
-        """Count FLOPs per token and per sample, averaged over ranks; 0 if a rank cannot count. Collective."""
-        gathered = collectives.gather_floats([float(each) for each in self._of_batch(ctx)], "ModelFlops")
+    def _count(self, of_ranks: Sequence[Sequence[float]]) -> None:
+        """Take each rank's FLOPs, tokens and samples; 0 per token and per sample if a rank cannot count."""
         self._has_counted = True
-        flops, tokens, samples = (sum(column) for column in zip(*gathered, strict=True))
-        is_counted = all(each[0] for each in gathered)
+        flops, tokens, samples = (sum(column) for column in zip(*of_ranks, strict=True))
+        is_counted = all(each[0] for each in of_ranks)
         self.of_a_sample = flops / samples if is_counted else 0.0
-        self.of_a_token = flops / tokens if is_counted and all(each[1] for each in gathered) else 0.0
+        self.of_a_token = flops / tokens if is_counted and all(each[1] for each in of_ranks) else 0.0
 
     def _of_batch(self, ctx: Context) -> tuple[int, int, int]:
         """Return FLOPs, tokens and samples of the last step's first micro-batch on this rank; zeros if it had none."""

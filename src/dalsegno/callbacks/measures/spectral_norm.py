@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
-from torch.nn.modules.conv import _ConvNd
 
 from dalsegno.distributed import collectives
-from dalsegno.distributed.sharded_tensors import (
-    DeviceScalars,
-    LocalShard,
-    named_parameters,
-    parameter_shards,
-    strip_wrappers,
-)
-from dalsegno.distributed.stage_places import place_of
+from dalsegno.distributed.sharded_tensors import DeviceScalars, LocalShard
 from dalsegno.stateful.schema import Must
+
+from .matrix_blocks import MatrixBlock, combined, gram_products, matrices_and_vectors
 
 TOLERANCE = 1e-3
 """Relative tolerance of the squared norm: iteration ends when an eigenvalue of WᵀW is this near to the estimate."""
@@ -39,8 +30,9 @@ class SpectralNorms:
 
     Uses Lanczos iteration on WᵀW with full reorthogonalization (Golub and Van Loan, "Matrix Computations", sections
     10.1 and 10.3), in fp32, until the residual is below :data:`TOLERANCE`. The relative error of the norm is then at
-    most half of that, and usually about its square. Rows may be sharded over ranks: each rank multiplies its rows, and
-    the products of all parameters are summed in one collective per iteration. For a parameter with fewer than two
+    most half of that, and usually about its square. Parameters may be sharded in any way: each rank multiplies its
+    blocks, and the products of all parameters are summed in one collective per iteration, or two if a parameter's
+    columns are split (:mod:`~dalsegno.callbacks.measures.matrix_blocks`). For a parameter with fewer than two
     dimensions, the norm is the largest absolute value: the spectral norm of the diagonal matrix that it acts as. A
     parameter with three dimensions, except a convolution's, is a stack of matrices (say, of experts): each matrix has
     its norm, under the parameter's name and its number.
@@ -56,18 +48,18 @@ class SpectralNorms:
 
     def measure(self, model: nn.Module) -> DeviceScalars:
         """Measure the present parameters, a tied one once. Collective."""
-        pieces = list(_measured(model))
-        matrices = [piece for piece in pieces if piece.local.dim() > 1]
-        values = self._norms(matrices) | _largest([piece for piece in pieces if piece.local.dim() < 2])
-        names = [piece.name for piece in pieces]
+        measured = matrices_and_vectors(model)
+        values = self._norms([each for each in measured if isinstance(each, MatrixBlock)])
+        values |= _largest([each for each in measured if isinstance(each, LocalShard)])
+        names = [each.name for each in measured]
         return DeviceScalars(names, torch.stack([values[name].cpu() for name in names]) if names else torch.zeros(0))
 
-    def _norms(self, matrices: Sequence[LocalShard]) -> dict[str, Tensor]:
-        if not matrices:
+    def _norms(self, blocks: Sequence[MatrixBlock]) -> dict[str, Tensor]:
+        if not blocks:
             return {}
-        spaces = [_Krylov(self._vector(piece)) for piece in matrices]
+        spaces = [_Krylov(self._vector(block)) for block in blocks]
         for number in range(1, self._steps + 1):
-            products = _products(matrices, [space.newest for space in spaces])
+            products = gram_products(blocks, [space.newest for space in spaces])
             for space, product in zip(spaces, products, strict=True):
                 space.extend(product)
             if number % _LOOK_EVERY == 0 or number == self._steps:
@@ -77,19 +69,19 @@ class SpectralNorms:
                 )
                 if not is_unfinished:
                     break
-        named = dict(zip([piece.name for piece in matrices], found, strict=True))
+        named = dict(zip([block.name for block in blocks], found, strict=True))
         self.vectors = {name: each.vector for name, each in named.items()}
         self.unfinished = {name: each.residual for name, each in named.items() if each.residual > TOLERANCE}
         return {name: each.value.sqrt().float() for name, each in named.items()}
 
-    def _vector(self, piece: LocalShard) -> Tensor:
+    def _vector(self, block: MatrixBlock) -> Tensor:
         """Return the last vector found, or a first one: drawn from a generator seeded by the parameter's name."""
-        length = math.prod(piece.local.shape[1:])
-        kept = self.vectors.get(piece.name)
+        _, length = block.shape
+        kept = self.vectors.get(block.name)
         if kept is None or kept.numel() != length:
-            kept = torch.randn(length, generator=torch.Generator().manual_seed(zlib.crc32(piece.name.encode())))
+            kept = torch.randn(length, generator=torch.Generator().manual_seed(zlib.crc32(block.name.encode())))
             kept /= kept.norm()
-        return kept.to(piece.local.device)
+        return kept.to(block.local.device)
 
 
 class _Found:
@@ -137,72 +129,12 @@ class _Krylov:
         return _Found(value, vector / vector.norm(), float(beside[-1] * mix[-1].abs() / value))
 
 
-def _measured(model: nn.Module) -> Iterator[LocalShard]:
-    """Yield each parameter's shard, of whole rows; for stacked matrices, each whole matrix."""
-    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, _ConvNd)]
-    convolved = {strip_wrappers(f"{name}.weight").lstrip(".") for name, _ in modules}
-    parameters = dict(named_parameters(model))
-    for piece in parameter_shards(model):
-        parameter = parameters[piece.name]
-        if parameter.dim() != 3 or piece.name in convolved:
-            yield _by_rows(parameter, piece)
-            continue
-        whole = _whole(parameter, piece)
-        for number in range(len(parameter)):
-            matrix = whole.local[number] if len(whole.local) else whole.local.flatten(0, 1)  # of another stage: no rows
-            yield LocalShard(f"{piece.name}.{number}", matrix, whole.groups)
-
-
-def _by_rows(parameter: Tensor, piece: LocalShard) -> LocalShard:
-    """Return the shard if it consists of whole rows of the parameter; else gather the parameter."""
-    place = place_of(parameter)
-    placements = parameter.placements if isinstance(parameter, DTensor) else () if place is None else place.placements
-    is_by_rows = not any(getattr(placement, "dim", 0) for placement in placements)  # of a shard, strided or not
-    return piece if is_by_rows else _whole(parameter, piece)
-
-
-def _whole(parameter: Tensor, piece: LocalShard) -> LocalShard:
-    """Gather the whole parameter on each rank; under a pipeline, on those of one stage."""
-    place = place_of(parameter)
-    groups = () if place is None else (place.pipeline,)
-    if not isinstance(parameter, DTensor) or (place is not None and not place.counts):
-        return LocalShard(piece.name, piece.local, groups)
-    whole = parameter.full_tensor().detach()
-    return LocalShard(piece.name, torch.view_as_real(whole) if whole.is_complex() else whole, groups)
-
-
-def _matrix(piece: LocalShard) -> Tensor:
-    return piece.local.flatten(1).float()
-
-
-def _products(matrices: Sequence[LocalShard], vectors: Sequence[Tensor]) -> list[Tensor]:
-    """Return Wᵀ W v of each."""
-    own = [_matrix(piece).T @ (_matrix(piece) @ vector) for piece, vector in zip(matrices, vectors, strict=True)]
-    return _combined(own, matrices, dist.ReduceOp.SUM)
-
-
 def _largest(pieces: Sequence[LocalShard]) -> dict[str, Tensor]:
-    """Return the largest absolute value of each."""
+    """Return the largest absolute value of each. Collective."""
     zero = [piece.local.new_zeros(1, dtype=torch.float32) for piece in pieces]  # for a rank with an empty shard
     own = [
         torch.cat([piece.local.reshape(-1).float().abs(), nothing]).max()
         for piece, nothing in zip(pieces, zero, strict=True)
     ]
-    combined = _combined(own, pieces, dist.ReduceOp.MAX)
-    return {piece.name: value for piece, value in zip(pieces, combined, strict=True)}
-
-
-def _combined(parts: Sequence[Tensor], pieces: Sequence[LocalShard], how: dist.ReduceOp.RedOpType) -> list[Tensor]:
-    """Reduce each part over the ranks that share its parameter, in one collective per set of process groups."""
-    combined = list(parts)
-    shared: dict[tuple[ProcessGroup, ...], list[int]] = defaultdict(list)
-    for number, piece in enumerate(pieces):
-        if piece.groups:
-            shared[piece.groups].append(number)
-    for groups, members in shared.items():
-        flat = torch.cat([parts[number].reshape(-1) for number in members])
-        for group in groups:
-            dist.all_reduce(flat, how, group=group)
-        for number, reduced in zip(members, torch.split(flat, [parts[each].numel() for each in members]), strict=True):
-            combined[number] = reduced.reshape(parts[number].shape)
-    return combined
+    whole = combined(own, [piece.groups for piece in pieces], dist.ReduceOp.MAX)
+    return {piece.name: value for piece, value in zip(pieces, whole, strict=True)}

@@ -36,7 +36,17 @@ def partial(directory: Path) -> list[Path]:
 
 def quarantined(directory: Path) -> list[Path]:
     """Directories that :func:`quarantine` renamed."""
-    return [path for path in _children(directory) if names.is_quarantined(path)]
+    return [path for path in _children(directory) if names.quarantined_step_of(path) is not None]
+
+
+def newest_step(directory: Path) -> int:
+    """The greatest step of a published checkpoint; if there is none, of a quarantined one; -1 if there is neither.
+
+    A run that has checkpoints has left the timeline of those that were quarantined.
+    """
+    published = [step for path in newest_first(directory) if (step := names.step_of(path)) is not None]
+    renamed = [step for path in quarantined(directory) if (step := names.quarantined_step_of(path)) is not None]
+    return max(published or renamed, default=-1)
 
 
 def expect_none_quarantined(directory: Path) -> None:

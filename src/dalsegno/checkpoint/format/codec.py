@@ -2,7 +2,8 @@
 
 Values that JSON has are stored as they are. Any other value is an object whose first key begins with ``$``, such as
 ``{"$tuple": [1, 2]}`` or ``{"$tensor": "history[3]", "dtype": "float32", "shape": [3]}``; the tensor's bytes are stored
-under that name in the file of tensors beside the JSON. Tensors are decoded on the CPU.
+under that name in the file of tensors beside the JSON. Tensors are decoded on the CPU. Of a sparse or quantized tensor
+the values are stored that it consists of: ``{"$composite": "sparse_coo", "shape": [2, 2], "values": {"indices": …}}``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from dalsegno.errors import CannotSave, DamagedCheckpoint
 from dalsegno.stateful.component import State
 
+from . import composites
 from .layout import DTYPES, is_plain, is_shape, name_of
 
 Json = Any
@@ -92,6 +94,9 @@ class _Found:
         return name
 
 
+_NO_ARRAYS = _Found("", {})  # of keys
+
+
 def _encode(value: State, where: str, found: _Found, depth: int) -> Json:
     if depth > DEEPEST:
         raise CannotSave(f"{where}: nested deeper than {DEEPEST} levels, or contains itself")
@@ -100,7 +105,7 @@ def _encode(value: State, where: str, found: _Found, depth: int) -> Json:
     if isinstance(value, np.generic):
         return _encode_numpy_scalar(value, where)
     if isinstance(value, torch.Tensor):
-        return _encode_tensor(value, where, found)
+        return _encode_tensor(value, where, found, depth)
     encoder = _ENCODERS.get(type(value))
     if encoder is None:
         raise CannotSave(_refusal(value, where))
@@ -130,13 +135,13 @@ def _encode_dict(value: dict[Any, Any], where: str, found: _Found, depth: int) -
         if type(key) is not str and type(key) is not int:
             raise CannotSave(f"{where}: cannot save a dict with the key {key!r}, a {_class(key)}; {_ALLOWED}")
     items = {key: _encode(each, inside(where, key), found, depth + 1) for key, each in value.items()}
-    if all(isinstance(_key_as_json(key), str) and not key.startswith("$") for key in items):
+    if all(type(key) is str and not key.startswith("$") and type(_key_as_json(key)) is str for key in items):
         return items
     return {"$dict": [[_key_as_json(key), each] for key, each in items.items()]}
 
 
 def _key_as_json(key: str | int) -> Json:
-    return _encode(key, "", _Found("", {}), 0)
+    return _encode_str(key, "", _NO_ARRAYS, 0) if isinstance(key, str) else _encode_int(key, "", _NO_ARRAYS, 0)
 
 
 def _encode_ordered_dict(value: OrderedDict[Any, Any], where: str, found: _Found, depth: int) -> Json:
@@ -148,7 +153,8 @@ def _encode_counter(value: Counter[Any], where: str, found: _Found, depth: int) 
 
 
 def _encode_list(value: list[Any], where: str, found: _Found, depth: int) -> Json:
-    if set(map(type, value)) == {str} and "".join(value).isascii():  # a fast path for thousands of names
+    kinds = {*map(type, value)}  # fast paths for thousands of names, and for the numbers of a random generator
+    if (kinds == {str} and "".join(value).isascii()) or (kinds == {int} and 0 <= min(value) <= max(value) < 1 << 64):
         return value.copy()
     return [_encode(each, f"{where}[{number}]", found, depth + 1) for number, each in enumerate(value)]
 
@@ -190,15 +196,19 @@ def _encode_array(value: np.ndarray[Any, Any], where: str, found: _Found, depth:
     return {"$array": name, "dtype": value.dtype.str, "shape": list(value.shape)}
 
 
-def _encode_tensor(value: torch.Tensor, where: str, found: _Found) -> Json:
+def _encode_tensor(value: torch.Tensor, where: str, found: _Found, depth: int) -> Json:
     if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
         raise CannotSave(
             f"{where}: cannot save a {_class(value)}, only plain tensors; take its full_tensor() or to_local() first"
         )
     if not is_plain(value):
+        if composites.is_composite(value) and is_shape(list(value.shape)):
+            kind, values = composites.take_apart(value)
+            encoded = _encode_dict(values, where, found, depth)
+            return {"$composite": kind, "shape": list(value.shape), "values": encoded}
         raise CannotSave(
             f"{where}: cannot save a tensor with {value.layout}, {value.dtype} on {value.device}; "
-            f"it must be dense, and of one of {', '.join(DTYPES)}"
+            f"it must be dense, sparse or quantized, and of one of {', '.join(DTYPES)}"
         )
     name = found.add(value.detach(), where)
     return {"$tensor": name, "dtype": name_of(value.dtype), "shape": list(value.shape)}
@@ -340,6 +350,11 @@ def _decode_tensor(json: Json, read_array: ReadArray, where: str, depth: int) ->
     return read_array(json["$tensor"], DTYPES[json["dtype"]], _shape(json["shape"])).clone()
 
 
+def _decode_composite(json: Json, read_array: ReadArray, where: str, depth: int) -> torch.Tensor:
+    values = _decode(json["values"], read_array, where, depth + 1)
+    return composites.put_together(json["$composite"], _shape(json["shape"]), values)
+
+
 _DECODERS: dict[str, Callable[[Any, ReadArray, str, int], State]] = {
     "$str": _decode_str,
     "$int": _decode_int,
@@ -355,6 +370,7 @@ _DECODERS: dict[str, Callable[[Any, ReadArray, str, int], State]] = {
     "$scalar": _decode_numpy_scalar,
     "$array": _decode_array,
     "$tensor": _decode_tensor,
+    "$composite": _decode_composite,
 }
 
 

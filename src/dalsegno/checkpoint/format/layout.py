@@ -61,7 +61,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is dense, with data, and of a dtype and shape that a file can contain."""
-    if tensor.layout != torch.strided or tensor.dtype not in _KNOWN or tensor.is_meta:
+    if tensor.layout != torch.strided or tensor.dtype not in _KNOWN or tensor.is_meta or tensor.is_nested:
         return False
     is_small = 0 < tensor.numel() < _LARGEST_SIZE or max(tensor.shape, default=0) < _LARGEST_SIZE
     return is_small and tensor.dim() <= _MOST_DIMENSIONS

@@ -36,7 +36,7 @@ DAMAGED = ".damaged"
 _FINGERPRINTS = re.compile(r"[^/]+/frozen-\d{5,}\.json")
 _STEP = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(r"step-\d{8,}\.partial")
-_DAMAGED = re.compile(r"step-\d{8,}\.damaged(\.\d{4,})?")
+_DAMAGED = re.compile(r"step-(\d{8,})\.damaged(\.\d{4,})?")
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
@@ -59,8 +59,10 @@ def is_partial(path: Path) -> bool:
     return _PARTIAL.fullmatch(path.name) is not None
 
 
-def is_quarantined(path: Path) -> bool:
-    return _DAMAGED.fullmatch(path.name) is not None
+def quarantined_step_of(path: Path) -> int | None:
+    """Step in the name of a checkpoint that failed verification; None for any other name."""
+    name = _DAMAGED.fullmatch(path.name)
+    return int(name[1]) if name else None
 
 
 def component_and_name(full_name: str) -> tuple[str, str]:

@@ -201,6 +201,10 @@ def _of_tensor(json: Json) -> str:
     return f"tensor {json['dtype']} {json['shape']}"
 
 
+def _of_composite(json: Json) -> str:
+    return f"tensor {json['$composite']} {json['shape']}"
+
+
 _SHOWN: dict[str, Callable[[Any], Json]] = {
     "$dict": _pairs,
     "$tuple": lambda json: json_view(json["$tuple"]),
@@ -216,4 +220,5 @@ _SHOWN: dict[str, Callable[[Any], Json]] = {
     "$scalar": _scalar,
     "$array": _of_array,
     "$tensor": _of_tensor,
+    "$composite": _of_composite,
 }

@@ -94,13 +94,14 @@ def read(checkpoint: Checkpoint) -> RunState:
         )
     saved = SavedStates(checkpoint)
     trainer, rest = saved.state("trainer"), saved.state(MODEL)
-    _expect_plain(checkpoint, rest)
+    _expect_plain(checkpoint, rest, "weights", "export the adapters (--adapters), or without --program the model alone")
     index = Index.of_checkpoint(checkpoint)
     expect_all_saved(checkpoint, index, index.of(MODEL))
     tensors = read_tensors(checkpoint)
     settings = saved.state(SETTINGS) if SETTINGS in saved else {}
     optimizer = None
     if _OPTIMIZER in saved:
+        _expect_plain(checkpoint, saved.state(_OPTIMIZER), "states of parameters", "export the model alone")
         class_name = saved.record(_OPTIMIZER).class_name
         optimizer = OptimizerContents.of_captured(class_name, tensors.get(_OPTIMIZER, {}), saved.state(_OPTIMIZER))
     taken = {MODEL, _OPTIMIZER, "trainer", "loader", "rng", "meter", "clock", "scaler", SETTINGS}
@@ -129,14 +130,13 @@ def read(checkpoint: Checkpoint) -> RunState:
     )
 
 
-def _expect_plain(checkpoint: Checkpoint, rest: State) -> None:
-    """Other programs save a quantized weight as one tensor of its class, by pickle, or in a form of their own."""
+def _expect_plain(checkpoint: Checkpoint, rest: State, what: str, instead: str) -> None:
+    """Other programs save a quantized tensor as one of its class, by pickle, or in a form of their own."""
     if wrapped := sorted(rest.get("wrapped", {})):
         more = ", …" if wrapped[1:] else ""
         raise ConfigurationError(
-            f"{checkpoint.path}: contains {len(wrapped)} quantized or wrapped weights ({wrapped[0]}{more}), which no "
-            "other program builds from the tensors inside them; export the adapters (--adapters), or without --program "
-            "the model alone"
+            f"{checkpoint.path}: contains {len(wrapped)} quantized or wrapped {what} ({wrapped[0]}{more}), which no "
+            f"other program builds from the tensors inside them; {instead}"
         )
 
 

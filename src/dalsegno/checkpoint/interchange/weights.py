@@ -23,7 +23,7 @@ from dalsegno.checkpoint.format.stored_tensors import ChunkReader, StoredTensor
 from dalsegno.checkpoint.load.compatibility import raise_if_incompatible
 from dalsegno.checkpoint.load.restore import StoredTensors, find_mismatches, restore_sharded
 from dalsegno.checkpoint.load.states import LoadReport
-from dalsegno.checkpoint.state.sharded import ModelState
+from dalsegno.checkpoint.state.model import ModelState
 from dalsegno.distributed import collectives
 from dalsegno.errors import DamagedCheckpoint, NotFound
 

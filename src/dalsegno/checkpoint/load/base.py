@@ -11,7 +11,7 @@ from dalsegno.checkpoint.format.fingerprints import Fingerprint, read_fingerprin
 from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.format.manifest import Checkpoint
 from dalsegno.checkpoint.state.contract import ShardedState, Tensors
-from dalsegno.checkpoint.state.sharded import ModelState
+from dalsegno.checkpoint.state.model import ModelState
 from dalsegno.checkpoint.state.sharding import box_here
 from dalsegno.distributed import collectives
 from dalsegno.distributed.stage_places import is_elsewhere

@@ -13,7 +13,7 @@ from dalsegno.checkpoint.format.layout import name_of
 from dalsegno.checkpoint.format.manifest import Checkpoint
 from dalsegno.checkpoint.format.stored_tensors import Files
 from dalsegno.checkpoint.state.contract import LoadTarget, ShardedState
-from dalsegno.checkpoint.state.sharded import OptimizerState
+from dalsegno.checkpoint.state.optimizer import OptimizerState
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import StateMismatch

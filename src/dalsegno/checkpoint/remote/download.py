@@ -27,7 +27,7 @@ logger = logging.getLogger("dalsegno")
 _THREADS = 4  # files received at once
 
 
-def fetch_newer(store: Store, run: Path, newest_here: int | None) -> int | None:
+def fetch_newer(store: Store, run: Path, newest_here: int | None, *, strict: bool = False) -> int | None:
     """Fetch the newest valid checkpoint of the store, and the logs, if the store is ahead of ``run``.
 
     The store is ahead if another host continued the run, as ``run.json`` records, or if its checkpoint is newer. Local
@@ -37,9 +37,13 @@ def fetch_newer(store: Store, run: Path, newest_here: int | None) -> int | None:
         store: the source.
         run: the run's directory, locked by this process.
         newest_here: step of the newest verified checkpoint here; None if there is none.
+        strict: raise if the newest checkpoint of the store is damaged, instead of fetching the one before.
 
     Returns:
         Step of the fetched checkpoint; None if the store is not ahead.
+
+    Raises:
+        DamagedCheckpoint: if it is damaged, and ``strict``.
     """
     names = store.sizes()
     is_ahead = _is_ahead(store.read("run.json"), run / "run.json")
@@ -49,6 +53,8 @@ def fetch_newer(store: Store, run: Path, newest_here: int | None) -> int | None:
         try:
             _fetch_checkpoint(store, run, step)
         except DamagedCheckpoint as error:
+            if strict:
+                raise DamagedCheckpoint(f"{store.url}: the checkpoint of step {step} is damaged: {error}") from error
             logger.warning("%s: the checkpoint of step %d is skipped: %s", store.url, step, error)
             continue
         if is_ahead:

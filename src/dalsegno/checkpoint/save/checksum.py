@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterator
 
 import xxhash
 
@@ -14,9 +14,9 @@ from dalsegno.system.worker import LOWEST, lower_thread_priority
 class Checksum:
     """The hexadecimal xxh3-128 of blocks, which is being computed."""
 
-    def __init__(self, blocks: Iterable[memoryview], lowered_by: int) -> None:
+    def __init__(self, blocks: Generator[memoryview], lowered_by: int) -> None:
         self._lowered_by = lowered_by
-        self._blocks = iter(blocks)
+        self._blocks = blocks
         self._checksum = xxhash.xxh3_128()
         self._one_block = threading.Lock()
         self._is_stopping = False
@@ -60,6 +60,7 @@ class Checksum:
                 return block is not None
             except BaseException as error:
                 self._failure = error
+                self._blocks.close()  # whoever makes them waits for nothing
                 return False
 
     def _result(self) -> str:
@@ -69,12 +70,12 @@ class Checksum:
 
 
 @contextlib.contextmanager
-def checksum_beside(blocks: Iterable[memoryview], lowered_by: int = LOWEST) -> Iterator[Checksum]:
+def checksum_beside(blocks: Generator[memoryview], lowered_by: int = LOWEST) -> Iterator[Checksum]:
     """Compute the checksum of ``blocks`` within the context. When that is left because of an exception, the computation
     ends after the current block.
 
     Args:
-        blocks: in order.
+        blocks: in order. They are closed if one fails.
         lowered_by: priority of the thread that computes it: see :func:`lower_thread_priority`.
     """
     checksum = Checksum(blocks, lowered_by)

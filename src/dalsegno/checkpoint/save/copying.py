@@ -36,7 +36,7 @@ class Copying:
 
     def add(self, buffer: Buffer, tensors: Sequence[torch.Tensor]) -> CopiedBytes:
         """Copy ``tensors`` into ``buffer``, which is laid out for them; after what was added before."""
-        copied = CopiedBytes()
+        copied = CopiedBytes(buffer.length, len(buffer.memory))
         self._files.append((buffer, tensors, copied))
         return copied
 

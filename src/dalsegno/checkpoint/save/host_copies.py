@@ -46,7 +46,8 @@ class HostCopies:
                 self._pieces.append((begin + offset, move))
             self._bytes += count
         else:
-            place.copy_(tensor)
+            with torch.no_grad():
+                place.copy_(tensor)
 
     def add_small(self, begin: int, places: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
         """Copy small tensors, whose places follow each other from ``begin`` on, by one call."""
@@ -64,6 +65,7 @@ class HostCopies:
         last = self._pieces[-1][0] if self._pieces else 0
         begins = [0] * threads  # of the piece that each thread copies: all pieces before the first of them are copied
 
+        @torch.no_grad()  # on each thread
         def copy(number: int) -> None:
             for begin, piece in pieces:  # each thread takes the next one
                 begins[number] = begin

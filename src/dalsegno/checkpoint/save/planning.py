@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,9 +42,10 @@ class FilePlan:
         return names.shard(self.component, self.writer, is_frozen=self.is_frozen)
 
     def tensors(self, of: TensorsByComponent) -> list[torch.Tensor]:
-        """This rank's shards in the order of the layout; not copies."""
+        """This rank's shards in the order of the layout; not copies. Read them under ``torch.no_grad()``."""
         component = of[self.component]
-        return [local_part(component[chunk.name]) for chunk in self.layout.chunks]
+        with torch.no_grad():
+            return [local_part(component[chunk.name]) for chunk in self.layout.chunks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,15 +172,24 @@ def signature(tensors: TensorsByComponent, frozen: FrozenNames) -> object:
             (
                 component,
                 list(its),
-                [tensor.dtype for tensor in its.values()],
-                [tensor.dim() for tensor in its.values()],
-                [size for tensor in its.values() for size in tensor.shape],  # thousands of tuples cost a collection
+                *_forms(its.values()),
                 [(tensor.placements, tensor.device_mesh) for tensor in its.values() if type(tensor) is DTensor],
                 [(place.meshes, place.placements) for each in its.values() if (place := place_of(each)) is not None],
             )
             for component, its in tensors.items()
         ],
     )
+
+
+def _forms(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.dtype], list[int]]:
+    """Dtypes, and dimensions with their sizes; no object for each of thousands of tensors, which cost a collection."""
+    dtypes, sizes = [], []
+    for tensor in tensors:
+        shape = tensor.shape
+        dtypes.append(tensor.dtype)
+        sizes.append(len(shape))
+        sizes += shape
+    return dtypes, sizes
 
 
 def check_ranks_match(tensors: TensorsByComponent, frozen: FrozenNames) -> None:

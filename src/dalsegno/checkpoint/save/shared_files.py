@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -11,9 +10,9 @@ from dalsegno.checkpoint.format.manifest import FileRecord
 from dalsegno.system import filesystem
 
 from .checksum import checksum_beside
-from .copied_bytes import CopiedBytes
+from .files import Advance, CopiedFile, counted
 from .planning import FilePlan
-from .staging import Advance, Buffer, counted
+from .staging import Buffer
 
 
 class NoRoom(Exception):
@@ -74,19 +73,12 @@ class SharedFiles:
         return self._buffers[name]
 
 
-@dataclass(frozen=True, slots=True)
-class MappedFile:
-    """A file whose bytes are copied to their place; what remains is its checksum."""
+class MappedFile(CopiedFile):
+    """One that is copied to its place; what remains is its checksum."""
 
-    name: str
-    buffer: Buffer
-    copied: CopiedBytes
-
-    @property
-    def length(self) -> int:
-        return self.buffer.length
+    __slots__ = ()
 
     def write_to(self, directory: Path, advance: Advance) -> FileRecord:
-        blocks = self.copied.blocks(self.buffer.content(), self.length)
+        blocks = self.copied.to_hash(self.buffer.memory)
         with checksum_beside(counted(blocks, self.length, advance)) as checksum:
             return FileRecord(self.length, checksum.wait())

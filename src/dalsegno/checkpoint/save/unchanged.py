@@ -22,7 +22,8 @@ from dalsegno.checkpoint.format.manifest import FileRecord, opened
 from dalsegno.errors import DamagedCheckpoint
 from dalsegno.system import filesystem
 
-from .staging import Advance, in_file_order
+from .file_order import in_file_order
+from .files import Advance
 
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 """The filesystem has no hard links, or no more of this file."""
@@ -50,6 +51,7 @@ class FormerFiles:
         return self.directory.exists() and self.directory.stat().st_dev == existing.stat().st_dev
 
 
+@torch.no_grad()
 def record_of(layout: FileLayout, tensors: Sequence[torch.Tensor]) -> FileRecord:
     """Record of the file that these tensors make, on any device. Reads all of them, and copies one piece at a time."""
     checksum = xxhash.xxh3_128()

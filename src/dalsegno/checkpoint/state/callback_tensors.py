@@ -10,9 +10,8 @@ from dalsegno.errors import CannotSave, ConfigurationError
 from dalsegno.stateful.component import State, Stateful, TensorHolder, declared_schema
 from dalsegno.stateful.schema import check
 
-from .contract import Captured, LoadTarget
+from .contract import Captured, LoadTarget, class_name_of
 from .dense import is_dense
-from .sharded import class_name_of
 
 
 class CallbackTensors:

@@ -16,7 +16,8 @@ TensorsByComponent = dict[str, Tensors]
 
 
 class Captured(NamedTuple):
-    """A component's state on this rank: ``tensors`` by name (not copied), and the ``rest``.
+    """A component's state on this rank: ``tensors`` by name, and the ``rest``. The tensors are neither copied nor
+    detached: with thousands of them, either takes longer than all else. Read them under ``torch.no_grad()``.
 
     Names, ``rest`` and ``frozen`` are the same on every rank. ``frozen``: names of tensors that training is not
     expected to change.
@@ -69,3 +70,7 @@ class LoadTarget:
 
     tensors: Tensors
     commit: Callable[[], object]
+
+
+def class_name_of(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"

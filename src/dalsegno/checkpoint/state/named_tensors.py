@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from dalsegno.checkpoint.format.composites import is_composite
 from dalsegno.distributed.sharded_tensors import strip_wrappers
 from dalsegno.distributed.stage_places import like_parameter
 from dalsegno.stateful.component import State
 
 from .contract import Tensors
 from .dense import is_dense
-from .wrapped import Form, Parts, describe_mismatch, ends, parts_of
+from .forms import Form, Parts, describe_mismatch, ends
+from .wrapped import parts_of
 
 
 class Misfit(NamedTuple):
@@ -32,9 +34,10 @@ class NamedTensors:
     """Content of a state dict.
 
     Attributes:
-        tensors: by name, each once, without gradients; they share the model's memory.
+        tensors: by name, each once: the model's own, which may require gradients.
         tied: further name of a tied tensor to its name in ``tensors``.
-        extra: values of ``get_extra_state``.
+        extra: values of ``get_extra_state``, and tensors that are not loaded in place: sparse ones, and torch's own
+            quantized ones.
         frozen: names of the tensors that are frozen parameters.
         wrapped: forms of the wrapped tensors, of which ``tensors`` has the parts.
     """
@@ -63,9 +66,13 @@ class NamedTensors:
             if not isinstance(value, torch.Tensor) or name.endswith("_extra_state"):
                 found.extra[name] = value
                 continue
+            is_stored_as_it_is = is_dense(value)
+            if not is_stored_as_it_is and is_composite(value):
+                found.extra[name] = value
+                continue
             if found.wrapped and not found.wrapped.keys().isdisjoint(_parents(name)):
                 continue  # by which the module itself saves the wrapped tensor
-            if is_dense(value):  # nothing is made for it: thousands of objects would set off the garbage collector
+            if is_stored_as_it_is:  # nothing is made for it: thousands of objects set off the garbage collector
                 found._add(name, value, value, names)
                 continue
             if id(value) not in taken_apart:
@@ -83,9 +90,13 @@ class NamedTensors:
         if first != name:
             self.tied[name] = first
             return
-        self.tensors[name] = like_parameter(part.detach(), whole)
+        self.tensors[name] = part
         if not whole.requires_grad and isinstance(whole, nn.Parameter):
             self.frozen.add(name)
+
+    def detached(self) -> Tensors:
+        """The tensors without gradients; they share the model's memory."""
+        return {name: like_parameter(each.detach(), each) for name, each in self.tensors.items()}
 
     def tied_names(self) -> list[list[str]]:
         """Names of each tied tensor; first the name under which it is saved."""

@@ -12,14 +12,16 @@ from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import State
 from dalsegno.stateful.schema import Must, check, check_like
 
+from .forms import is_form
 from .optimizer_rows import OptimizerRows
-from .wrapped import is_form
+
+WrappedForm = Annotated[Any, Must("the form of a wrapped tensor", is_form)]
 
 
 class ModelRest(TypedDict):
     tied: dict[str, str]
     extra: dict[str, Any]
-    wrapped: NotRequired[dict[str, Annotated[Any, Must("the form of a wrapped tensor", is_form)]]]
+    wrapped: NotRequired[dict[str, WrappedForm]]
 
 
 Names = dict[str, list[str]]
@@ -60,6 +62,7 @@ class OptimizerRest(TypedDict):
     state: dict[str, Annotated[dict[str, Any], Must("a possible step count", _counts_steps)]]
     sharded: Names
     on_cpu: Names
+    wrapped: NotRequired[dict[str, dict[str, WrappedForm]]]
     other: dict[str | int, Any]
     groups: list[Annotated[dict[str, Any], Must("a group with the names of its params", _names_params)]]
 

@@ -5,8 +5,9 @@
     {"scalars": [{"kind": "step", "names": ["weight", "bias"], "values": tensor([7., 7.]), "on_cpu": False}],
      "spread": {"exp_avg": ["weight", "bias"]}, "state": {}, "sharded": {}, "on_cpu": {}}
 
-``spread`` names the parameters whose state of a kind is among the sharded tensors. ``state``, ``sharded`` and
-``on_cpu`` have, by parameter name, everything else; in checkpoints of the first format, everything.
+``spread`` names the parameters whose state of a kind is among the sharded tensors. Of a wrapped state, such as moments
+in 8 bits, each part is a kind (``exp_avg.codes``), and ``wrapped`` has its form by parameter and kind. ``state``,
+``sharded`` and ``on_cpu`` have, by parameter name, everything else; in checkpoints of the first format, everything.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 from dalsegno.checkpoint.format.layout import is_plain
 from dalsegno.stateful.component import State
 
+from .forms import Form, ends
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRows:
@@ -31,6 +34,17 @@ class OptimizerRows:
     """Kinds that are sharded tensors."""
     on_cpu: dict[str, list[str]] = field(default_factory=dict)
     """Kinds that are on the CPU while the parameter is not."""
+    wrapped: dict[str, dict[str, Form]] = field(default_factory=dict)
+    """Forms of the kinds that are wrapped tensors, whose parts are sharded."""
+
+    def parts(self, name: str) -> list[str]:
+        """Kinds of the parts of a parameter's wrapped states: ``exp_avg.codes``."""
+        return [f"{kind}{end}" for kind, form in self.wrapped.get(name, {}).items() for end in ends(form)]
+
+    def whole(self, name: str) -> list[str]:
+        """Kinds of a parameter that are sharded tensors themselves."""
+        parts = {*self.parts(name)}
+        return [kind for kind in self.sharded.get(name, ()) if kind not in parts]
 
     def by_kind(self) -> State:
         """Convert to the form in checkpoints."""
@@ -63,12 +77,18 @@ class OptimizerRows:
             "state": plain,
             "sharded": {},
             "on_cpu": on_cpu,
+            **({"wrapped": self.wrapped} if self.wrapped else {}),
         }
 
     @classmethod
     def of(cls, saved: State) -> OptimizerRows:
         """Convert from the form in checkpoints."""
-        rows = cls(_copied(saved["state"], dict), _copied(saved["sharded"], list), _copied(saved["on_cpu"], list))
+        rows = cls(
+            _copied(saved["state"], dict),
+            _copied(saved["sharded"], list),
+            _copied(saved["on_cpu"], list),
+            _copied(saved.get("wrapped", {}), dict),
+        )
         for column in saved.get("scalars", ()):
             kind = column["kind"]
             for name, value in zip(column["names"], column["values"], strict=True):

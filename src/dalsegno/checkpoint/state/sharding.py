@@ -74,9 +74,8 @@ def box_here(tensor: torch.Tensor, name: str) -> Box | None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor; not a copy."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach() if local.requires_grad else local
+    """This rank's part of a tensor; neither copied nor detached."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def describe_uneven(tensor: torch.Tensor, box: Box) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from dalsegno.distributed import collectives
 from dalsegno.distributed.stage_places import like_parameter
 
+from .forms import Form
 from .optimizer_rows import OptimizerRows
 
 Tensors = dict[str, torch.Tensor]
@@ -31,8 +33,9 @@ def of_all_stages(
     plain: dict[str, dict[str, object]] = {}
     sharded: dict[str, list[str]] = {}
     on_cpu: dict[str, list[str]] = {}
+    wrapped: dict[str, dict[str, Form]] = {}
     all_forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    on_host = OptimizerRows({name: _on_host(values) for name, values in rows.plain.items()}, rows.sharded, rows.on_cpu)
+    on_host = replace(rows, plain={name: _on_host(values) for name, values in rows.plain.items()})
     for its_forms, its_state in collectives.gather((forms, on_host.by_kind()), "an optimizer's state"):
         of_rank = OptimizerRows.of(its_state)
         for name in of_rank.plain:
@@ -40,6 +43,7 @@ def of_all_stages(
                 plain[name] = of_rank.plain[name]
                 sharded |= {name: kinds} if (kinds := of_rank.sharded.get(name)) else {}
                 on_cpu |= {name: kinds} if (kinds := of_rank.on_cpu.get(name)) else {}
+                wrapped |= {name: its} if (its := of_rank.wrapped.get(name)) else {}
         all_forms = its_forms | all_forms
     ordered = [(name, parameter) for name, parameter in named if name in plain]
     complete = {
@@ -48,7 +52,7 @@ def of_all_stages(
         for kind in sharded.get(name, ())
         if (key := f"{name}.{kind}")
     }
-    return complete, OptimizerRows({name: plain[name] for name, _ in ordered}, sharded, on_cpu)
+    return complete, OptimizerRows({name: plain[name] for name, _ in ordered}, sharded, on_cpu, wrapped)
 
 
 def _on_host(values: dict[str, object]) -> dict[str, object]:

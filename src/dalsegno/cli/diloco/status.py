@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         ("parameters", number(status["parameters"])),
         ("received", format_bytes(status["bytes_received"])),
         *([("outer loss", number(newest["loss"]))] if "loss" in newest else []),
-        *([("failure", visible(str(status["failure"])))] if status["failure"] else []),
+        *((name, visible(str(status[name]))) for name in ("failure", "obstacle") if status[name]),
     ]
     print_facts(client.address, facts)
     if status["workers"]:

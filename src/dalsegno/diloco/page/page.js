@@ -68,7 +68,7 @@ async function look() {
     number(each.round_runtime, 1),
   ].map((text) => [text, "number"])));
   curve();
-  show(status.failure ?? "");
+  show(status.failure ?? status.obstacle ?? "");
   document.querySelector("main").hidden = false;
 }
 

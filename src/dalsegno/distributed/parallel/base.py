@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from torch import nn
 from torch.optim import Optimizer
 
-from dalsegno.distributed.clipping import ClipGradients, clipping_of
+from dalsegno.distributed.clipping import GradientClipping
+from dalsegno.distributed.totals import StepTotals, totals_of_whole
 from dalsegno.errors import ConfigurationError
 
 
@@ -36,9 +37,9 @@ class Parallel:
     def rebind(self, optimizer: Optimizer) -> None:
         """Replace the parameters of an optimizer that was built before the model was distributed."""
 
-    def clipping(self, parameters: Sequence[nn.Parameter]) -> ClipGradients:
-        """Return a function that clips the gradients of these parameters. To be called once the optimizer has them."""
-        return clipping_of(parameters)
+    def totals(self, parameters: Sequence[nn.Parameter]) -> StepTotals:
+        """Return what clips the gradients of these parameters. To be called once the optimizer has them."""
+        return totals_of_whole(GradientClipping(parameters))
 
 
 class ReplacedParameters(Parallel):

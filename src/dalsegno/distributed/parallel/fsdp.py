@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,18 +48,24 @@ class FullySharded(ReplacedParameters):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(model)
-        self._sharded = cast(FSDPModule, model)
         if isinstance(model, FSDPModule):
             _expect_of_all_ranks(model, layers)
-            return
-        # each rank keeps a shard of its own copy, so the copies must be equal
-        collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])
-        if layers is not None and layer_mesh is not None:
-            split_layers(model, planned_styles(model, layers), layer_mesh)
-        shard(model, unit_names(model, mode), mode, mesh, dtype)
+        else:
+            # each rank keeps a shard of its own copy, so the copies must be equal
+            collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])
+            if layers is not None and layer_mesh is not None:
+                split_layers(model, planned_styles(model, layers), layer_mesh)
+            shard(model, unit_names(model, mode), mode, mesh, dtype)
+        self._sharded = sharded_parts(model)
 
     def synchronize(self, wanted: bool) -> None:
-        self._sharded.set_requires_gradient_sync(wanted)
+        for part in self._sharded:
+            part.set_requires_gradient_sync(wanted, recurse=False)
+
+
+def sharded_parts(model: nn.Module) -> list[FSDPModule]:
+    """Return the modules to which ``fully_shard`` was applied. To be called once: it looks at every module."""
+    return [part for part in model.modules() if isinstance(part, FSDPModule)]
 
 
 def shard(

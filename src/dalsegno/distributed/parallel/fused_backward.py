@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dalsegno.distributed.clipping import ClipGradients
 from dalsegno.distributed.gradients import GradientNorms
 from dalsegno.distributed.sharded_tensors import total_norm
+from dalsegno.distributed.totals import StepTotals, totals_of_whole
 from dalsegno.errors import ConfigurationError
 
 from .base import Parallel
@@ -75,8 +75,8 @@ class FusedBackward(Parallel):
         self._is_last = wanted
         self._parallel.synchronize(wanted)
 
-    def clipping(self, parameters: Sequence[nn.Parameter]) -> ClipGradients:
-        return self._take_norm
+    def totals(self, parameters: Sequence[nn.Parameter]) -> StepTotals:
+        return totals_of_whole(self._take_norm)
 
     def _take_norm(self, max_norm: float) -> torch.Tensor:
         """Return the total norm of the gradients, which have already been used and cannot be clipped."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from dalsegno.distributed import collectives
-from dalsegno.distributed.clipping import ClipGradients, GradientClipping, complete
+from dalsegno.distributed.clipping import complete
 from dalsegno.distributed.inference import run_stages_of
 from dalsegno.distributed.layout import data_dimensions
 from dalsegno.distributed.modes import FSDP, STAGES, TENSOR, Pipeline, TensorParallel
@@ -29,6 +28,7 @@ from dalsegno.distributed.pipeline.runner import PipelineRunner
 from dalsegno.distributed.pipeline.stage import StageModule
 from dalsegno.distributed.sharded_tensors import once
 from dalsegno.distributed.stage_places import StagePlace, place_of, set_place
+from dalsegno.distributed.totals import StageTotals, StepTotals
 from dalsegno.errors import ConfigurationError
 
 from .base import ReplacedParameters
@@ -124,21 +124,8 @@ class Pipelined(ReplacedParameters):
             parameter.grad = gradient
             dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)
 
-    def clipping(self, parameters: Sequence[nn.Parameter]) -> ClipGradients:
-        counted = [each for each in parameters if (its := place_of(each)) is None or its.counts]
-        return partial(self._clip, counted, GradientClipping(counted), GradientClipping(parameters))
-
-    def _clip(
-        self, counted: Sequence[nn.Parameter], of_counted: GradientClipping, of_all: GradientClipping, max_norm: float
-    ) -> Tensor:
-        """Clip by the norm over all stages, in which a parameter that several stages share counts once. Collective."""
-        has_any = any(each.grad is not None for each in counted)
-        square = of_counted.norm().square() if has_any else torch.zeros((), device=self._device)
-        dist.all_reduce(square, group=self._group)
-        norm = square.sqrt()
-        if max_norm:
-            of_all.clip(max_norm, norm)
-        return norm
+    def totals(self, parameters: Sequence[nn.Parameter]) -> StepTotals:
+        return StageTotals(parameters, self._group, self._device)
 
     def _record_places(self, model: nn.Module, stores: Stores, here: int, device: torch.device) -> None:
         """Record where each tensor is stored; the ranks of other stages send its placements. Collective."""

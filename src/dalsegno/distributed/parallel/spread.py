@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from .base import Parallel
+from .fsdp import sharded_parts
 
 
 class Spread(Parallel):
@@ -13,7 +13,7 @@ class Spread(Parallel):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._sharded = [part for part in model.modules() if isinstance(part, FSDPModule)]
+        self._sharded = sharded_parts(model)
 
     def synchronize(self, wanted: bool) -> None:
         for part in self._sharded:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from torch import nn
 from torch.optim import Optimizer
 
-from dalsegno.distributed.clipping import ClipGradients
 from dalsegno.distributed.modes import DDP, Mode
 from dalsegno.errors import ConfigurationError
 
@@ -40,9 +39,6 @@ class WithTrainedLoss(Parallel):
     def rebind(self, optimizer: Optimizer) -> None:
         for part in self._parts:
             part.rebind(optimizer)
-
-    def clipping(self, parameters: Sequence[nn.Parameter]) -> ClipGradients:
-        return self._parts[0].clipping(parameters)
 
 
 def has_own_parameters(loss_fn: nn.Module, model: nn.Module, modes: Sequence[Mode]) -> bool:

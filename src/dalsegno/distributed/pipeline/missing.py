@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 _INDEPENDENT = {
     "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like",
@@ -34,3 +35,14 @@ class Missing(Tensor):
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         is_independent = getattr(func, "__name__", "") in _INDEPENDENT
         return result.as_subclass(Tensor) if is_independent and isinstance(result, cls) else result
+
+
+def has_missing(part: Any) -> bool:
+    """Whether there is one in a tree of containers."""
+    if isinstance(part, Tensor):
+        return isinstance(part, Missing)
+    if isinstance(part, (dict, Mapping)):  # dict first: Mapping takes 1 µs
+        return any(map(has_missing, part.values()))
+    if isinstance(part, (list, tuple)):
+        return any(map(has_missing, part))
+    return any(isinstance(leaf, Missing) for leaf in tree_leaves(part))  # containers that torch knows, such as caches

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any
+from itertools import groupby, islice
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from dalsegno.distributed import collectives
 
 from . import schedules
 from .schedules import Schedule, Stage
-from .stage import Forward, StageModule
+from .stage import Forward, StageModule, StageRun
 
 _KEPT = 16
 """Schedules kept. Each is for one number and shape of micro-batches, and has buffers for their activations."""
@@ -55,7 +55,6 @@ class PipelineRunner:
         self._copies = copies
         self._device = device
         self._schedules: dict[object, Schedule] = {}
-        self._factors: Sequence[float | Tensor] = ()
 
     @property
     def has_last(self) -> bool:
@@ -85,23 +84,27 @@ class PipelineRunner:
             forward: calls the whole model.
 
         Returns:
-            Losses, shape (micro-batches,), on every rank.
+            Losses, shape (micro-batches,), of the last stage; zeros on the ranks that do not have it.
         """
         losses: list[Tensor] = []
         for run in self._plan(batches, training=True):
             first, number = len(losses), len(run.batches)
-            self._factors = factors[first : first + number]
-            self._run(run, forward, first=first)
+            self._run(run, forward, factors[first : first + number], first)
             losses += [self._loss(index) for index in range(number)]
-        return self._shared(torch.stack(losses))
+        return torch.stack(losses)
 
     def evaluate(self, batch: Any, forward: Forward) -> tuple[Tensor, Any]:
         """Run a batch forward. Collective. Returns the loss, on every rank, and the outputs on the last stage's."""
-        self._factors = [1.0]
         (run,) = self._plan([batch], training=False)
         self._run(run, forward)
-        outputs = next((module.results[0][1] for module in self.modules if module.is_last), None)
-        return self._shared(self._loss(0)), outputs
+        outputs = next((module.run.results[0][1] for module in self.modules if module.is_last), None)
+        return self.share(self._loss(0)), outputs
+
+    def share(self, losses: Tensor) -> Tensor:
+        """Return the last stage's ``losses`` on every rank. Collective."""
+        shared = losses.clone()
+        dist.broadcast(shared, src=self._last, group=self._group)
+        return shared
 
     def share_outputs(self, outputs: Any) -> Any:
         """Return the last stage's outputs on every rank: the tensors and plain values in a tree of mappings, lists and
@@ -120,17 +123,16 @@ class PipelineRunner:
                 shared.append(kind)
         return outputs if self.has_last else tree_unflatten(shared, form)
 
-    def _run(self, run: _Run, forward: Forward, *, first: int = 0) -> None:
+    def _run(self, run: _Run, forward: Forward, factors: Sequence[float | Tensor] = (), first: int = 0) -> None:
         for module in self.modules:
-            module.microbatches, module.first, module.forward_of = run.batches, first, forward
-            module.results.clear()
+            module.run = StageRun(forward, run.batches, factors, first)
         schedule = self._schedule(run)
-        indices = torch.arange(len(run.batches))
+        unused = torch.empty(len(run.batches))  # the last stage computes the loss; torch wants a target to split
         try:
-            if run.training:
-                schedule.step(index=indices, target=indices, return_outputs=False)
+            if run.kind.training:
+                schedule.step(target=unused, return_outputs=False)
             else:
-                schedule.eval(index=indices, target=indices, return_outputs=False)
+                schedule.eval(target=unused, return_outputs=False)
         except RuntimeError as error:
             # torch wraps what a stage raises.
             cause = error.__cause__
@@ -142,7 +144,7 @@ class PipelineRunner:
             raise
         finally:
             for module in self.modules:
-                module.microbatches, module.forward_of = (), None
+                module.run = StageRun(results=module.run.results)
 
     def _plan(self, batches: Sequence[Any], *, training: bool) -> list[_Run]:
         """Split a step's micro-batches into runs. Collective.
@@ -154,18 +156,19 @@ class PipelineRunner:
         """
         if len(self._schedules) > _KEPT:  # not during a step: what the ranks have agreed on has to last
             self._schedules.clear()
-        runs = _of_equal_shapes(batches)
-        new = self._are_new(runs, training)
+        forms = [_form(batch) for batch in batches]
+        kinds = [_Kind(form, len([*some]), training) for form, some in groupby(forms)]
+        new = self._are_new(kinds)
         if self._copies is not None:
-            single = [batches[number : number + 1] for number in range(len(batches))]
-            own = [len(runs) > 1, *self._are_new([batches], training), *self._are_new(single, training)]
+            together, single = _Kind(forms[0], len(forms), training), [_Kind(form, 1, training) for form in forms]
+            own = [len(kinds) > 1, *self._are_new([together]), *self._are_new(single)]
             differ, is_new, *are_new = self._on_any(own)
-            runs, new = (single, are_new) if differ else ([batches], [is_new])
-        return [_Run(some, training, _kind(some, training), is_new) for some, is_new in zip(runs, new, strict=True)]
+            kinds, new = (single, are_new) if differ else ([together], [is_new])
+        rest = iter(batches)
+        return [_Run([*islice(rest, kind.number)], kind, is_new) for kind, is_new in zip(kinds, new, strict=True)]
 
-    def _are_new(self, runs: Sequence[Sequence[Any]], training: bool) -> list[bool]:
-        """Whether each of the runs is the first of its kind."""
-        kinds = [_kind(some, training) for some in runs]
+    def _are_new(self, kinds: Sequence[_Kind]) -> list[bool]:
+        """Whether each is the first run of its kind."""
         return [kind not in self._schedules and kind not in kinds[:number] for number, kind in enumerate(kinds)]
 
     def _on_any(self, flags: Sequence[bool]) -> list[bool]:
@@ -180,21 +183,14 @@ class PipelineRunner:
                 Stage(module, index, self._count, self._device, group=self._group)
                 for index, module in self._modules.items()
             ]
-            self._schedules[run.kind] = schedules.build(self._name, stages, len(run.batches), self._scaled)
+            self._schedules[run.kind] = schedules.build(self._name, stages, len(run.batches))
         return self._schedules[run.kind]
-
-    def _scaled(self, loss: Tensor, index: Tensor) -> Tensor:
-        return loss * self._factors[int(index)]
 
     def _loss(self, index: int) -> Tensor:
         for module in self.modules:
             if module.is_last:
-                return module.results[index][0].detach().float()
+                return module.run.results[index][0].float()
         return torch.zeros((), device=self._device)
-
-    def _shared(self, values: Tensor) -> Tensor:
-        dist.broadcast(values, src=self._last, group=self._group)
-        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,23 +198,30 @@ class _Run:
     """Neighbouring micro-batches of equal shapes, which a schedule runs together: its buffers have one shape."""
 
     batches: Sequence[Any]
-    training: bool
-    kind: tuple[Any, ...]
-    """Runs of one kind can have the same schedule."""
+    kind: _Kind
     is_new: bool
     """Whether a schedule is built for it."""
 
 
-def _kind(batches: Sequence[Any], training: bool) -> tuple[Any, ...]:
-    return len(batches), training, _form(batches[0])
+class _Kind(NamedTuple):
+    """Runs of one kind can have the same schedule."""
 
-
-def _of_equal_shapes(batches: Sequence[Any]) -> list[Sequence[Any]]:
-    return [[*run] for _, run in groupby(batches, _form)]
+    form: tuple[Any, ...]
+    """Of each micro-batch."""
+    number: int
+    """Of micro-batches."""
+    training: bool
 
 
 def _form(batch: Any) -> tuple[Any, ...]:
-    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    """Shapes and dtypes of a batch's tensors, in their containers."""
+    if isinstance(batch, Tensor):
+        return batch.shape, batch.dtype
+    if isinstance(batch, (dict, Mapping)):  # dict first: Mapping takes 1 µs
+        return tuple(map(_form, batch.values()))
+    if isinstance(batch, (list, tuple)):
+        return tuple(map(_form, batch))
+    return tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,18 +12,18 @@ import enum
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from dalsegno.distributed.rng import preserved_generators
 from dalsegno.errors import ConfigurationError
 
 from .cut import Cut
-from .missing import Missing
+from .missing import Missing, has_missing
 
 Forward = Callable[[Any], tuple[Tensor, Any]]
 """Calls the whole model on a batch; returns the loss and the outputs."""
@@ -44,6 +44,30 @@ class _Position(enum.Enum):
     INSIDE = "after it"
 
 
+@dataclass(slots=True)
+class StageRun:
+    """What a stage runs, and how far it is. (A module's own attributes take microseconds to set.)"""
+
+    forward: Forward | None = None
+    """Calls the whole model."""
+    microbatches: Sequence[Any] = ()
+    """Of equal shapes."""
+    factors: Sequence[float | Tensor] = ()
+    """Of their losses, in training."""
+    first: int = 0
+    """Index, in its step, of the first of them."""
+    results: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
+    """Of the last stage: loss and outputs of each micro-batch that was run."""
+    number: int = 0
+    """Index of the present micro-batch."""
+    position: _Position = _Position.BEFORE
+    """In the forward pass."""
+    received: Tensor | None = None
+    """The activation from the stage before."""
+    missing: Missing | None = None
+    """Stands for activations before the stage: one for all of them, since nothing can write to it."""
+
+
 class StageModule(nn.Module):
     """One stage. Its parameters are those of the stage, under other names than in the model.
 
@@ -56,10 +80,9 @@ class StageModule(nn.Module):
         super().__init__()
         self.is_last = index == len(cut.stages) - 1
         self.units = nn.ModuleList(cut.stages[index].values())
+        self.run = StageRun()
+        """Set by the runner."""
         self._index = index
-        self._position = _Position.BEFORE
-        self._received: Tensor | None = None
-        self._missing: Tensor | None = None
         self._is_probe = False
         self._substitutes = [
             (*_parent_and_key(cut.model, name), self._substitute(stage, name, module, cut))
@@ -69,38 +92,29 @@ class StageModule(nn.Module):
         ]
         self._called = [*cut.model.modules()]  # those above the stages, too: the forward runs from the root
         self._own_hooks: dict[nn.Module, tuple[set[int], set[int]]] = {}
-        self.forward_of: Forward | None = None
-        """Calls the whole model; set before the first call."""
-        self.microbatches: Sequence[Any] = ()
-        """Batches that are called by their index."""
-        self.first = 0
-        """Index, in its step, of the first of them."""
-        self.results: dict[int, tuple[Tensor, Any]] = {}
-        """Of the last stage: loss and outputs of each micro-batch that was run."""
 
     def note_hooks(self) -> None:
         """Note that the hooks which the modules have now, such as those of FSDP, belong to the model."""
         self._own_hooks = {module: ({*module._forward_pre_hooks}, {*module._forward_hooks}) for module in self._called}
 
-    def forward(self, *received: Tensor, index: Tensor) -> Tensor:
+    def forward(self, *received: Tensor) -> Tensor:
         """
         Args:
             received: the activation from the stage before; nothing for the first stage.
-            index: of the micro-batch, shape (1,).
 
         Returns:
-            The activation for the next stage; of the last stage the loss, 0-dim.
+            The activation for the next stage; of the last stage the loss times its factor, 0-dim.
         """
-        number = int(index)
-        with _noted(self.first + number):
-            loss_and_outputs = self._run(self.microbatches[number], received[0] if received else None)
+        run = self.run
+        with _noted(run.first + run.number):
+            loss_and_outputs = self._call(run, received[0] if received else None)
         if isinstance(loss_and_outputs, Tensor):
             return loss_and_outputs
+        loss, outputs = loss_and_outputs
         if not self._is_probe:
-            loss, outputs = loss_and_outputs
             # In training, outputs are not kept: those of all micro-batches may take more memory than a stage.
-            self.results[number] = loss, None if torch.is_grad_enabled() else outputs
-        return loss_and_outputs[0]
+            run.results[run.number] = loss.detach(), None if torch.is_grad_enabled() else outputs
+        return loss * run.factors[run.number] if run.factors else loss
 
     @contextmanager
     def probing(self) -> Iterator[None]:
@@ -125,15 +139,15 @@ class StageModule(nn.Module):
             for module, present in buffers:
                 module._buffers.update(present)
 
-    def _run(self, batch: Any, received: Tensor | None) -> Tensor | tuple[Tensor, Any]:
-        assert self.forward_of is not None, "the runner sets it"
-        self._position = _Position.INSIDE if self._index == 0 else _Position.BEFORE
-        self._received, self._missing = received, None
+    def _call(self, run: StageRun, received: Tensor | None) -> Tensor | tuple[Tensor, Any]:
+        """Call the model on the present micro-batch. Returns the activation; of the last stage the loss and outputs."""
+        assert run.forward is not None, "the runner sets it"
+        run.position, run.received = _Position.BEFORE if self._index else _Position.INSIDE, received
         originals = [parent._modules[key] for parent, key, _ in self._substitutes]
         for parent, key, substitute in self._substitutes:
             parent._modules[key] = substitute
         try:
-            result: Any = self.forward_of(batch)
+            result: Any = run.forward(run.microbatches[run.number])
         except _StageEnd as end:
             if self.is_last:
                 raise
@@ -145,12 +159,12 @@ class StageModule(nn.Module):
                     "one that it calls"
                 )
         finally:
-            self._received = self._missing = None
+            run.received = None
             for (parent, key, _), original in zip(self._substitutes, originals, strict=True):
                 parent._modules[key] = original
-        if self._position is _Position.BEFORE:
+        if run.position is _Position.BEFORE:
             raise ConfigurationError(f"Pipeline: the forward did not call the first module of stage {self._index}")
-        if any(isinstance(leaf, Missing) for leaf in tree_leaves(result)):
+        if self._index and has_missing(result):
             raise ConfigurationError(
                 f"Pipeline: stage {self._index} uses a value that an earlier stage computes, beside the activation "
                 "that enters its first module (a connection that skips the boundary); begin the stage elsewhere, or "
@@ -199,14 +213,14 @@ class _Entry(_Substitute):
     """The stage's first module: gets the received activation in place of the one that is missing."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        stage: StageModule = self._stage
-        if stage._position is _Position.BEFORE:
-            stage._position = _Position.INSIDE
+        run: StageRun = self._stage.run
+        if run.position is _Position.BEFORE:
+            run.position = _Position.INSIDE
             position, key, _ = _activation(args, kwargs)
             if key is None:
-                args = (*args[:position], stage._received, *args[position + 1 :])
+                args = (*args[:position], run.received, *args[position + 1 :])
             else:
-                kwargs[key] = stage._received
+                kwargs[key] = run.received
         return self._module(*args, **kwargs)
 
 
@@ -225,14 +239,14 @@ class _Absent(_Substitute):
         self.__dict__["_complaint"] = complaint
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        stage: StageModule = self._stage
-        if stage._position is _Position.INSIDE or stage._received is None:
+        run: StageRun = self._stage.run
+        if run.position is _Position.INSIDE or run.received is None:
             raise ConfigurationError(
                 f"{self._complaint}; list the modules of each stage in the order in which the forward calls them"
             )
-        if stage._missing is None:  # one for all of them: nothing can write to it
-            stage._missing = Missing.like(stage._received)
-        return stage._missing
+        if run.missing is None:
+            run.missing = Missing.like(run.received)
+        return run.missing
 
 
 def _activation(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, str | None, Tensor]:

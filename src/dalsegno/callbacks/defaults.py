@@ -1,0 +1,45 @@
+"""Callbacks that a run has without being passed them: the defaults, and the loggers of ``report_to``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Container, Iterable
+
+from dalsegno.distributed import collectives
+from dalsegno.events.callback import Callback
+
+from .default_metrics import DefaultMetrics
+from .garbage_collection import GarbageCollection
+from .info_callback import InfoCallback
+from .progress_callback import ProgressCallback
+
+_TRACKERS = {
+    "tensorboard": ("tb_logger", "TBLogger"),
+    "wandb": ("trackers.wandb_logger", "WandbLogger"),
+    "mlflow": ("trackers.mlflow_logger", "MLflowLogger"),
+    "comet_ml": ("trackers.comet_logger", "CometLogger"),
+    "trackio": ("trackers.trackio_logger", "TrackioLogger"),
+}
+"""Module and class of the logger of each tracker."""
+
+
+def default_callbacks() -> list[Callback]:
+    """Those that listen to every run unless they are removed; one of the user's own with the same key replaces one."""
+    together = (
+        [GarbageCollection()] if collectives.world_size() > 1 else []
+    )  # on a single rank, no other rank waits for the collector
+    return [DefaultMetrics(), ProgressCallback(), InfoCallback(), *together]
+
+
+def reporting_callbacks(report_to: Iterable[str], without: Container[str] = ()) -> list[Callback]:
+    """Return the loggers of the trackers in ``TrainingArguments(report_to=…)``, without those with these keys.
+
+    Raises:
+        ConfigurationError: if a tracker's library is not installed.
+    """
+    homes = [_TRACKERS[tracker] for tracker in report_to]
+    return [
+        getattr(importlib.import_module(f".{module}", __package__), name)()
+        for module, name in homes
+        if name not in without
+    ]

@@ -1,0 +1,219 @@
+"""An optimizer as a component of a checkpoint: its state by the FQNs of the model's parameters, sharded as they are.
+
+So the state is found at any world size and in any order of parameter groups. Scalars and hyperparameters go through the
+codec.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from dalsegno.checkpoint.format.index import Index
+from dalsegno.checkpoint.format.keys import LOSS, MODEL
+from dalsegno.checkpoint.format.stored_tensors import StoredTensor
+from dalsegno.distributed.sharded_tensors import strip_wrappers
+from dalsegno.distributed.stage_places import is_cut, is_elsewhere, like_parameter
+from dalsegno.stateful.component import State
+
+from . import positions, wrapped_states
+from .contract import Captured, LoadTarget, Tensors, class_name_of
+from .dense import is_sharded
+from .model import unwrapped
+from .non_tensor_schema import check_optimizer_rest
+from .optimizer_rows import OptimizerRows
+from .placement import cast_as, exactly, like, placed_like
+from .stages import of_all_stages
+from .wrapped import parts_of
+
+
+class _Numbered(NamedTuple):
+    """A parameter, its number in the optimizer's ``state_dict``, and its FQN."""
+
+    number: int
+    parameter: torch.Tensor
+    fqn: str
+
+
+class OptimizerState:
+    """The state of any torch optimizer, by parameter name.
+
+    If a parameter has another dtype than when it was saved, state of the former dtype is cast with it, since the
+    foreach kernels of most optimizers refuse mixed dtypes. State of a dtype of its own (float32 moments of bfloat16
+    weights) keeps it.
+
+    State of its parameter's shape, or a DTensor, is sharded like the parameter; other state (step counters, factored
+    moments, histories) is the same on every rank and goes into the rest, with the groups' hyperparameters.
+
+    Args:
+        model: the model whose parameters the optimizer updates, for their names.
+        optimizer: may have no state yet; loading creates it without a step.
+        loss_fn: a module with parameters that the optimizer updates too.
+    """
+
+    key = "optimizer"
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: nn.Module | None = None) -> None:
+        self._model = unwrapped(model)
+        self._loss_fn = loss_fn
+        self.optimizer: torch.optim.Optimizer = optimizer
+
+    @property
+    def class_name(self) -> str:
+        return class_name_of(self.optimizer)
+
+    def capture(self) -> Captured:
+        packed = self.optimizer.state_dict()
+        named = [each for group in self._named_groups() for each in group]
+        tensors: Tensors = {}
+        rows = OptimizerRows()
+        for number, (name, parameter) in enumerate(named):  # this order, independent of which was updated first
+            if number not in packed["state"]:
+                continue
+            plain = rows.plain[name] = {}
+            for kind, value in packed["state"][number].items():
+                if is_sharded(value, parameter):
+                    tensors[f"{name}.{kind}"] = like_parameter(value, parameter)
+                    rows.sharded.setdefault(name, []).append(kind)
+                    continue
+                if wrapped_states.is_wrapped(value, parameter):
+                    parts, form = parts_of(value, f"{self.key}.{name}.{kind}")
+                    for end, part in parts.items():
+                        tensors[f"{name}.{kind}{end}"] = like_parameter(part.detach(), parameter)
+                        rows.sharded.setdefault(name, []).append(f"{kind}{end}")
+                    if form is not None:
+                        rows.wrapped.setdefault(name, {})[kind] = form
+                    continue
+                plain[kind] = value
+                if isinstance(value, torch.Tensor) and value.device.type == "cpu" != parameter.device.type:
+                    rows.on_cpu.setdefault(name, []).append(kind)
+        if is_cut(self._model):
+            tensors, rows = of_all_stages(named, tensors, rows)
+        rest = {
+            **rows.by_kind(),
+            "other": {key: value for key, value in packed["state"].items() if key not in range(len(named))},
+            "groups": [
+                {**group, "params": [named[number][0] for number in group["params"]]}
+                for group in packed["param_groups"]
+            ],
+        }
+        return Captured(tensors, rest)
+
+    def check_rest(self, stored: Index, rest: State, where: str) -> None:
+        check_optimizer_rest(rest, self.optimizer, where)
+
+    def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
+        groups = [[name for name, _ in group] for group in self._named_groups(rest)]
+        saved = [group["params"] for group in rest["groups"]]
+        lines = []
+        if len(groups) != len(saved):
+            lines.append(f"{len(saved)} parameter groups in the checkpoint, {len(groups)} here")
+        for number, (ours, theirs) in enumerate(zip(groups, saved, strict=False)):
+            lines += [f"group {number}, missing in the checkpoint: {name}" for name in {*ours} - {*theirs}]
+            lines += [f"group {number}, unexpected in the checkpoint: {name}" for name in {*theirs} - {*ours}]
+        rows, own = OptimizerRows.of(rest), stored.of(self.key)
+        wanted = {f"{name}.{kind}" for name, kinds in rows.sharded.items() for kind in kinds}
+        wanted |= {f"{name}.{kind}" for name in rows.wrapped for kind in rows.parts(name)}
+        lines += [f"listed, but its tensor is missing: {name}" for name in wanted - own.keys()]
+        lines += [f"tensor that is not listed: {name}" for name in own.keys() - wanted]
+        if positions.are_all(saved) and not lines:
+            parameters = dict(each for group in self._named_groups(rest) for each in group)
+            lines += positions.differences(parameters, own, rows.sharded)
+        if rows.wrapped and not lines:
+            fitting = self._fitting(stored, rest, rows)
+            for name in (each for each in fitting if each in rows.wrapped):  # in one order: a step may have collectives
+                parts = {kind: own[f"{name}.{kind}"] for kind in rows.parts(name)}
+                found = wrapped_states.differences(self.optimizer, fitting[name].parameter, rows.wrapped[name], parts)
+                lines += [f"{name}.{kind}: {difference}" for kind, difference in found]
+        return sorted(lines)
+
+    def prepare(self, stored: Index, rest: State) -> LoadTarget:
+        rows, own = OptimizerRows.of(rest), stored.of(self.key)
+        weights = _weights(stored)
+        fitting = self._fitting(stored, rest, rows)
+        casts = {  # parameters whose dtype has changed
+            name: (weights[fqn].dtype, parameter.dtype)
+            for name, (_, parameter, fqn) in fitting.items()
+            if fqn in weights and weights[fqn].dtype != parameter.dtype
+        }
+        states: dict[str, Tensors] = {}
+        tensors: Tensors = {}
+        for name, (_, parameter, _) in [*fitting.items()]:
+            saved_parts = {kind: own[f"{name}.{kind}"] for kind in rows.parts(name)}
+            found = wrapped_states.create(self.optimizer, parameter, rows.wrapped.get(name, {}), saved_parts)
+            if found is None:  # the user allows it to be dropped
+                del fitting[name]
+                continue
+            states[name], parts = found
+            states[name] |= {kind: like(parameter, own[f"{name}.{kind}"], casts.get(name)) for kind in rows.whole(name)}
+            tensors |= {f"{name}.{kind}": each for kind, each in parts.items()}
+            tensors |= {f"{name}.{kind}": states[name][kind] for kind in rows.whole(name)}
+
+        def commit() -> None:
+            saved = {
+                name: {kind: cast_as(value, casts.get(name)) for kind, value in rows.plain[name].items()} | states[name]
+                for name in fitting
+            }
+            state = {fitting[name].number: values for name, values in saved.items()} | rest["other"]
+            self.optimizer.load_state_dict({"state": state, "param_groups": self._groups(rest["groups"])})
+            # Undo load_state_dict's casts to the parameter's dtype and its mangling of strings.
+            for name, values in saved.items():
+                own = self.optimizer.state[fitting[name].parameter]
+                for kind, value in values.items():
+                    is_on_cpu = kind in rows.on_cpu.get(name, ())
+                    own[kind] = value if is_on_cpu else exactly(value, own.get(kind))
+
+        return LoadTarget(tensors, commit)
+
+    def _fitting(self, stored: Index, rest: State, rows: OptimizerRows) -> dict[str, _Numbered]:
+        """By stored name, the parameters with a stored state. That of one whose shape has changed is dropped."""
+        named = [each for group in self._named_groups(rest) for each in group]
+        fqns = [name for group in self._named_groups() for name, _ in group]
+        weights = _weights(stored)
+        return {
+            name: _Numbered(number, parameter, fqn)
+            for number, ((name, parameter), fqn) in enumerate(zip(named, fqns, strict=True))
+            if name in rows.plain
+            and (fqn not in weights or weights[fqn].shape == parameter.shape)
+            and not is_elsewhere(parameter)
+        }
+
+    def _groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Parameter groups with the saved hyperparameters, or the present ones if the number of groups has changed."""
+        own, position, groups = self.optimizer.param_groups, itertools.count(), []
+        for group, here in zip(saved if len(saved) == len(own) else own, own, strict=True):
+            placed = {key: placed_like(value, here.get(key)) for key, value in group.items()}
+            names = {"param_names": here["param_names"]} if "param_names" in here else {}
+            groups.append(here | placed | names | {"params": [next(position) for _ in here["params"]]})
+        return groups
+
+    def _named_groups(self, saved: State = None) -> list[list[tuple[str, torch.Tensor]]]:
+        """Name and parameter of each group, in the order in which the optimizer's ``state_dict`` numbers them.
+
+        ``saved``: the stored rest. If it names all parameters by position, so does the result.
+        """
+        if saved is not None and positions.are_all([group["params"] for group in saved["groups"]]):
+            return positions.named(self.optimizer)
+        names = {id(each): strip_wrappers(name) for name, each in self._model.named_parameters()}
+        for name, each in () if self._loss_fn is None else self._loss_fn.named_parameters():
+            names.setdefault(id(each), _of_loss(strip_wrappers(name)))
+        return [
+            [
+                (names.get(id(each), positions.name_of(number, position)), each)
+                for position, each in enumerate(group["params"])
+            ]
+            for number, group in enumerate(self.optimizer.param_groups)
+        ]
+
+
+def _weights(stored: Index) -> dict[str, StoredTensor]:
+    """The stored tensors of model and loss function, by the names of their parameters here."""
+    return {**stored.of(MODEL), **{_of_loss(name): each for name, each in stored.of(LOSS).items()}}
+
+
+def _of_loss(name: str) -> str:
+    """A name that no parameter of the model has, since those contain no slash."""
+    return f"{LOSS}/{name}"

@@ -1,0 +1,83 @@
+"""Durability: a failed fsync of a directory is remembered, by the file whose name it was to flush, as long as the
+process lives.
+
+The kernel reports it once: another fsync returns, whether the name is on disk or not.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dalsegno.errors import DalsegnoError
+
+from . import filesystem
+
+
+class NotDurable(OSError):
+    """An fsync has failed, and with it bytes of a file, or its name, are lost. Another fsync may return without an
+    error, but the kernel has dropped them: only a new write helps."""
+
+
+_failures: dict[str, OSError] = {}  # by path of the file
+
+
+def expect_durable(path: Path) -> None:
+    """
+    Raises:
+        NotDurable: if an fsync that was to flush the name of ``path`` has failed in this process.
+    """
+    failure = _failures.get(os.path.realpath(path))
+    if failure is not None:
+        raise NotDurable(
+            failure.errno,
+            f"nothing more is written to it: its name may be lost, since an fsync has failed ({failure}); restart the "
+            "process",
+            str(path),
+        )
+
+
+def flush_name(path: Path) -> None:
+    """Fsync the directory of ``path``.
+
+    Raises:
+        NotDurable: if the disk refuses it, at this call or at an earlier one.
+        LeaseLost: if another process has taken over the directory.
+    """
+    expect_durable(path)
+    try:
+        filesystem.fsync_directory(path.parent)
+    except DalsegnoError:  # before the fsync
+        raise
+    except OSError as error:
+        raise _remember(error, path) from error
+
+
+def replace_durably(path: Path, data: filesystem.Buffer) -> None:
+    """As :func:`.filesystem.replace_durably`.
+
+    Raises:
+        NotDurable: if the disk refuses to flush the name, at this call or at an earlier one. The content is the former
+            or the new one.
+        LeaseLost: if another process has taken over the directory.
+        OSError: if the disk refuses anything else, such as a full one. The content is unchanged.
+    """
+    expect_durable(path)
+    former = _inode(path)
+    try:
+        filesystem.replace_durably(path, data)
+    except DalsegnoError:
+        raise
+    except OSError as error:
+        if _inode(path) == former:
+            raise
+        raise _remember(error, path) from error
+
+
+def _inode(path: Path) -> int | None:
+    return path.stat().st_ino if path.exists() else None
+
+
+def _remember(error: OSError, path: Path) -> NotDurable:
+    _failures[os.path.realpath(path)] = error
+    return NotDurable(error.errno, f"its name may be lost: fsync of the directory failed: {error.strerror}", str(path))
