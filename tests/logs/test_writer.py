@@ -1,5 +1,6 @@
 """RecordLog: sound after every append, whatever happens to its process, and alone on its file."""
 
+import errno
 import json
 import os
 import signal
@@ -11,6 +12,8 @@ import pytest
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs import RecordLog, RewindReport
+from dalsegno.system import filesystem
+from dalsegno.system.durability import NotDurable
 from logs.sample import fill, record, steps
 
 pytestmark = pytest.mark.parametrize("suffix", [".jsonl", ".json"])
@@ -46,6 +49,55 @@ def test_an_append_that_fails_leaves_no_half_record(log: RecordLog, monkeypatch:
     assert steps(log.path) == [0, 1]
     log.append(record(3))
     assert steps(log.path) == [0, 1, 3]
+
+
+def lose_one_name_in(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next fsync of ``directory`` fails. The kernel reports it once: another one returns."""
+    lost = [OSError(errno.EIO, "Input/output error")]
+
+    def lose(what: str, path: Path) -> None:
+        if what == "fsync" and path == directory and lost:
+            raise lost.pop()
+
+    monkeypatch.setattr(filesystem, "watcher", lose)
+
+
+def test_a_log_whose_name_was_not_flushed_is_never_opened_again(
+    log: RecordLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_one_name_in(log.path.parent, monkeypatch)
+    with pytest.raises(NotDurable, match="Input/output error"):
+        log.open()
+    for same in (log, RecordLog(log.path, tmp_path)):
+        with pytest.raises(NotDurable, match=r"its name may be lost.*Input/output error.*restart the process"):
+            same.open()
+
+
+def test_a_new_file_whose_name_was_not_flushed_is_written_but_never_taken_for_durable(
+    log: RecordLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.open()
+    log.path.unlink()
+    lose_one_name_in(log.path.parent, monkeypatch)
+    with pytest.raises(NotDurable, match="Input/output error"):
+        log.append(record(0))
+    log.append(record(1))
+    assert steps(log.path) == [1]
+    for _ in range(2):
+        with pytest.raises(NotDurable, match="restart the process"):
+            log.make_durable()
+
+
+def test_each_process_flushes_the_name(log: RecordLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that created the file may have been killed before."""
+    log.open()
+    fill(log, 0, 1)
+    state = log.state()
+    log.close()
+    flushed: list[Path] = []
+    monkeypatch.setattr(filesystem, "watcher", lambda what, path: flushed.append(path) if what == "fsync" else None)
+    log.open(state)
+    assert flushed == [log.path.parent]
 
 
 def test_killed_while_it_writes(log: RecordLog, tmp_path: Path, suffix: str) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from dalsegno.stateful import schema
-from dalsegno.system import filesystem
+from dalsegno.system import durability, filesystem
 
 from .archive import archive_file, archive_tail, free_path
 
@@ -63,7 +63,11 @@ def lengths(folder: Path, suffix: str) -> dict[str, int]:
 
 
 def make_durable(folder: Path, suffix: str) -> None:
-    """Fsync these files, as far as they are written, and their names."""
+    """Fsync these files, as far as they are written, and their names.
+
+    Raises:
+        NotDurable: if an fsync of a directory fails, or has failed in this process: the name of a file may be lost.
+    """
     own = _event_files(folder, suffix).values()
     for path in own:
         descriptor = os.open(path, os.O_RDONLY)
@@ -71,8 +75,7 @@ def make_durable(folder: Path, suffix: str) -> None:
             filesystem.fsync(descriptor, path)
         finally:
             os.close(descriptor)
-    for directory in {path.parent for path in own}:
-        filesystem.fsync_directory(directory)
+    durability.flush_names(own)
 
 
 def rewind_events(folder: Path, suffix: str, saved: Mapping[str, int]) -> list[Path]:

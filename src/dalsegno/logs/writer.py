@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 from dalsegno.errors import ConfigurationError
-from dalsegno.system import filesystem
+from dalsegno.system import durability, filesystem
 
 from .formats import format_of
 from .rewind import Position, RewindReport, rewind, step_of, tail_hash
@@ -102,9 +102,14 @@ class RecordLog:
         return self._position().to_state()
 
     def make_durable(self) -> None:
-        """Fsync all records; does nothing if the log is closed. On any thread, concurrently with appends."""
+        """Fsync all records; does nothing if the log is closed. On any thread, concurrently with appends.
+
+        Raises:
+            NotDurable: if an fsync of the directory has failed in this process: the file's name may be lost.
+        """
         with self._closing:
             if self._descriptor is not None:
+                durability.expect_durable(self._path)
                 filesystem.fsync(self._descriptor, self._path)
 
     def close(self) -> None:
@@ -134,17 +139,16 @@ class RecordLog:
         return os.path.samestat(own, found) and own.st_size == self._offset + len(self._format.foot)
 
     def _reopen(self, position: Position | None) -> RewindReport:
-        """Open the file to continue at ``position``. A failure leaves the log as it was."""
+        """Open the file to continue at ``position``. A failure leaves the log as it was, unless the name of the file
+        cannot be flushed. It may be there without: the process that created it may have been killed."""
         report = rewind(self._root, self._configured, position)
         filesystem.make_directory(report.path.parent)
-        is_new = not report.path.exists()
         descriptor = filesystem.open_own(report.path, os.O_RDWR | os.O_CREAT)
         self._close_file()
         self._path, self._descriptor = report.path, descriptor
         self._offset, self._records, self._last_step = report.offset, report.records, report.last_step
         self._end_after_offset()
-        if is_new:
-            filesystem.fsync_directory(self._path.parent)
+        durability.flush_name(self._path)
         return report
 
     def _write_header(self) -> None:

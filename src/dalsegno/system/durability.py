@@ -7,6 +7,7 @@ The kernel reports it once: another fsync returns, whether the name is on disk o
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from dalsegno.errors import DalsegnoError
@@ -31,7 +32,7 @@ def expect_durable(path: Path) -> None:
     if failure is not None:
         raise NotDurable(
             failure.errno,
-            f"nothing more is written to it: its name may be lost, since an fsync has failed ({failure}); restart the "
+            f"its name may be lost, and with it what it contains, since an fsync has failed ({failure}); restart the "
             "process",
             str(path),
         )
@@ -44,13 +45,22 @@ def flush_name(path: Path) -> None:
         NotDurable: if the disk refuses it, at this call or at an earlier one.
         LeaseLost: if another process has taken over the directory.
     """
-    expect_durable(path)
-    try:
-        filesystem.fsync_directory(path.parent)
-    except DalsegnoError:  # before the fsync
-        raise
-    except OSError as error:
-        raise _remember(error, path) from error
+    flush_names([path])
+
+
+def flush_names(paths: Iterable[Path]) -> None:
+    """As :func:`flush_name`, for several files: one fsync for each directory."""
+    by_directory: dict[Path, list[Path]] = {}
+    for path in paths:
+        expect_durable(path)
+        by_directory.setdefault(path.parent, []).append(path)
+    for directory, inside in by_directory.items():
+        try:
+            filesystem.fsync_directory(directory)
+        except DalsegnoError:  # before the fsync
+            raise
+        except OSError as error:
+            raise _remember(error, *inside) from error
 
 
 def replace_durably(path: Path, data: filesystem.Buffer) -> None:
@@ -78,6 +88,7 @@ def _inode(path: Path) -> int | None:
     return path.stat().st_ino if path.exists() else None
 
 
-def _remember(error: OSError, path: Path) -> NotDurable:
-    _failures[os.path.realpath(path)] = error
-    return NotDurable(error.errno, f"its name may be lost: fsync of the directory failed: {error.strerror}", str(path))
+def _remember(error: OSError, *paths: Path) -> NotDurable:
+    _failures.update(dict.fromkeys(map(os.path.realpath, paths), error))
+    what = f"its name may be lost: fsync of the directory failed: {error.strerror}"
+    return NotDurable(error.errno, what, str(paths[0]))
