@@ -38,6 +38,8 @@ from .timing import in_turns, ratio
 ROUNDS = 5
 BACKGROUND, FOREGROUND = OURS = ("in the background", "in the foreground")
 LIMIT, BOUND, PLAIN = "the disk's direct limit", "memcpy + direct write", "plain write + fsync"
+WINDOW = "direct write, 64 MB again and again"
+_WINDOW_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,10 @@ def _rows(case: Case, world_size: int, seconds: dict[str, list[float]]) -> list[
     who = "one rank" if world_size == 1 else f"{world_size} ranks"
     rows = []
     targets = case.targets
-    for ours, others in ((BACKGROUND, [name for name in seconds if name not in OURS]), (FOREGROUND, [LIMIT, PLAIN])):
+    for ours, others in (
+        (BACKGROUND, [name for name in seconds if name not in (*OURS, WINDOW)]),
+        (FOREGROUND, [LIMIT, WINDOW, PLAIN]),
+    ):
         for name in others:
             times = ratio(seconds[ours], seconds[name])
             target = targets[ours].get(name)
@@ -114,9 +119,10 @@ def _measured(directory: Path, case: Case, rounds: int) -> dict[str, list[float]
     saves: dict[str, Callable[[Path], object]] = {
         BACKGROUND: _ours(model, background=True),
         FOREGROUND: _ours(model, background=False),
-        LIMIT: partial(_write, memoryview(memory), os.O_DIRECT),
+        LIMIT: partial(_write, data=memoryview(memory)),
+        WINDOW: partial(_write, data=memoryview(memory)[:_WINDOW_BYTES], length=len(memory)),
         BOUND: partial(_copy_and_write, [*model][dist.get_rank() if world_size > 1 else 0 :: world_size], memory),
-        PLAIN: partial(_write, memoryview(memory), 0),
+        PLAIN: partial(_write, data=memoryview(memory), flags=0),
     }
     if world_size == 1:
         saves["DCP default"] = lambda path: dcp.save(model.state_dict(), checkpoint_id=path, no_dist=True)
@@ -168,8 +174,8 @@ def _ours(model: nn.Module, *, background: bool) -> Callable[[Path], object]:
     return save
 
 
-def _write(data: memoryview, flags: int, folder: Path) -> None:
-    disk.write(folder / f"data-{dist.get_rank() if dist.is_initialized() else 0}", data, flags)
+def _write(folder: Path, data: memoryview, flags: int = os.O_DIRECT, length: int = 0) -> None:
+    disk.write(folder / f"data-{dist.get_rank() if dist.is_initialized() else 0}", data, flags, length)
 
 
 def _copy_and_write(tensors: Sequence[torch.Tensor], memory: mmap.mmap, folder: Path) -> None:
@@ -178,7 +184,7 @@ def _copy_and_write(tensors: Sequence[torch.Tensor], memory: mmap.mmap, folder: 
     for tensor in tensors:
         ctypes.memmove(place, tensor.data_ptr(), tensor.nbytes)
         place += tensor.nbytes
-    _write(memoryview(memory), os.O_DIRECT, folder)
+    _write(folder, memoryview(memory))
 
 
 def _hugging_face(model: nn.Module) -> Callable[[Path], object]:

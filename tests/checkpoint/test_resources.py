@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import dalsegno as ds
 from checkpoint import jobs
-from dalsegno.checkpoint import Checkpoint, CheckpointManager
-from dalsegno.checkpoint.save import resources
+from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState
+from dalsegno.checkpoint.save import resources, window
 from dalsegno.system import filesystem
 from dalsegno.testing import run_ranks
 from support.disks import small_disk
@@ -95,11 +97,29 @@ def test_if_one_rank_is_short_all_wait(tmp_path: Path) -> None:
     assert whole_steps(tmp_path) == [2, 4]
 
 
-def test_a_limit_of_the_shell(tmp_path: Path) -> None:
-    """``ulimit -v``, which the host's free memory knows nothing of."""
-    ((step, said),) = run_ranks(train_in_little_address_space, 1, tmp_path, 200 * MB)
+@pytest.mark.parametrize("spare", [20 * MB, 200 * MB])
+def test_a_limit_of_the_shell(tmp_path: Path, spare: int) -> None:
+    """``ulimit -v``, which the host's free memory knows nothing of: there may be none for threads either."""
+    ((step, said),) = run_ranks(train_in_little_address_space, 1, tmp_path, spare)
     assert step == 4 and len(said) == 1 and SHORT.fullmatch(said[0]), said
     assert whole_steps(tmp_path) == [2, 4]
+
+
+def test_a_save_where_memory_is_short_writes_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors, strides, more than is copied at once, and lengths that fill no page."""
+    model = nn.Module()
+    model.register_buffer("numbers", torch.arange(1_000_003))
+    model.register_buffer("transposed", torch.randn(1500, 1001).T)
+    model.register_buffer("complex", torch.randn(333, dtype=torch.complex64).conj())
+    for number in range(50):
+        model.register_buffer(f"small-{number}", torch.full((number,), number, dtype=torch.bfloat16))
+    there_is_memory, short = (CheckpointManager(tmp_path / each) for each in ("there-is-memory", "short"))
+    one = Checkpoint.open(there_is_memory.save(1, [ModelState(model)], []))
+    monkeypatch.setattr(resources, "_of_host", lambda: 10 * MB)
+    monkeypatch.setattr(window.Window, "filling", None)
+    other = Checkpoint.open(short.save(1, [ModelState(model)], []))
+    for name in one.manifest.files:
+        assert (one.path / name).read_bytes() == (other.path / name).read_bytes()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from dalsegno.system import filesystem
 from .checksum import checksum_beside
 from .copied_bytes import CopiedBytes
 from .staging import Buffer
-from .window import Window
+from .window import Window, copied_in_turn
 
 Advance = Callable[[int], object]
 """Called with the number of bytes that are about to be written. An exception interrupts the write."""
@@ -88,7 +88,7 @@ class StagedFile(CopiedFile):
 @dataclass(frozen=True, slots=True)
 class StreamedFile:
     """A file of live tensors, which training leaves alone until it is written. They are copied into the window as what
-    is there is written and hashed."""
+    is there is written and hashed; where memory is short, all of that is done in turn."""
 
     name: str
     layout: FileLayout
@@ -100,6 +100,8 @@ class StreamedFile:
         return self.layout.length
 
     def write_to(self, directory: Path, advance: Advance) -> FileRecord:
+        if not self.window.has_room():
+            return _write_in_turn(directory / self.name, self.layout, self.tensors, advance)
         memory = self.window.memory
         copied = CopiedBytes(self.length, len(memory))
         with self.window.filling(self.layout, self.tensors, copied):
@@ -121,6 +123,20 @@ def _write(
             copied.fail(error)  # the other threads wait for it no longer
             raise
         return FileRecord(copied.length, checksum.finish())
+
+
+def _write_in_turn(path: Path, layout: FileLayout, tensors: Sequence[torch.Tensor], advance: Advance) -> FileRecord:
+    """Copy, hash and write live tensors on the calling thread."""
+    checksum = xxhash.xxh3_128()
+
+    def blocks() -> Iterator[memoryview]:
+        for memory, count in copied_in_turn(layout, tensors):
+            checksum.update(memory[:count])
+            advance(count)
+            yield memory[: filesystem.whole_pages(count)]
+
+    filesystem.write_direct(path, blocks(), layout.length)
+    return FileRecord(layout.length, checksum.hexdigest())
 
 
 def counted(blocks: Iterator[memoryview], length: int, advance: Advance) -> Generator[memoryview]:
