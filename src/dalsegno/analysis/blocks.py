@@ -48,19 +48,15 @@ class Block(Protocol):
 
     def kinds(self) -> NDArray[np.uint8]:
         """Indices into :data:`KINDS`, shape (n,)."""
-        ...
 
     def numeric(self) -> list[str]:
         """Names that have numbers, in the order of the log."""
-        ...
 
     def column(self, name: str) -> Column:
         """The numbers under a name of :meth:`numeric`; strings, lists and booleans are skipped."""
-        ...
 
     def frame(self) -> pl.DataFrame:
         """One row per record. A column with any numbers keeps only numbers; lists and dicts become JSON text."""
-        ...
 
 
 class RecordBlock:

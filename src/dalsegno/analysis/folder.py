@@ -81,10 +81,7 @@ class RunFolder(TrainingLog):
         return len(self.runs)
 
     def __getitem__(self, name: str) -> TrainingLog:
-        """
-        Raises:
-            UnknownName: if there is no such run.
-        """
+        """Raises UnknownName if there is no such run."""
         for run in self.runs:
             if run.name == name:
                 return run

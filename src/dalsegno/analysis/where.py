@@ -49,10 +49,7 @@ _JOINING = ("and", "or", "not")
 
 
 def parse_condition(text: str) -> Condition:
-    """
-    Raises:
-        ConfigurationError: for a syntax error; the message gives its position.
-    """
+    """Raises ConfigurationError for a syntax error; the message gives its position."""
     parser = _Parser(text, _tokens(text))
     holds = parser.either()
     parser.expect_end()

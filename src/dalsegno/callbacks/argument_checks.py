@@ -100,10 +100,7 @@ def writer(owner: str, value: Any, *needed: str) -> Any:
 
 
 def check_can_roll_back(callback: Callback, ctx: Context, action: str) -> None:
-    """
-    Raises:
-        ConfigurationError: if ``action`` is ``"rollback"``, and the run has no policy for it.
-    """
+    """Raises ConfigurationError if ``action`` is ``"rollback"``, and the run has no policy for it."""
     if action == "rollback" and not ctx.control.can_roll_back:
         raise ConfigurationError(
             f"{callback.key}(action='rollback') needs TrainingArguments(recovery=RecoveryPolicy(…))"

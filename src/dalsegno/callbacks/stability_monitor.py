@@ -71,10 +71,8 @@ class StabilityMonitor(Callback):
         return {name: score.state_dict() for name, score in self._scores.items()}
 
     def check_state(self, state: dict[str, SpikeScoreState]) -> None:
-        """
-        Raises:
-            StateMismatch: if the window is shorter than the one whose values were saved, and lacks some of them.
-        """
+        """Raises StateMismatch if the window is shorter than the one whose values were saved, and lacks some of
+        them."""
         for name, score in self._scores.items():
             if name in state:
                 score.check_state(state[name])
@@ -120,10 +118,8 @@ class SpikeScore:
         return {"recent": list(self._recent), "judged": self._judged, "spikes": self._spikes}
 
     def check_state(self, state: SpikeScoreState) -> None:
-        """
-        Raises:
-            StateMismatch: if the window is shorter than the one whose values were saved, and lacks some of them.
-        """
+        """Raises StateMismatch if the window is shorter than the one whose values were saved, and lacks some of
+        them."""
         if self._recent.maxlen is not None and len(state["recent"]) > self._recent.maxlen:
             raise StateMismatch(
                 f"StabilityMonitor: window={self._recent.maxlen}; the checkpoint has {len(state['recent'])} values "

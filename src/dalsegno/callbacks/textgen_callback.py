@@ -113,10 +113,7 @@ class TextgenCallback(RecordCallback):
 
 
 def _texts(given: Sequence[str] | str | Path) -> list[str]:
-    """
-    Raises:
-        ConfigurationError: for anything but a list of strings; names the item that is not one.
-    """
+    """Raises ConfigurationError for anything but a list of strings; names the item that is not one."""
     is_file = isinstance(given, (str, Path))
     source = f"TextgenCallback: prompts={str(given)!r}" if is_file else "TextgenCallback: prompts"
     texts = _read(Path(given), source) if isinstance(given, (str, Path)) else given

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -112,9 +111,7 @@ class JobClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _path(self, what: str) -> str:
@@ -195,10 +192,7 @@ def resolve(name: str, jobs: Sequence[Job] | None = None) -> Job:
 
 
 def running(job: Job) -> Endpoint:
-    """
-    Raises:
-        NotRunning: if the job's process is dead, or its file cannot be read.
-    """
+    """Raises NotRunning if the job's process is dead, or its file cannot be read."""
     if job.endpoint is None:
         raise NotRunning(f"job {job.job_id}: its file cannot be read; 'dalsegno jobs cleanup --unreadable' removes it")
     if job.state == "dead":

@@ -125,10 +125,7 @@ def with_settings(args: TrainingArguments, data: Mapping[str, Any]) -> TrainingA
 
 
 def _check_plain(field: str, value: Any) -> None:
-    """
-    Raises:
-        ConfigurationError: for anything but a number, a truth value, a text, or one of these as a factor.
-    """
+    """Raises ConfigurationError for anything but a number, a truth value, a text, or one of these as a factor."""
     if isinstance(value, Mapping) and [*value] == ["factor"]:
         value = value["factor"]
     if isinstance(value, str) and len(value) > _LONGEST_TEXT:

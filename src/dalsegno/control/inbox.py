@@ -138,10 +138,7 @@ class Inbox:
                 self._answer(name, Answer(ticket.id, outcome.step, outcome.error))
 
     def _check_folders(self) -> None:
-        """
-        Raises:
-            OSError: if one is a link, which could lead anywhere.
-        """
+        """Raises OSError if one is a link, which could lead anywhere."""
         for folder in (self._folder, self._folder / ANSWERS):
             if not stat.S_ISDIR(folder.lstat().st_mode):
                 raise NotADirectoryError(f"{folder} is not a folder")
@@ -172,10 +169,7 @@ class Inbox:
         self._answer(name, Answer(ticket.id))
 
     def _read(self, name: str) -> bytes:
-        """
-        Raises:
-            ConfigurationError: if it is too large, or not a regular file.
-        """
+        """Raises ConfigurationError if it is too large, or not a regular file."""
         descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -204,10 +198,7 @@ class Inbox:
 
 
 def _parse(text: bytes) -> _Request:
-    """
-    Raises:
-        ConfigurationError: if it is not a request.
-    """
+    """Raises ConfigurationError if it is not a request."""
     try:
         request = decode(text)
         check(request, _Request, "request")

@@ -97,10 +97,7 @@ def new_job_id() -> str:
 
 
 def check_job_id(job_id: str) -> str:
-    """
-    Raises:
-        ConfigurationError: if ``job_id`` cannot be a directory's name and a part of an address.
-    """
+    """Raises ConfigurationError if ``job_id`` cannot be a directory's name and a part of an address."""
     if not isinstance(job_id, str) or not _JOB_ID.fullmatch(job_id):
         raise ConfigurationError(
             f"job_id={job_id!r}; must be 1 to 128 letters, digits, '.', '_' or '-', and not begin with '.' or '-'"
@@ -245,10 +242,7 @@ def _read(path: Path) -> bytes:
 
 
 def _parse(data: bytes) -> Endpoint:
-    """
-    Raises:
-        ValueError: if ``data`` is not the content of an endpoint file.
-    """
+    """Raises ValueError if ``data`` is not the content of an endpoint file."""
     try:
         content = json.loads(data)
     except RecursionError as error:

@@ -24,10 +24,7 @@ class EvalBatches:
         self._device = device
 
     def __len__(self) -> int:
-        """
-        Raises:
-            TypeError: if the length is unknown.
-        """
+        """Raises TypeError if the length is unknown."""
         count = self._feed.length()
         if count is None:
             raise TypeError("the length of this evaluation set is unknown")
@@ -37,10 +34,7 @@ class EvalBatches:
         return True
 
     def __iter__(self) -> Iterator[Any]:
-        """
-        Raises:
-            ConfigurationError: while the set is evaluated.
-        """
+        """Raises ConfigurationError while the set is evaluated."""
         if self._feed.is_evaluated:
             raise ConfigurationError(
                 "eval_dataloader is being evaluated; read it in on_evaluate, or in any event other than "

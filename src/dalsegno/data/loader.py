@@ -48,38 +48,31 @@ class ResumableLoader(Protocol):
     @property
     def lockstep(self) -> bool:
         """Whether all ranks reach their last micro-batch together, and know the global number of samples of each."""
-        ...
 
     @property
     def epoch(self) -> int:
         """The current epoch, from 0."""
-        ...
 
     @property
     def position(self) -> float:
         """Finished epochs, including the fraction of the current one if its length is known."""
-        ...
 
     @property
     def started(self) -> bool:
         """Whether a part of the current epoch was consumed, in this leg or an earlier one."""
-        ...
 
     @property
     def spare(self) -> Microbatch | None:
         """This epoch's last micro-batch, to be repeated at weight zero while other ranks still have data; None if
         unknown or not needed."""
-        ...
 
     def __iter__(self) -> Iterator[Microbatch]: ...
 
     def next_epoch(self) -> None:
         """Move to the start of the next epoch."""
-        ...
 
     def restart(self) -> None:
         """Move back to the start of the current epoch."""
-        ...
 
     def skip(self, samples: int) -> int:
         """Skip ``samples`` samples of the rest of the current epoch, as if they had been consumed.
@@ -88,45 +81,35 @@ class ResumableLoader(Protocol):
             The number of skipped samples over all ranks: fewer if the epoch ends, more if only whole micro-batches can
             be skipped.
         """
-        ...
 
     @property
     def place(self) -> Place:
         """What was consumed of the current epoch, in the unit of :meth:`set_gaps`."""
-        ...
 
     def place_after(self, microbatches: int) -> Place:
         """Return the position this many micro-batches further on; no further than the current epoch's end."""
-        ...
 
     def set_gaps(self, gaps: Gaps) -> None:
         """Leave out what is in ``gaps``. To be called before iterating. A micro-batch of data that is not a map dataset
         is left out if it begins in a gap: it is read and dropped."""
-        ...
 
     def close(self) -> None:
         """Stop the worker processes, if any. Iterating again starts new ones."""
-        ...
 
     def length(self) -> int | None:
         """Return the number of micro-batches of the current epoch on this rank; None if unknown."""
-        ...
 
     def microbatches_per_epoch(self) -> int | None:
         """Return the largest number of micro-batches of any rank; None if unknown."""
-        ...
 
     def samples_per_epoch(self) -> int | None:
         """Return the number over all ranks; None if unknown."""
-        ...
 
     def samples_per_microbatch(self) -> int | None:
         """Return the number in a full micro-batch, over all ranks; None if unknown."""
-        ...
 
     def adapt(self, state: dict[str, Any]) -> dict[str, Any]:
         """Convert a state saved with other data of the same kind to the same position in this data."""
-        ...
 
     def state_dict(self) -> Any: ...
 

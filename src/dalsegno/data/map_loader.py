@@ -134,10 +134,7 @@ class MapLoader:
         return {**state, "generators": generators} if generators else state
 
     def check_state(self, state: Any) -> None:
-        """
-        Raises:
-            StateMismatch: if the position belongs to another kind of data, or to a dataset of another length.
-        """
+        """Raises StateMismatch if the position belongs to another kind of data, or to a dataset of another length."""
         expect_kind(state, "map")
         self._sampler.check_state(state)
 

@@ -227,10 +227,7 @@ class ResumableSampler(Sampler[list[int]]):
         return {**state, "cursor": min(state["cursor"], self.samples), "length": self.length}
 
     def check_state(self, state: SamplerState) -> None:
-        """
-        Raises:
-            StateMismatch: if the position belongs to a dataset of another length, or with another shuffle.
-        """
+        """Raises StateMismatch if the position belongs to a dataset of another length, or with another shuffle."""
         if state["length"] != self.length:
             raise StateMismatch(
                 f"the saved position is in a dataset of {state['length']} samples, this one has {self.length}; resume "

@@ -230,10 +230,7 @@ _OF_THE_USER = ("dataset_state", "dataset_iter_state")
 
 
 def _check_counts(saved: Any, path: str) -> None:
-    """
-    Raises:
-        StateMismatch: if a count of torchdata's is not an integer, which fails only when a batch is read.
-    """
+    """Raises StateMismatch if a count of torchdata's is not an integer, which fails only when a batch is read."""
     if not isinstance(saved, dict):
         return
     for name, value in saved.items():

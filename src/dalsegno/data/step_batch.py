@@ -47,7 +47,6 @@ class Source(Protocol):
 
     def length(self) -> int | None:
         """Return the number of micro-batches of the epoch on this rank; None if unknown."""
-        ...
 
     def __iter__(self) -> Iterator[Microbatch]: ...
 
@@ -136,10 +135,7 @@ def iter_steps(
 
 
 def _expect_same_data(held: Sequence[Microbatch], layout: Layout) -> None:
-    """
-    Raises:
-        ConfigurationError: on all ranks, if ranks of the same data rank hold different batches.
-    """
+    """Raises ConfigurationError on all ranks, if ranks of the same data rank hold different batches."""
     digests = collectives.gather(digest([plain_batch(each.batch) for each in held]), "the data that ranks share")
     for rank, first in enumerate(layout.of_data_ranks(digests)):
         sharing = [other for other, number in enumerate(layout.data_ranks) if number == rank]

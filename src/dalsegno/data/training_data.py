@@ -91,10 +91,7 @@ def check_same_length(argument: str, dataset: Any) -> None:
 
 
 def _expect_same(argument: str, found: dict[str, Any]) -> None:
-    """
-    Raises:
-        ConfigurationError: on all ranks, if the fingerprints of what they pass as ``argument`` differ.
-    """
+    """Raises ConfigurationError on all ranks, if the fingerprints of what they pass as ``argument`` differ."""
     everywhere = collectives.gather(found, "the datasets of all ranks")
     others = [rank for rank, theirs in enumerate(everywhere) if not same(everywhere[0], theirs)]
     if not others:

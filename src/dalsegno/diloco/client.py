@@ -11,8 +11,9 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 from urllib.parse import quote, urlsplit
 
@@ -134,7 +135,7 @@ class DiLoCoClient:
             answer = self._request("GET", f"/parameters/{result.version}{query}")
             with self._failing():
                 try:
-                    reader = FrameReader(_Filling(answer).fill, specs)
+                    reader = FrameReader(partial(_fill, answer), specs)
                     take(reader)
                     reader.end()
                 except ConfigurationError as error:
@@ -149,15 +150,13 @@ class DiLoCoClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _send(self, path: str, head: Mapping[str, Any], specs: Specs, tensors: Iterable[torch.Tensor]) -> None:
         layout = FrameLayout(head, specs)
         with self._busy:
-            try:
+            with self._failing():
                 self._refresh()
                 self._http.putrequest("PUT", path)
                 for name, value in self._headers.items():
@@ -168,12 +167,6 @@ class DiLoCoClient:
                 for tensor in tensors:
                     writer.tensor(tensor)
                 writer.end()
-            except (OSError, http.client.HTTPException) as error:
-                self._http.close()
-                raise NotRunning(f"{self.address}: {error or type(error).__name__}") from error
-            except BaseException:
-                self._http.close()
-                raise
             answer = self._answer()
             with self._failing():
                 answer.read()
@@ -210,10 +203,7 @@ class DiLoCoClient:
         self._http.sock.settimeout(self._timeout)
 
     def _answer(self) -> http.client.HTTPResponse:
-        """
-        Raises:
-            Exception: the error that the answer reports.
-        """
+        """Raises the error that the answer reports."""
         with self._failing():
             answer = self._http.getresponse()
             if answer.status == 200:
@@ -226,40 +216,25 @@ class DiLoCoClient:
         kind = _ERRORS.get(answer.status, NotRunning if answer.status >= 500 else ConfigurationError)
         raise kind(f"{self.address}: {reason}")
 
-    def _failing(self) -> _Failing:
-        return _Failing(self)
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Turns failures of the connection into NotRunning, and closes it after any failure."""
+        try:
+            yield
+        except BaseException as error:
+            self._http.close()
+            if isinstance(error, (OSError, http.client.HTTPException)) and not isinstance(error, NotFound):
+                raise NotRunning(f"{self.address}: {error or type(error).__name__}") from error
+            raise
 
 
-class _Failing:
-    """Turns failures of the connection into NotRunning, and closes it after any failure."""
-
-    def __init__(self, client: DiLoCoClient) -> None:
-        self._client = client
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            return
-        self._client.close()
-        if isinstance(error, (OSError, http.client.HTTPException)) and not isinstance(error, (NotRunning, NotFound)):
-            raise NotRunning(f"{self._client.address}: {error or type(error).__name__}") from error
-
-
-class _Filling:
-    """Fills buffers from an answer's body."""
-
-    def __init__(self, answer: http.client.HTTPResponse) -> None:
-        self._answer = answer
-
-    def fill(self, memory: memoryview) -> None:
-        while len(memory):
-            count = self._answer.readinto(memory)
-            if not count:
-                raise http.client.IncompleteRead(b"")
-            memory = memory[count:]
+def _fill(answer: http.client.HTTPResponse, memory: memoryview) -> None:
+    """Fills the memory from an answer's body."""
+    while len(memory):
+        count = answer.readinto(memory)
+        if not count:
+            raise http.client.IncompleteRead(b"")
+        memory = memory[count:]
 
 
 def _content(address: str, data: bytes) -> dict[str, Any]:

@@ -37,10 +37,7 @@ class Exchange:
 
     @property
     def link(self) -> ServerLink:
-        """
-        Raises:
-            ConfigurationError: before :meth:`open`.
-        """
+        """Raises ConfigurationError before :meth:`open`."""
         if self._link is None:
             raise ConfigurationError("DiLoCoWorker: not joined; call join(), or use it in a with block")
         return self._link

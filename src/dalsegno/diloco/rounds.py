@@ -49,10 +49,8 @@ class Rounds:
         return len(state.members) >= self._rules.num_workers and any(self._is_in_round(state, name) for name in others)
 
     def check_next(self, state: ServerState, submission: Submission) -> None:
-        """
-        Raises:
-            StateMismatch: if a submission is not the next one of its worker, which has joined, or is of an old round.
-        """
+        """Raises StateMismatch if a submission is not the next one of its worker, which has joined, or is of an old
+        round."""
         member, who = state.members[submission.worker_id], f"{submission.worker_id}, submission {submission.number}"
         if member.pending is not None or submission.number != member.number + 1:
             raise StateMismatch(f"{who}: not the next one; {member.number} was accepted last")

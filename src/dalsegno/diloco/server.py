@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from dalsegno.errors import ConfigurationError, NotRunning
@@ -118,10 +117,7 @@ class DiLoCoServer:
 
     @property
     def coordinator(self) -> Coordinator:
-        """
-        Raises:
-            NotRunning: before :meth:`start`, and after :meth:`stop`.
-        """
+        """Raises NotRunning before :meth:`start`, and after :meth:`stop`."""
         if self._coordinator is None:
             raise NotRunning("the DiLoCo server is not running")
         return self._coordinator
@@ -225,7 +221,5 @@ class DiLoCoServer:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()

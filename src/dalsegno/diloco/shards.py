@@ -51,10 +51,7 @@ class GlobalSnapshot:
         """Whether several ranks together produce the full tensors."""
 
     def check_ranks(self) -> None:
-        """
-        Raises:
-            ConfigurationError: on every rank, if the ranks train different parameters. Collective.
-        """
+        """Raises ConfigurationError on every rank, if the ranks train different parameters. Collective."""
         everywhere = collectives.gather(self.specs, "the parameters that DiLoCo synchronizes")
         if any(specs != everywhere[0] for specs in everywhere):
             raise ConfigurationError(

@@ -80,10 +80,7 @@ def specs_of(model: nn.Module) -> Specs:
 
 
 def specs_from_json(content: Any) -> Specs:
-    """
-    Raises:
-        ConfigurationError: if ``content`` is not a list of distinct tensors.
-    """
+    """Raises ConfigurationError if ``content`` is not a list of distinct tensors."""
     schema.check(content, list[TensorJson], "tensors", ConfigurationError)
     names = [each["name"] for each in content]
     if not 0 < len(names) <= _MOST_TENSORS or len(set(names)) != len(names):
@@ -92,10 +89,8 @@ def specs_from_json(content: Any) -> Specs:
 
 
 def check_same(own: Specs, given: Specs) -> None:
-    """
-    Raises:
-        StateMismatch: if ``given``, of a worker, differs from ``own``, of the server; names the first difference.
-    """
+    """Raises StateMismatch if ``given``, of a worker, differs from ``own``, of the server; names the first
+    difference."""
     ours, theirs = ({spec.name: spec for spec in specs} for specs in (own, given))
     for name, spec in ours.items():
         if name not in theirs:

@@ -30,10 +30,7 @@ WorkerId = Annotated[str, Must("1 to 128 letters, digits, '.', '_' or '-'", _WOR
 
 
 def check_worker_id(worker_id: object) -> str:
-    """
-    Raises:
-        ConfigurationError: if ``worker_id`` cannot be a part of an address and of a file's name.
-    """
+    """Raises ConfigurationError if ``worker_id`` cannot be a part of an address and of a file's name."""
     check(worker_id, WorkerId, "worker_id", ConfigurationError)
     return str(worker_id)
 
@@ -244,10 +241,7 @@ class ServerState:
 
     @classmethod
     def from_json(cls, content: Any) -> ServerState:
-        """
-        Raises:
-            StateMismatch: if ``content`` is not the state of a server.
-        """
+        """Raises StateMismatch if ``content`` is not the state of a server."""
         check(content, ServerState, "the state of a DiLoCo server")
         members = {worker_id: _member(each) for worker_id, each in content["members"].items()}
         return cls(**{**content, "settings": Settings(**content["settings"]), "members": members})
@@ -258,10 +252,7 @@ def event_to_json(event: Event) -> dict[str, Any]:
 
 
 def event_from_json(content: Any) -> Event:
-    """
-    Raises:
-        StateMismatch: if ``content`` is not an event.
-    """
+    """Raises StateMismatch if ``content`` is not an event."""
     check(content, dict[str, Any], "event")
     kind = EVENTS.get(str(content.get("kind")))
     check(kind, Annotated[Any, Must("an event of a known kind", lambda kind: kind is not None)], "event.kind")
@@ -279,9 +270,6 @@ def _member(content: dict[str, Any]) -> Member:
 
 
 def submission_from_json(content: Any) -> Submission:
-    """
-    Raises:
-        ConfigurationError: if ``content``, sent by a worker, does not describe a submission.
-    """
+    """Raises ConfigurationError if ``content``, sent by a worker, does not describe a submission."""
     schema.check(content, Submission, "submission", ConfigurationError)
     return Submission(**content)

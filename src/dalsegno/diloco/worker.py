@@ -20,7 +20,6 @@ import logging
 import math
 import os
 import time
-from types import TracebackType
 from typing import Any, Self, TypedDict
 
 from torch import Tensor, nn
@@ -147,9 +146,7 @@ class DiLoCoWorker:
         self._hook = self._optimizer.register_step_post_hook(self._after_step)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._hook.remove()
         self.leave()
 

@@ -53,10 +53,7 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def check_materialized(model: nn.Module) -> None:
-    """
-    Raises:
-        ConfigurationError: if a lazy module's parameter or buffer has no shape yet, or one has no values.
-    """
+    """Raises ConfigurationError if a lazy module's parameter or buffer has no shape yet, or one has no values."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if torch.nn.parameter.is_lazy(tensor):
             raise ConfigurationError(

@@ -81,10 +81,7 @@ def is_cut(model: nn.Module) -> bool:
 
 
 def expect_whole(model: nn.Module, who: str, why: str) -> None:
-    """
-    Raises:
-        ConfigurationError: if the model is cut into stages.
-    """
+    """Raises ConfigurationError if the model is cut into stages."""
     if is_cut(model):
         raise ConfigurationError(
             f"{who}: does not work under a pipeline, {why}; remove it, or use another parallel mode"

@@ -27,7 +27,6 @@ class StepTotals(Protocol):
         Returns:
             The loss of the whole model, and the norm of its gradients before clipping, both 0-dim.
         """
-        ...
 
 
 def totals_of_whole(clip: Callable[[float], Tensor]) -> StepTotals:

@@ -51,7 +51,6 @@ class Binder(Protocol):
 
         It contains what several callbacks share. It is called before them, and saved if it has state.
         """
-        ...
 
 
 class Construction(NamedTuple):

@@ -73,10 +73,7 @@ class Unknown:
 
 
 def expect_evaluations(callbacks: Iterable[Callback], *, are_due: bool, remedy: str) -> None:
-    """
-    Raises:
-        ConfigurationError: if a callback needs evaluations, and none are due.
-    """
+    """Raises ConfigurationError if a callback needs evaluations, and none are due."""
     for callback in callbacks:
         if callback.needs_evaluations and not are_due:
             raise ConfigurationError(f"{callback.key} needs evaluations: {remedy}")

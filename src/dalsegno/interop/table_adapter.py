@@ -44,10 +44,7 @@ class TableAdapter(CallbackAdapter):
         cls.calls = tuple((row.event, row.method) for row in cls.rows)
 
     def __init__(self, foreign: object, name: str | None = None) -> None:
-        """
-        Raises:
-            ConfigurationError: for a class of the library that cannot work here.
-        """
+        """Raises ConfigurationError for a class of the library that cannot work here."""
         for base in type(foreign).__mro__:
             if base.__name__ in self.instead and self._is_theirs(base):
                 raise ConfigurationError(

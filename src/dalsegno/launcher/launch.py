@@ -213,10 +213,8 @@ def _threads(nproc: int) -> int | None:
 
 
 def _check_importable() -> None:
-    """
-    Raises:
-        ConfigurationError: if this program was read from standard input. (A notebook's ranks import none of it.)
-    """
+    """Raises ConfigurationError if this program was read from standard input. (A notebook's ranks import none of
+    it.)"""
     if hasattr(sys.modules["__main__"], "__file__") and not main_is_importable():
         raise ConfigurationError(
             "a program on standard input cannot be imported by its ranks; put it into a file, or launch with "
@@ -225,10 +223,7 @@ def _check_importable() -> None:
 
 
 def _check_forkable() -> None:
-    """
-    Raises:
-        ConfigurationError: if a device has been used, which a forked process cannot use again.
-    """
+    """Raises ConfigurationError if a device has been used, which a forked process cannot use again."""
     if accelerator.is_initialized():
         raise ConfigurationError(
             "start='fork': this process has used a GPU already, so forked ranks could not; launch before the first "

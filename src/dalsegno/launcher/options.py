@@ -45,10 +45,7 @@ class LaunchOptions:
         rdzv_id: str | None = None,
         start: Start = "forkserver",
     ) -> LaunchOptions:
-        """
-        Raises:
-            ConfigurationError: for an invalid value.
-        """
+        """Raises ConfigurationError for an invalid value."""
         min_nodes, max_nodes = _nodes(nnodes)
         if max_nodes > 1 and rdzv_endpoint is None:
             raise ConfigurationError(

@@ -94,10 +94,8 @@ def _end_with_launcher() -> None:
 
 
 def _check_gpu(start: RankStart) -> None:
-    """
-    Raises:
-        ConfigurationError: if CUDA was used before the fork; training would otherwise run on the CPU without a word.
-    """
+    """Raises ConfigurationError if CUDA was used before the fork; training would otherwise run on the CPU without a
+    word."""
     if start.needs_gpu and accelerator.kind() is None:
         raise ConfigurationError(
             "start='fork': CUDA was initialized before the launch (torch.cuda.is_available() is enough), so the ranks "

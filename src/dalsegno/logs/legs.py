@@ -221,10 +221,7 @@ class RunFile:
         self._write(run)
 
     def _current(self) -> RunRecord:
-        """
-        Raises:
-            StateMismatch: if no leg has started.
-        """
+        """Raises StateMismatch if no leg has started."""
         run = self._newest()
         if run is None:
             raise StateMismatch(f"{self.path}: no leg has started")

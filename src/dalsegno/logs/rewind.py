@@ -124,10 +124,7 @@ def rewind(root: Path, configured: PurePosixPath, saved: Position | None) -> Rew
 
 
 def _check_regular_file(path: Path) -> None:
-    """
-    Raises:
-        ConfigurationError: if the log's name is not a regular file's. Opening a pipe would block forever.
-    """
+    """Raises ConfigurationError if the log's name is not a regular file's. Opening a pipe would block forever."""
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "not a regular file"
         raise ConfigurationError(f"{path}: is {kind}; move it away, or give the logger another path=")

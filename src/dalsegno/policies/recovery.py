@@ -46,12 +46,10 @@ class PastRollback(Protocol):
     @property
     def at_step(self) -> int:
         """The step at whose end the run went back."""
-        ...
 
     @property
     def to_step(self) -> int:
         """The step of the checkpoint that was restored."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -158,10 +156,7 @@ def recovery_of(given: RecoveryPolicy | str | None) -> RecoveryPolicy | None:
 
 
 def _check_whole(name: str, given: object, least: Mapping[str, int]) -> None:
-    """
-    Raises:
-        ConfigurationError: if an attribute in ``least`` is neither None nor an integer of at least that.
-    """
+    """Raises ConfigurationError if an attribute in ``least`` is neither None nor an integer of at least that."""
     for argument, smallest in least.items():
         value = getattr(given, argument)
         if value is not None and (type(value) is not int or value < smallest):

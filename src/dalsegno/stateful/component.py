@@ -76,11 +76,9 @@ class TensorHolder(Protocol):
         always have tensors also defines ``tensors_to_load(model, rest)``, which is called then instead and returns the
         tensors that belong to ``rest``, the other saved state.
         """
-        ...
 
     def load_sharded_state(self, names: Collection[str], rest: State) -> object:
         """Called once the tensors ``names`` contain their saved values; ``rest`` is the other saved state."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +158,7 @@ class Component:
         return state
 
     def check_form(self, state: State, where: str) -> None:
-        """
-        Raises:
-            StateMismatch: if ``state`` does not match the declared schema; ``where`` prefixes the message.
-        """
+        """Raises StateMismatch if ``state`` does not match the declared schema; ``where`` prefixes the message."""
         form = declared_schema(self.target)
         if self.check is not None:
             self.check(state, where)
@@ -171,10 +166,7 @@ class Component:
             schema.check(state, form, where)
 
     def check_fit(self, state: State) -> None:
-        """
-        Raises:
-            StateMismatch: if ``check_state`` of the target rejects ``state``.
-        """
+        """Raises StateMismatch if ``check_state`` of the target rejects ``state``."""
         check_state = getattr(self.target, "check_state", None)
         if check_state is not None:
             check_state(state)

@@ -24,10 +24,7 @@ _failures: dict[str, OSError] = {}  # by path of the file
 
 
 def expect_durable(path: Path) -> None:
-    """
-    Raises:
-        NotDurable: if an fsync that was to flush the name of ``path`` has failed in this process.
-    """
+    """Raises NotDurable if an fsync that was to flush the name of ``path`` has failed in this process."""
     failure = _failures.get(os.path.realpath(path))
     if failure is not None:
         raise NotDurable(

@@ -37,14 +37,9 @@ class Fence(Protocol):
 
     def is_certain(self) -> bool:
         """Whether it may, as far as is known without a look at the disk. Fast."""
-        ...
 
     def confirm(self) -> None:
-        """
-        Raises:
-            LeaseLost: if it may not.
-        """
-        ...
+        """Raises LeaseLost if it may not."""
 
 
 _fences: tuple[tuple[str, Fence], ...] = ()  # replaced, never changed: other threads iterate
@@ -72,10 +67,7 @@ def notify_watcher(operation: str, path: Path) -> None:
 
 
 def _ask_fences(operation: str, path: Path) -> None:
-    """
-    Raises:
-        LeaseLost: if another process has taken over the directory of ``path``.
-    """
+    """Raises LeaseLost if another process has taken over the directory of ``path``."""
     for root, fence in _fences:  # a rename publishes: it is worth a look at the disk, which shows a takeover at once
         if (operation == "rename" or not fence.is_certain()) and os.path.abspath(path).startswith(root):
             fence.confirm()

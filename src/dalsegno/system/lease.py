@@ -50,19 +50,15 @@ class LeaseFiles(Protocol):
 
     def read(self, name: str) -> bytes | None:
         """Present content, past any cache; None if there is no such file."""
-        ...
 
     def write(self, name: str, data: bytes) -> None:
         """Create or overwrite a file."""
-        ...
 
     def create(self, name: str, data: bytes) -> bool:
         """Create a file that does not exist yet; returns whether this call has."""
-        ...
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete files; missing ones are skipped."""
-        ...
 
 
 class Entry(NamedTuple):

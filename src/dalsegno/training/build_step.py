@@ -36,10 +36,7 @@ def unsupported_events(args: TrainingArguments, parallel: Parallel) -> dict[Even
 
 
 def build_step(parts: RunParts, placed: PlacedModel) -> tuple[TrainStep, EvaluationForward]:
-    """
-    Raises:
-        ConfigurationError: for settings that the parallel mode does not support.
-    """
+    """Raises ConfigurationError for settings that the parallel mode does not support."""
     args, device, parallel = parts.args, placed.device, placed.parallel
     wants_norm = GradNormDemand(parts)
     if isinstance(parallel, Pipelined):

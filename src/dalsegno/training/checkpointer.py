@@ -347,10 +347,7 @@ def _expect_whole_run(checkpoint: Checkpoint) -> None:
 
 
 def _at_step(checkpoint: Checkpoint, state: SavedTrainerState) -> SavedTrainerState:
-    """
-    Raises:
-        DamagedCheckpoint: if the saved state is that of another step than the checkpoint.
-    """
+    """Raises DamagedCheckpoint if the saved state is that of another step than the checkpoint."""
     if state["global_step"] != checkpoint.step:
         raise DamagedCheckpoint(
             f"{checkpoint.path}: trainer.global_step is {state['global_step']}; must be {checkpoint.step}, its step"

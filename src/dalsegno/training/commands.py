@@ -199,19 +199,13 @@ class CommandExecutor:
         return self.queue.record(acting, self._state.global_step)
 
     def _parsed(self, entry: Entry, args: TrainingArguments) -> Command:
-        """
-        Raises:
-            ConfigurationError: if the command can no longer be carried out.
-        """
+        """Raises ConfigurationError if the command can no longer be carried out."""
         command = parse_command(entry.command, entry.data, args)
         self._check(command)
         return command
 
     def _check(self, command: Command) -> None:
-        """
-        Raises:
-            ConfigurationError: for a command that this run cannot carry out.
-        """
+        """Raises ConfigurationError for a command that this run cannot carry out."""
         if command.name == "evaluate" and not self._evaluates:
             raise ConfigurationError("evaluate: this run has no evaluation set")
         if "eval_steps" in command.data and not self._evaluates:
@@ -222,10 +216,7 @@ class CommandExecutor:
             check_scalable(self._optimizer, self._schedulers)
 
     def _check_rate(self, command: Command) -> None:
-        """
-        Raises:
-            ConfigurationError: for a learning rate to which no factor leads.
-        """
+        """Raises ConfigurationError for a learning rate to which no factor leads."""
         rate, present = command.data.get(LEARNING_RATE), present_rate(self._optimizer)
         if isinstance(rate, (int, float)) and (present == 0 or not 0 < rate / present < math.inf):
             raise ConfigurationError(

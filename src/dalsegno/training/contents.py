@@ -91,10 +91,7 @@ def _loss_states(loss_fn: nn.Module | None, model: nn.Module) -> list[ModelState
 
 
 def _check_state(others: Mapping[str, object], *, reserved: Sequence[str]) -> None:
-    """
-    Raises:
-        ConfigurationError: if a key is reserved for the run's own state, or an object has no state to save.
-    """
+    """Raises ConfigurationError if a key is reserved for the run's own state, or an object has no state to save."""
     for name, thing in others.items():
         if not isinstance(name, str) or name in reserved or name.startswith((CALLBACKS, _SCHEDULER)):
             raise ConfigurationError(

@@ -31,7 +31,6 @@ class Evaluation(Protocol):
 
     def __call__(self, between_batches: BetweenBatches) -> dict[str, float]:
         """The metrics by the names under which they are logged, reduced over all ranks. Collective."""
-        ...
 
 
 class LossEvaluation:

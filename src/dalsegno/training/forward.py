@@ -25,11 +25,9 @@ class EvaluationForward(Protocol):
     @property
     def modules(self) -> list[nn.Module]:
         """The modules that are in evaluation mode meanwhile."""
-        ...
 
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Outputs]:
         """The batch's mean loss, a 0-dim tensor, and the outputs with the loss under ``"loss"``."""
-        ...
 
 
 class ForwardPass:

@@ -95,10 +95,7 @@ class ScheduleForm:
         self._scheduler = scheduler
 
     def __call__(self, state: Any, where: str) -> None:
-        """
-        Raises:
-            StateMismatch: if a value has another type than the present one, or would replace a method.
-        """
+        """Raises StateMismatch if a value has another type than the present one, or would replace a method."""
         present = self._scheduler.state_dict()
         check(state, dict[str, Any], where)
         forms = _PER_GROUP | _COUNTS

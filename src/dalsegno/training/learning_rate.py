@@ -20,11 +20,8 @@ from dalsegno.errors import ConfigurationError
 
 
 def check_scalable(optimizer: Optimizer, schedulers: Sequence[Any]) -> None:
-    """
-    Raises:
-        ConfigurationError: if there is no learning rate to change, or a schedule computes its rates from something
-            other than base rates that could be scaled, so that it would undo the change at its next step.
-    """
+    """Raises ConfigurationError if there is no learning rate to change, or a schedule computes its rates from something
+    other than base rates that could be scaled, so that it would undo the change at its next step."""
     if any(group.get("lr") is None for group in optimizer.param_groups):
         raise ConfigurationError(f"learning_rate: {type(optimizer).__name__} computes its own; there is none to change")
     for scheduler in _flat(schedulers):

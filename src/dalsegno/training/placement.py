@@ -78,10 +78,7 @@ def place(
 
 
 def _compile(model: nn.Module, args: TrainingArguments) -> None:
-    """
-    Raises:
-        ConfigurationError: for a mode or backend that torch does not have.
-    """
+    """Raises ConfigurationError for a mode or backend that torch does not have."""
     try:
         model.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
     except RuntimeError as error:
@@ -109,11 +106,8 @@ def _move(module: nn.Module, device: torch.device) -> None:
 
 
 def _check_sharded(optimizer: Optimizer) -> None:
-    """
-    Raises:
-        ConfigurationError: if the optimizer would fail in its first step on parameters that are sharded: a fused one
-            on split and whole parameters in one kernel, Adafactor on any.
-    """
+    """Raises ConfigurationError if the optimizer would fail in its first step on parameters that are sharded: a fused
+    one on split and whole parameters in one kernel, Adafactor on any."""
     for group in optimizer.param_groups:
         are_sharded = {isinstance(each, DTensor) for each in group["params"]}
         if group.get("fused") and len(are_sharded) > 1:
@@ -129,10 +123,7 @@ def _check_sharded(optimizer: Optimizer) -> None:
 
 
 def _check_steps_alone(optimizer: Optimizer) -> None:
-    """
-    Raises:
-        ConfigurationError: if the optimizer evaluates the model by itself, several times a step.
-    """
+    """Raises ConfigurationError if the optimizer evaluates the model by itself, several times a step."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigurationError(

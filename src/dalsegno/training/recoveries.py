@@ -83,10 +83,7 @@ class Recoveries:
 
 
 def check_has_rates(optimizer: Optimizer) -> None:
-    """
-    Raises:
-        ConfigurationError: if the optimizer makes its own learning rates.
-    """
+    """Raises ConfigurationError if the optimizer makes its own learning rates."""
     if any(group.get("lr") is None for group in optimizer.param_groups):
         raise ConfigurationError(
             f"RecoveryPolicy(lr_factor=…): {type(optimizer).__name__} makes its own learning rate; leave lr_factor out"

@@ -182,10 +182,7 @@ class Rollbacks:
         return max(collectives.gather(place, "where the data are")) if not self._loader.lockstep else place
 
     def _write(self, write: Callable[[], None]) -> None:
-        """
-        Raises:
-            SaveFailed: if it cannot be written.
-        """
+        """Raises SaveFailed if it cannot be written."""
 
         def on_rank_zero() -> None:
             try:

@@ -44,21 +44,16 @@ def locked_run_dir(args: TrainingArguments) -> Iterator[None]:
 
 
 def check_writable(directory: Path) -> None:
-    """
-    Raises:
-        ConfigurationError: if the directory could not be created or written to: now, not at the first checkpoint.
-    """
+    """Raises ConfigurationError if the directory could not be created or written to: now, not at the first
+    checkpoint."""
     existing = next(path for path in [directory, *directory.absolute().parents] if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigurationError(f"output_dir={str(directory)!r}: {existing} is not a folder that can be written to")
 
 
 def _check_is_shared(directory: Path, token: str) -> None:
-    """
-    Raises:
-        ConfigurationError: on all ranks, if one does not see what rank 0 has written. Else each host would have a part
-            of every checkpoint.
-    """
+    """Raises ConfigurationError on all ranks, if one does not see what rank 0 has written. Else each host would have a
+    part of every checkpoint."""
     me = (socket.gethostname(), collectives.rank() == 0 or is_visible(directory, token))
     ranks = collectives.gather(me, "who sees output_dir")
     if blind := [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(ranks) if not sees]:

@@ -279,10 +279,7 @@ class Trainer:
 
 
 def _check_arguments(model: object, args: object, callbacks: Sequence[object]) -> None:
-    """
-    Raises:
-        ConfigurationError: if model and args are swapped or of another kind, or a callback is not valid.
-    """
+    """Raises ConfigurationError if model and args are swapped or of another kind, or a callback is not valid."""
     if not (isinstance(model, nn.Module) and isinstance(args, TrainingArguments)):
         raise ConfigurationError(
             f"Trainer({type(model).__name__}, {type(args).__name__}, …); it takes the model, a torch.nn.Module, "
@@ -293,10 +290,7 @@ def _check_arguments(model: object, args: object, callbacks: Sequence[object]) -
 
 
 def _check_best(args: TrainingArguments, sets: Sequence[str]) -> None:
-    """
-    Raises:
-        ConfigurationError: if no evaluation decides which model is the best.
-    """
+    """Raises ConfigurationError if no evaluation decides which model is the best."""
     if not args.load_best_model_at_end or args.metric_for_best_model is not None:
         return
     if not sets:

@@ -61,10 +61,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 
 async def read_body(request: Request, largest: int = LARGEST_BODY) -> bytes:
-    """
-    Raises:
-        HTTPException: if it has more than ``largest`` bytes, or is incomplete.
-    """
+    """Raises HTTPException if it has more than ``largest`` bytes, or is incomplete."""
     body = bytearray()
     try:
         async for piece in request.stream():
@@ -77,10 +74,7 @@ async def read_body(request: Request, largest: int = LARGEST_BODY) -> bytes:
 
 
 async def read_json(request: Request, largest: int = LARGEST_BODY) -> Mapping[str, Any]:
-    """
-    Raises:
-        HTTPException: if the body is not an object in JSON, has more than ``largest`` bytes, or is incomplete.
-    """
+    """Raises HTTPException if the body is not an object in JSON, has more than ``largest`` bytes, or is incomplete."""
     body = await read_body(request, largest)
     try:
         content = json.loads(body, parse_constant=_no_constant)

@@ -41,11 +41,8 @@ def new_token() -> str:
 
 
 def check_access(host: str, auth_token: str | None, disable_auth: bool) -> None:
-    """
-    Raises:
-        ConfigurationError: for a token that is short or cannot be sent in a header; for a token together with
-            ``disable_auth``; for ``disable_auth`` on an address that other machines reach.
-    """
+    """Raises ConfigurationError for a token that is short or cannot be sent in a header; for a token together with
+    ``disable_auth``; for ``disable_auth`` on an address that other machines reach."""
     if auth_token is not None:
         if disable_auth:
             raise ConfigurationError("auth_token= and disable_auth=True exclude each other; remove one of the two")
@@ -62,10 +59,7 @@ def check_access(host: str, auth_token: str | None, disable_auth: bool) -> None:
 
 
 def tls_context(certfile: str | os.PathLike[str], keyfile: str | os.PathLike[str]) -> ssl.SSLContext:
-    """
-    Raises:
-        ConfigurationError: if the files are not a certificate and its key in PEM, or the key needs a password.
-    """
+    """Raises ConfigurationError if the files are not a certificate and its key in PEM, or the key needs a password."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(certfile, keyfile, password="")  # without it, OpenSSL would ask on the terminal
@@ -84,10 +78,7 @@ def trusting(certificate: str) -> ssl.SSLContext:
 
 
 def read_certificate(path: Path) -> str:
-    """
-    Raises:
-        ConfigurationError: if the file has no certificate in PEM.
-    """
+    """Raises ConfigurationError if the file has no certificate in PEM."""
     text = path.read_text("ascii", "replace")
     try:
         trusting(text)

@@ -43,10 +43,7 @@ def is_installed() -> bool:
 
 
 def check_installed() -> None:
-    """
-    Raises:
-        ModuleNotFoundError: if a library of the extra ``control`` is missing.
-    """
+    """Raises ModuleNotFoundError if a library of the extra ``control`` is missing."""
     if missing := _missing():
         raise ModuleNotFoundError(f"{', '.join(missing)} missing: {how_to_install('control')}")
 

@@ -54,7 +54,6 @@ class Log(Protocol):
 
     def series(self, names: Iterable[str]) -> Mapping[str, Series]:
         """Read several metrics in one pass and cache them."""
-        ...
 
     def tails(self) -> Sequence[Tail]: ...
 

@@ -53,10 +53,7 @@ class Connection:
     run: TrackedRun
 
     def write(self, directory: Path) -> None:
-        """
-        Raises:
-            OSError: if the file cannot be written.
-        """
+        """Raises OSError if the file cannot be written."""
         content = asdict(self) | {"arguments": _stored(self.arguments), "variables": _stored(self.variables)}
         content["run"] = {name: value for name, value in content["run"].items() if name != "directory"}
         path = directory / _FILE

@@ -107,10 +107,7 @@ def to_line(entry: Entry) -> bytes:
 
 
 def from_line(line: bytes) -> Entry:
-    """
-    Raises:
-        StateMismatch: if the line is not an entry.
-    """
+    """Raises StateMismatch if the line is not an entry."""
     try:
         content = json.loads(line)
         kind = _KINDS[content.pop("kind")]

@@ -50,10 +50,7 @@ def newest_step(directory: Path) -> int:
 
 
 def expect_none_quarantined(directory: Path) -> None:
-    """
-    Raises:
-        DamagedCheckpoint: if :func:`quarantine` has renamed a checkpoint.
-    """
+    """Raises DamagedCheckpoint if :func:`quarantine` has renamed a checkpoint."""
     if renamed := sorted(path.name for path in quarantined(directory)):
         raise DamagedCheckpoint(f"{directory}: no checkpoint is left but {', '.join(renamed)}")
 

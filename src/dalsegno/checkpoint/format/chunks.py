@@ -26,7 +26,6 @@ class Chunks(Protocol):
 
     def overlapping(self, box: Box) -> Iterator[StoredChunk]:
         """Chunks with elements of ``box``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

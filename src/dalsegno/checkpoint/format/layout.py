@@ -223,10 +223,7 @@ class StoredFile:
             target[done : done + rows].copy_(part)
 
     def check(self, span: tuple[int, int], dtype: torch.dtype, shape: Sequence[int]) -> None:
-        """
-        Raises:
-            DamagedCheckpoint: if a tensor of ``dtype`` and ``shape`` cannot be at ``span``.
-        """
+        """Raises DamagedCheckpoint if a tensor of ``dtype`` and ``shape`` cannot be at ``span``."""
         begin, end = span
         if not 0 <= begin <= end <= self._length or end - begin != byte_count(shape, dtype):
             raise DamagedCheckpoint(

@@ -33,11 +33,9 @@ class Files(Protocol):
 
     def require(self, names: Collection[str]) -> None:
         """Make the files ``names`` readable for this rank. Collective; each rank passes its own."""
-        ...
 
     def file(self, name: str) -> Path:
         """Path of a file that the index names."""
-        ...
 
 
 class ChunkReader:

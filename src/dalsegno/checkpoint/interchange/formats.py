@@ -20,15 +20,12 @@ class Format(Protocol):
 
     def is_at(self, path: Path) -> bool:
         """Whether ``path`` is such a checkpoint, by names of files only."""
-        ...
 
     def read(self, path: Path, options: ReadOptions) -> RunState:
         """Read everything that a run here can use."""
-        ...
 
     def write(self, run: RunState, target: Path, options: WriteOptions) -> Written:
         """Write what the program resumes from to ``target``, which does not exist; what has no place there."""
-        ...
 
 
 FORMATS: Mapping[str, Format] = {

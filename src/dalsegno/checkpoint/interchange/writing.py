@@ -46,10 +46,7 @@ def state_dict(run: RunState, prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 def expect_optimizer(run: RunState, program: str) -> OptimizerContents:
-    """
-    Raises:
-        ConfigurationError: if the checkpoint has no optimizer.
-    """
+    """Raises ConfigurationError if the checkpoint has no optimizer."""
     if run.optimizer is None:
         raise ConfigurationError(f"the checkpoint contains no optimizer, without which {program} cannot resume")
     return run.optimizer

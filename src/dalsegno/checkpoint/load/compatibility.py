@@ -163,10 +163,8 @@ def check_allowed(names: str | Collection[str]) -> frozenset[str]:
 
 
 def raise_if_incompatible(changes: Iterable[Change], allowed: Collection[str], where: object) -> None:
-    """
-    Raises:
-        StateMismatch: if any of ``changes`` is an error and not ``allowed``; names all of them, and how to allow them.
-    """
+    """Raises StateMismatch if any of ``changes`` is an error and not ``allowed``; names all of them, and how to allow
+    them."""
     refused = [change for change in changes if change.severity == "error" and change.setting not in allowed]
     if not refused:
         return

@@ -101,10 +101,7 @@ def _restore(
 
 
 def _check_scopes(saved: SavedStates, sharded: Sequence[ShardedState], components: Sequence[Component]) -> None:
-    """
-    Raises:
-        StateMismatch: if a state that was saved as sharded is not sharded now, or the other way round.
-    """
+    """Raises StateMismatch if a state that was saved as sharded is not sharded now, or the other way round."""
     sharded_keys = {each.key for each in sharded}
     for key in [*sharded_keys, *(key for each in components for key in each.keys)]:
         if key in saved and (saved.record(key).scope == "sharded") != (key in sharded_keys):

@@ -38,10 +38,7 @@ class RemoteLock:
         self._lease = lease
 
     def check(self) -> None:
-        """
-        Raises:
-            LeaseLost: if another process has taken the lock over.
-        """
+        """Raises LeaseLost if another process has taken the lock over."""
         if self._lease is not None:
             self._lease.confirm()
 

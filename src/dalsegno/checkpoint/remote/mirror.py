@@ -21,7 +21,6 @@ class Mirror(Protocol):
             Locked: if another process holds the lock, or may hold it on another host.
             OSError: if the lock cannot be read.
         """
-        ...
 
     def fetch_newer(self, newest_here: int | None, *, strict: bool) -> bool:
         """Fetch the newest checkpoint from the URL if it is ahead of step ``newest_here``. Collective.
@@ -37,23 +36,18 @@ class Mirror(Protocol):
             DamagedCheckpoint: if the newest at the URL is damaged, and ``strict``.
             OSError: if the URL cannot be read. Training all the same could fork the run.
         """
-        ...
 
     def begin(self, step: int | None) -> None:
         """Start the uploads of a leg that resumes from ``step``; None: from nothing. Archives later checkpoints."""
-        ...
 
     def poll(self) -> None:
         """Upload what changed. From any thread; does not wait."""
-        ...
 
     def loss(self) -> str | None:
         """Why this process must not train any more: another one has taken over the URL. None if it may."""
-        ...
 
     def end(self) -> None:
         """Wait until everything is sent, as long as bytes move, and unlock the URL. No collective."""
-        ...
 
 
 class NoMirror:

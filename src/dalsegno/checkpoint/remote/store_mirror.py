@@ -40,10 +40,7 @@ class StoreMirror:
 
     @classmethod
     def at(cls, url: str, run: Path, keep: Keep | None) -> Self:
-        """
-        Raises:
-            ConfigurationError: if no filesystem for such a URL is installed.
-        """
+        """Raises ConfigurationError if no filesystem for such a URL is installed."""
         return cls(Store(url), run, keep)
 
     def claim(self, *, take_over: bool) -> None:

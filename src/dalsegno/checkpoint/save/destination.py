@@ -19,24 +19,19 @@ class Destination(Protocol):
     @property
     def path(self) -> Path:
         """Directory of the checkpoint once it is published."""
-        ...
 
     @property
     def partial(self) -> Path:
         """Directory that all ranks write to."""
-        ...
 
     def make_room(self, length: int) -> str | None:
         """Prepare ``partial`` for files of ``length`` bytes; returns why that is not possible, if so."""
-        ...
 
     def publish(self, manifest: Manifest) -> None:
         """Make ``partial``, which all ranks have written, the checkpoint at ``path``."""
-        ...
 
     def discard(self) -> None:
         """Undo what a save that has failed left in ``partial``."""
-        ...
 
 
 class NewDirectory:

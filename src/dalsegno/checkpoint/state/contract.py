@@ -40,7 +40,6 @@ class Capturable(Protocol):
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer whose ``step()`` alone changes these tensors and the parameters; None if there is none."""
-        ...
 
     def capture(self) -> Captured: ...
 
@@ -50,18 +49,15 @@ class ShardedState(Capturable, Protocol):
 
     def check_rest(self, stored: Index, rest: State, where: str) -> None:
         """Raise StateMismatch if a component of this kind cannot have saved ``rest``."""
-        ...
 
     def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
         """Differences from the stored state, one line each; empty if it fits.
 
         ``any_dtype``: another dtype fits too.
         """
-        ...
 
     def prepare(self, stored: Index, rest: State) -> LoadTarget:
         """Tensors to load into, for all stored state that fits. State that does not fit stays unchanged."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

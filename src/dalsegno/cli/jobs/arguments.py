@@ -72,10 +72,7 @@ def client_of(arguments: argparse.Namespace) -> JobClient:
 
 
 def required_job(arguments: argparse.Namespace) -> str:
-    """
-    Raises:
-        ConfigurationError: if no job is named.
-    """
+    """Raises ConfigurationError if no job is named."""
     if arguments.job is None:
         raise ConfigurationError("name a JOB: an id from 'dalsegno jobs list', or an output_dir")
     job: str = arguments.job

@@ -31,10 +31,7 @@ def add_force(parser: argparse.ArgumentParser) -> None:
 
 
 def expect_free(path: Path, arguments: argparse.Namespace) -> Path:
-    """
-    Raises:
-        ConfigurationError: if the file exists, without ``--force``.
-    """
+    """Raises ConfigurationError if the file exists, without ``--force``."""
     if path.exists() and not arguments.force:
         raise ConfigurationError(f"{path} exists; --force overwrites it, -o names another file")
     return path

@@ -87,10 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _labelled(logs: list[TrainingLog], labels: list[str] | None) -> list[TrainingLog]:
-    """
-    Raises:
-        ConfigurationError: if there are not as many labels as runs.
-    """
+    """Raises ConfigurationError if there are not as many labels as runs."""
     if labels is not None and len(labels) != len(logs):
         raise ConfigurationError(f"--labels: {len(labels)} names for {len(logs)} runs")
     for log, label in zip(logs, labels or (), strict=False):

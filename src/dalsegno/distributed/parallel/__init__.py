@@ -117,10 +117,7 @@ def _spread_loss(
 
 
 def _expect_no_own_parameters(loss_fn: nn.Module | None, pipeline: Pipeline) -> None:
-    """
-    Raises:
-        ConfigurationError: if the loss function has parameters.
-    """
+    """Raises ConfigurationError if the loss function has parameters."""
     if loss_fn is not None and any(True for _ in loss_fn.parameters()):
         raise ConfigurationError(
             f"loss_fn: {type(loss_fn).__name__} has parameters, and under parallel={pipeline} it runs on the last "

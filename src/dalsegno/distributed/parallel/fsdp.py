@@ -115,10 +115,7 @@ def unit_names(model: nn.Module, mode: FSDP) -> list[str] | None:
 
 
 def _expect_of_all_ranks(model: nn.Module, layers: TensorParallel | None) -> None:
-    """
-    Raises:
-        ConfigurationError: if the user has spread the model over a mesh that is more than FSDP's.
-    """
+    """Raises ConfigurationError if the user has spread the model over a mesh that is more than FSDP's."""
     meshes = {each.device_mesh for each in model.parameters() if isinstance(each, DTensor)}
     if layers is None and all(mesh.size() == collectives.world_size() for mesh in meshes):
         return

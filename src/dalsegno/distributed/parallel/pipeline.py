@@ -250,10 +250,7 @@ def _tie_again(tied: list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]) -> 
 
 
 def _expect_in_stages(names: Iterable[str], stages: Cut) -> None:
-    """
-    Raises:
-        ConfigurationError: for the name of a split module that several stages run.
-    """
+    """Raises ConfigurationError for the name of a split module that several stages run."""
     units = [unit for modules in stages.stages for unit in modules]
     for name in names:
         if not any(name == unit or name.startswith(f"{unit}.") for unit in units):

@@ -102,10 +102,7 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def _tie_again(model: nn.Module, names: Sequence[str]) -> None:
-    """
-    Raises:
-        ConfigurationError: if the modules that shared a parameter are split in different ways.
-    """
+    """Raises ConfigurationError if the modules that shared a parameter are split in different ways."""
     first, *others = [model.get_parameter(name) for name in names]
     for name, other in zip(names[1:], others, strict=True):
         if other is first:

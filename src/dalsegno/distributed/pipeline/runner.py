@@ -67,10 +67,7 @@ class PipelineRunner:
         return [*self._modules.values()]
 
     def check(self, microbatches: int) -> None:
-        """
-        Raises:
-            ConfigurationError: if the schedule cannot run steps of so many micro-batches.
-        """
+        """Raises ConfigurationError if the schedule cannot run steps of so many micro-batches."""
         schedules.check(
             self._name, stages=self._count, ranks=dist.get_world_size(self._group), microbatches=microbatches
         )

@@ -297,10 +297,7 @@ class Trainer(TrainerStandIn):
         return next(self.get_callbacks(callback_type), None)
 
     def get_callback_name(self, callback: object) -> str:
-        """
-        Raises:
-            ValueError: if this trainer does not have the callback.
-        """
+        """Raises ValueError if this trainer does not have the callback."""
         for name, each in self.callbacks.items():
             if each is callback:
                 return name

@@ -76,10 +76,7 @@ def _save_pretrained(part: Any, folder: Path) -> None:
 
 
 def check_uploads(callback: Any, context: Context) -> None:
-    """
-    Raises:
-        ConfigurationError: for a callback that uploads the final model in a way that cannot work here.
-    """
+    """Raises ConfigurationError for a callback that uploads the final model in a way that cannot work here."""
     names = {cls.__name__ for cls in type(callback).__mro__ if cls.__module__.startswith("transformers.")}
     export = "dalsegno.checkpoint.export_model(result.checkpoint, folder)"
     if "DVCLiveCallback" in names and callback._log_model is True:
