@@ -12,6 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.masked import masked_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from checkpoint.sameness import bits
@@ -265,6 +266,47 @@ def test_a_context_that_cannot_be_compared_is_refused(tmp_path: Path, context: A
 
     with pytest.raises(CannotSave, match=message):
         CheckpointManager(tmp_path).save(1, [ModelState(holder(Odd.of(torch.ones(2, 2))))], [])
+
+
+class Hidden(torch.Tensor):
+    """A wrapper that says nothing of its parts."""
+
+    __torch_dispatch__ = Scaled.__torch_dispatch__
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, limit: object) -> Hidden:
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype)
+
+    def __init__(self, data: torch.Tensor, limit: object) -> None:
+        self.data_, self.limit = data, limit
+
+
+class Slotted(Hidden):
+    __slots__ = ("other",)
+
+
+def test_a_wrapper_without_the_protocol(tmp_path: Path) -> None:
+    """Its attributes are what torch.save would write."""
+    for number, (source, target) in enumerate(
+        (
+            (Hidden(torch.ones(3), 2), Hidden(torch.zeros(3), 2)),
+            (
+                masked_tensor(torch.ones(3), torch.tensor([True, False, True])),
+                masked_tensor(torch.zeros(3), torch.tensor([True, True, True])),
+            ),
+        )
+    ):
+        carry_over(tmp_path / str(number), there := holder(source), here := holder(target))
+        assert type(here.held) is type(source)
+        assert plain(here) == plain(there) and len(plain(here)) > 2
+    with pytest.raises(StateMismatch, match=r"held: \S+Hidden saved with context\.limit 2, here 3"):
+        carry_over(tmp_path / "refused", holder(Hidden(torch.ones(3), 2)), holder(Hidden(torch.ones(3), 3)))
+
+
+@pytest.mark.parametrize("tensor", [Hidden(torch.ones(3), Opaque()), Slotted(torch.ones(3), 2)], ids=["object", "slot"])
+def test_a_wrapper_that_may_hide_a_tensor_is_refused(tmp_path: Path, tensor: torch.Tensor) -> None:
+    with pytest.raises(CannotSave, match=r"model\.held: "):
+        CheckpointManager(tmp_path).save(1, [ModelState(holder(tensor))], [])
 
 
 def test_a_module_that_cannot_be_saved(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 A checkpoint contains these parts, named below the tensor, and its :class:`Form`. A load writes into the parts of the
 live tensor, whose form must be the saved one.
 
-Three ways to take a tensor apart:
+Four ways to take a tensor apart:
 
 * ``take_apart(tensor)`` in ``dalsegno.interop.<library>.tensors``, for a class of that library without the protocol;
 * torch's protocol for wrapper subclasses, ``__tensor_flatten__``: torchao, float8, ``NestedTensor``;
+* a wrapper subclass without that has the tensors among its attributes, and the other attributes as context;
 * a subclass that wraps nothing has its own elements, and its attributes as context.
 
 That module also has ``hidden_tensors(module)``.
@@ -97,7 +98,19 @@ def _take_apart(tensor: torch.Tensor) -> TakenApart | None:
             return TakenApart({"": tensor.detach().view(_WITHOUT_KERNELS[tensor.dtype])}, None)
     elif type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and not is_lazy(tensor):
         return TakenApart({"": tensor.detach().as_subclass(torch.Tensor)}, vars(tensor))
+    else:
+        return _attributes_of(tensor)
     return None
+
+
+def _attributes_of(tensor: torch.Tensor) -> TakenApart | None:
+    """What ``torch.save`` would pickle of a wrapper; None without tensors in it, or if a slot may hide one."""
+    attributes = vars(tensor)
+    parts = {f".{name}": each for name, each in attributes.items() if isinstance(each, torch.Tensor)}
+    bases = type(tensor).__mro__[: type(tensor).__mro__.index(torch.Tensor)]
+    if not parts or any("__slots__" in vars(base) for base in bases):
+        return None
+    return TakenApart(parts, {name: each for name, each in attributes.items() if f".{name}" not in parts})
 
 
 def _of_library(kind: type) -> OfLibrary | None:
