@@ -62,4 +62,5 @@ def _serve(orders: socket.socket) -> None:
     sys.argv, sys.orig_argv = ["-c"], words
     called = "main(" + ", ".join(map(str, kept))
     assert called in words[-1], words[-1]
-    exec(words[-1].replace(called, "main(" + ", ".join(map(str, files[3:]))), {})
+    code = words[-1].replace(called, "main(" + ", ".join(map(str, files[3:])))
+    exec(compile(code, __file__, "exec"), {})  # a frame of no file would be looked for in all modules

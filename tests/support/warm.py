@@ -10,11 +10,11 @@ starts from nothing (``cli.command.cold``).
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Mapping, Sequence
 from functools import cache
 from multiprocessing import get_context, reduction
@@ -163,7 +163,18 @@ def _run(
     sys.path[:] = [str(Path(script).parent), *path]
     fork_server.fork_from_here()
     try:
-        runpy.run_path(script, run_name="__main__")
+        _run_as_main(script)
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
+
+
+def _run_as_main(script: str) -> None:
+    """As Python itself does. ``runpy`` would stay on the stack, in frames of no module.
+
+    ``inspect.stack()`` looks for these in all modules, and torch's rendezvous calls it for each message.
+    """
+    main = types.ModuleType("__main__")
+    main.__file__ = script
+    sys.modules["__main__"] = main
+    exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
