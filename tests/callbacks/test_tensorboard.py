@@ -39,10 +39,11 @@ def trainer(output_dir: Path, *own: ds.Callback, **settings: Any) -> ds.Trainer:
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Tag to steps and values, as TensorBoard shows them."""
+    """Tag to steps and values, as they were written. Files of one second are read in any order: .9 is after .10."""
     reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     reader.Reload()
-    return {tag: [(each.step, each.value) for each in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+    written = {tag: sorted(reader.Scalars(tag), key=lambda each: each.wall_time) for tag in reader.Tags()["scalars"]}
+    return {tag: [(each.step, each.value) for each in events] for tag, events in written.items()}
 
 
 def records(output_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 import dalsegno as ds
+from checkpoint.remote.there import steps_at
 from dalsegno.callbacks import JsonLogger
+from dalsegno.checkpoint.remote.store import Store
 from dalsegno.system import lease
 from golden.run import Average, Model, Waves, weights_of
 from support.hosts import name_host
@@ -69,13 +71,19 @@ class Large(nn.Module):
 
 
 def train_large(output_dir: str, local_dir: Path, max_steps: int) -> dict[str, Any]:
+    """A checkpoint each step. That of step 2 waits until the first one is sent, which it would otherwise replace."""
+
+    def wait(ctx: Any) -> None:
+        if ctx.step == 2:
+            until(lambda: 1 in steps_at(Store(output_dir)))
+
     torch.manual_seed(0)
-    model, resumed = Large(), Resumed()
+    model, resumed, waiting = Large(), Resumed(), Listener({"on_step_end": wait}, name="waiting")
     args = ds.TrainingArguments(
         output_dir, local_dir=local_dir, max_steps=max_steps, save_steps=1, use_cpu=True, disable_tqdm=True
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ds.Trainer(model, args, train_dataset=Waves(), optimizer=optimizer, callbacks=[resumed]).train()
+    ds.Trainer(model, args, train_dataset=Waves(), optimizer=optimizer, callbacks=[resumed, waiting]).train()
     return {"from": resumed.step, "table": model.table[:6].tolist()}
 
 
