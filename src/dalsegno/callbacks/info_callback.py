@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.distributed.stage_places import is_cut
-from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (
     Context,
@@ -20,6 +19,8 @@ from dalsegno.events.contexts import (
     TrainBeginContext,
     TrainEndContext,
 )
+
+from .argument_checks import flag
 
 
 class InfoCallback(Callback):
@@ -35,9 +36,7 @@ class InfoCallback(Callback):
     ranks = "zero"
 
     def __init__(self, verbose: bool = False) -> None:
-        if not isinstance(verbose, bool):
-            raise ConfigurationError(f"InfoCallback: verbose={verbose!r}; allowed are True and False")
-        self._verbose = verbose
+        self._verbose = flag("InfoCallback", "verbose", verbose)
         self._error: BaseException | None = None
 
     def on_load(self, ctx: LoadContext) -> None:

@@ -79,6 +79,12 @@ class HandlerList(list[Handler], Generic[P, C]):
         finally:
             control.firing = outer
 
+    def fire_with(self, *payload: P.args, **named: P.kwargs) -> None:
+        """Set the payload and call the handlers, if there are any. For payloads that cost nothing to build."""
+        if self:
+            self.fill(*payload, **named)
+            self.fire()
+
     def fire_all(self) -> list[BaseException]:
         """Like :meth:`fire`, but call all handlers even if some raise, and return the exceptions."""
         failures: list[BaseException] = []

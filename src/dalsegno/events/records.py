@@ -19,9 +19,7 @@ def fire_record(dispatcher: Dispatcher, logs: dict[str, Any], kind: str, evaluat
     Raises:
         CannotSave: if a larger tensor was logged, which no log and no checkpoint can hold; names who may have.
     """
-    if dispatcher.log_step:
-        dispatcher.log_step.fill(logs, kind, evaluated_weights)
-        dispatcher.log_step.fire()
+    dispatcher.log_step.fire_with(logs, kind, evaluated_weights)
     _convert(logs, dispatcher.log_step)
     if dispatcher.log:
         dispatcher.log.fill(logs, kind, evaluated_weights)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, ParamSpec, TypedDict
+from typing import Any, ClassVar, TypedDict
 from weakref import WeakValueDictionary
 
 from torch import nn
@@ -27,7 +27,7 @@ from dalsegno.errors import ConfigurationError, DamagedCheckpoint, EventNotFired
 from dalsegno.events.adapters import external_global_callbacks
 from dalsegno.events.callback import Callback, components_of, global_callbacks
 from dalsegno.events.contexts import Context
-from dalsegno.events.dispatcher import Dispatcher, HandlerList
+from dalsegno.events.dispatcher import Dispatcher
 from dalsegno.events.records import fire_record
 from dalsegno.events.table import Event
 from dalsegno.state import ControlRequests, TrainerControl, TrainerState
@@ -37,8 +37,6 @@ from dalsegno.stateful.schema import Count
 from .states import remove_states
 
 logger = logging.getLogger("dalsegno")
-
-P = ParamSpec("P")
 
 INSIDE_THE_STEP = (
     Event.BEFORE_FORWARD,
@@ -53,13 +51,6 @@ INSIDE_THE_STEP = (
     Event.PREDICTION_STEP,
 )
 """Events that no Bridge fires: other trainers have no callback at these places."""
-
-
-def fire(handlers: HandlerList[P, Any], *payload: P.args, **named: P.kwargs) -> None:
-    """Call the handlers of an event, if there are any, with this payload in their context."""
-    if handlers:
-        handlers.fill(*payload, **named)
-        handlers.fire()
 
 
 class Unknown:
@@ -214,18 +205,18 @@ class Leg:
             CannotSave: if a state contains what cannot be saved.
         """
         on, step = self.events, self.state.global_step
-        fire(on.init_end)
-        fire(on.before_load, folder, step if folder else 0)
+        on.init_end.fire_with()
+        on.before_load.fire_with(folder, step if folder else 0)
         if folder is not None:
             self._progress.timeline = timeline
             report = self._load(folder)
-            fire(on.load, folder, step, report)
+            on.load.fire_with(folder, step, report)
         elif step:
             self._progress.epochs_begun = self._progress.epochs_ended = int(self.state.epoch)
         if saves:
             self._manager.check_serializable(self._tensors, self._components())
         self.state.clock.start()
-        fire(on.train_begin, folder)
+        on.train_begin.fire_with(folder)
 
     def end(self, reason: str, metrics: dict[str, Any]) -> None:
         """Fire on_train_end, once. Not collective.
@@ -266,29 +257,29 @@ class Leg:
             if self.state.epoch < progress.epochs_begun:
                 return
             self.epoch_end()  # the checkpoint was saved between the epoch's last step and on_epoch_end
-        fire(self.events.epoch_begin, progress.epochs_begun)
+        self.events.epoch_begin.fire_with(progress.epochs_begun)
         progress.epochs_begun += 1
 
     def epoch_end(self) -> None:
         """Fire on_epoch_end. For epochs that have come to their end."""
         self.finish()
-        fire(self.events.epoch_end, self._progress.epochs_ended)
+        self.events.epoch_end.fire_with(self._progress.epochs_ended)
         self._progress.epochs_ended += 1
 
     def step_begin(self) -> None:
         self.finish()
-        fire(self.events.step_begin)
+        self.events.step_begin.fire_with()
 
     def step_end(self, loss: Any, grad_norm: Any, lr: Any) -> None:
         """Fire on_step_end. An ``Unknown`` stands for a number that the library does not pass on."""
-        fire(self.events.step_end, loss, grad_norm, lr)
+        self.events.step_end.fire_with(loss, grad_norm, lr)
         self._step_is_open = True
 
     def finish(self) -> None:
         """Fire on_step_done, once the library has done all that was due at the end of the step."""
         if self._step_is_open:
             self._step_is_open = False
-            fire(self.events.step_done, self.state.global_step)
+            self.events.step_done.fire_with(self.state.global_step)
 
     # -- records and requests ---------------------------------------------------------------------------------------
 
@@ -301,7 +292,7 @@ class Leg:
     ) -> None:
         """Fire on_evaluate for one evaluation set; ``is_last``: of the sets of this evaluation."""
         self._all_metrics |= metrics
-        fire(self.events.evaluate, metrics, name, evaluated_weights, dict(self._all_metrics), is_last)
+        self.events.evaluate.fire_with(metrics, name, evaluated_weights, dict(self._all_metrics), is_last)
         if is_last:
             self._all_metrics = {}
 
@@ -340,7 +331,7 @@ class Leg:
         step = self.state.global_step
         if self._announced != step and not self._has_ended:
             self._announced = step
-            fire(self.events.before_save, self._manager.path_of(step).parent, step)
+            self.events.before_save.fire_with(self._manager.path_of(step).parent, step)
 
     def save(self, timeline: str = "") -> Path:
         """Capture the callbacks' states of this step, and write them into their folder; its path.
@@ -359,7 +350,7 @@ class Leg:
     def saved(self, checkpoint: Path, *, is_best: bool = False) -> None:
         """Fire on_save: the library's checkpoint of this step is complete, with the states."""
         self._newest = checkpoint
-        fire(self.events.save, checkpoint, self.state.global_step, is_best, self.state)
+        self.events.save.fire_with(checkpoint, self.state.global_step, is_best, self.state)
 
     def _components(self) -> list[Component]:
         own = [Component("bridge", self._progress), Component("clock", self.state.clock)]

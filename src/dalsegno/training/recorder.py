@@ -63,10 +63,7 @@ class Recorder:
             metrics["grad_norm"] = float(grad_norm)
         if self._lr is not None:
             metrics["learning_rate"] = float(self._lr)
-        train_metrics = self._dispatcher.train_metrics
-        if train_metrics:
-            train_metrics.fill(metrics)
-            train_metrics.fire()
+        self._dispatcher.train_metrics.fire_with(metrics)
 
     def log(self, logs: dict[str, Any], kind: str, evaluated_weights: str | None = None) -> None:
         """Fire on_log_step and on_log with one record: see :func:`fire_record`."""

@@ -102,9 +102,9 @@ class Resumer:
         self._continue_rollback(options)
         checkpoint = self._requested_checkpoint(options, model_modified)
         if checkpoint is not None:
-            self._fire_before_load(checkpoint.path, checkpoint.step)
+            self._dispatcher.before_load.fire_with(checkpoint.path, checkpoint.step)
         elif not options.load_components:
-            self._fire_before_load(None, 0)
+            self._dispatcher.before_load.fire_with(None, 0)
         return checkpoint
 
     def load(self, checkpoint: Checkpoint, options: ResumeOptions) -> None:
@@ -148,10 +148,7 @@ class Resumer:
         parts.buffers.begin_leg()
         self._boundary.begin_timeline()
         self._state.clock.start()
-        rollback = self._dispatcher.rollback
-        if rollback:
-            rollback.fill(step, checkpoint.step, recovery.reason)
-            rollback.fire()
+        self._dispatcher.rollback.fire_with(step, checkpoint.step, recovery.reason)
 
     def complete_rollback(self) -> None:
         """Record that a pending rollback is done, once its checkpoint, or the run's beginning, is restored."""
@@ -182,7 +179,7 @@ class Resumer:
         """
         path = Path(str(options.origin))
         load = self._checkpointer.component_load(path, options.load_components, options.allow_changes)
-        self._fire_before_load(path, 0)
+        self._dispatcher.before_load.fire_with(path, 0)
         report = load()
         logger.info("initialized with parts of %s\n%s", path, report.table())
         self._report(path, 0, report)
@@ -224,18 +221,9 @@ class Resumer:
         if moved:
             report.notes.append(f"{len(moved)} later checkpoint(s) are now in {place}")
 
-    def _fire_before_load(self, path: Path | None, step: int) -> None:
-        before_load = self._dispatcher.before_load
-        if before_load:
-            before_load.fill(path, step)
-            before_load.fire()
-
     def _report(self, path: Path, step: int, report: LoadReport) -> None:
         """Warn about changes since the save, then fire on_load."""
         changes = [str(change) for change in report.changes if change.severity != "info"]
         if changes and self._state.is_world_process_zero:
             logger.warning("the run resumes with changes:\n  %s", "\n  ".join(changes))
-        load = self._dispatcher.load
-        if load:
-            load.fill(path, step, report)
-            load.fire()
+        self._dispatcher.load.fire_with(path, step, report)

@@ -178,8 +178,7 @@ class Run:
         self._lr: float | torch.Tensor | None = None  # that the newest update used
         self._held = ExitStack()
         self._update = ExitStack()  # around the optimizer's own step
-        if self._dispatcher.init_end:
-            self._dispatcher.init_end.fire()
+        self._dispatcher.init_end.fire_with()
 
     @property
     def state(self) -> TrainerState:

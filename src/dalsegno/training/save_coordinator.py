@@ -127,10 +127,7 @@ class SaveCoordinator:
 
     def _announce(self, path: Path) -> ControlRequests:
         """Fire on_before_save; the requests against the save. Collective."""
-        before_save = self._dispatcher.before_save
-        if before_save:
-            before_save.fill(path, self._state.global_step)
-            before_save.fire()
+        self._dispatcher.before_save.fire_with(path, self._state.global_step)
         return self._control_sync.called_off()
 
     def amend(self, metrics: Mapping[str, float]) -> None:

@@ -97,16 +97,14 @@ class Session:
     # -- begin and end ------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        state, train_begin = self._state, self._dispatcher.train_begin
+        state = self._state
         self._boundary.begin_leg()
         self._buffers.begin_leg()
         state.clock.start()
         self._leg_recorder.begin(self._resumed_from)
         try:
             self._commands.open()
-            if train_begin:
-                train_begin.fill(self._resumed_from)
-                train_begin.fire()
+            self._dispatcher.train_begin.fire_with(self._resumed_from)
             self._dispatcher.leave_out_idle()
         except BaseException as error:
             self._close(error)
@@ -198,7 +196,7 @@ class Session:
         self._due, self._ends_epoch, self._data_is_exhausted = NOTHING_DUE, False, False
 
     def _steps(self) -> Iterator[StepBatch]:
-        epoch_begin, loader = self._dispatcher.epoch_begin, self._loader
+        loader = self._loader
         self._position = agreed_position(loader, self._layout)
         if self._boundary.should_stop_now():
             return
@@ -209,9 +207,7 @@ class Session:
         while not self._is_over():
             if not loader.started:
                 self._state.epoch_is_cut = False  # a request at the previous epoch's end does not cut this one
-                if epoch_begin:
-                    epoch_begin.fill(loader.epoch)
-                    epoch_begin.fire()
+                self._dispatcher.epoch_begin.fire_with(loader.epoch)
             yield from self._rest_of_epoch()
             if self._boundary.leaving or self._ends_inside_epoch():
                 return
@@ -310,10 +306,8 @@ class Session:
     # -- epochs -------------------------------------------------------------------------------------------------
 
     def _end_epoch(self) -> None:
-        loader, epoch_end = self._loader, self._dispatcher.epoch_end
-        if epoch_end:
-            epoch_end.fill(loader.epoch)
-            epoch_end.fire()
+        loader = self._loader
+        self._dispatcher.epoch_end.fire_with(loader.epoch)
         due = self._due_at_epoch_end(self._state.global_step)
         loader.next_epoch()
         self._state.epoch = self._position = loader.position

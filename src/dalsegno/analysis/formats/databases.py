@@ -94,7 +94,7 @@ class MLflowFiles(Source):
     program = "MLflow"
 
     def records(self, skipped: Skipped) -> Iterator[Record]:
-        points = [point for path in self._files() for point in self._points(path, skipped)]
+        points = [point for path in self.files() for point in self._points(path, skipped)]
         points.sort(key=lambda point: point[:2])
         return without_old_timelines(records_of_points(iter(points)), skipped)
 
@@ -107,15 +107,8 @@ class MLflowFiles(Source):
             except (ValueError, IndexError):
                 skipped.note(f"metrics/{name}, line {number}: not a point")
 
-    def _files(self) -> list[Path]:
+    def files(self) -> list[Path]:
         return sorted(path for path in (self.path / "metrics").rglob("*") if path.is_file())
-
-    def changed(self) -> float:
-        return max((path.stat().st_mtime for path in self._files()), default=self.path.stat().st_mtime)
-
-    def stamp(self) -> tuple[int, ...]:
-        status = [path.stat() for path in self._files()]
-        return tuple(number for each in status for number in (each.st_ino, each.st_size, each.st_mtime_ns))
 
 
 def is_mlflow_run(folder: Path) -> bool:

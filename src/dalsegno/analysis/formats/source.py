@@ -65,14 +65,18 @@ class Source(ABC):
         while batch := list(islice(records, BATCH)):
             yield RecordBlock(batch)
 
+    def files(self) -> list[Path]:
+        """The log's files."""
+        return [self.path]
+
     def changed(self) -> float:
         """UTC seconds of the last change to the log's files."""
-        return self.path.stat().st_mtime
+        return max(path.stat().st_mtime for path in self.files() or [self.path])
 
     def stamp(self) -> tuple[int, ...]:
         """A value that changes when the log does."""
-        status = self.path.stat()
-        return (status.st_ino, status.st_size, status.st_mtime_ns)
+        status = [path.stat() for path in self.files()]
+        return tuple(number for each in status for number in (each.st_ino, each.st_size, each.st_mtime_ns))
 
 
 class Unreadable(Source):
@@ -91,10 +95,7 @@ class Unreadable(Source):
     def records(self, skipped: Skipped) -> Iterator[Record]:
         self._fail()
 
-    def changed(self) -> float:
-        self._fail()
-
-    def stamp(self) -> tuple[int, ...]:
+    def files(self) -> list[Path]:
         self._fail()
 
     def _fail(self) -> NoReturn:

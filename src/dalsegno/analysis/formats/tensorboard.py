@@ -33,7 +33,7 @@ class EventFiles(Source):
     program = "TensorBoard"
 
     def records(self, skipped: Skipped) -> Iterator[Record]:
-        files = event_files(self.path)
+        files = self.files()
         restarts = [_restart_step(path) for path in files]
         for number, path in enumerate(files):
             end = min((step for step in restarts[number + 1 :] if step is not None), default=None)
@@ -46,9 +46,8 @@ class EventFiles(Source):
             if replaced:
                 skipped.note(f"{path.name}: {replaced} records from step {end} on, replaced by a restart", replaced)
 
-    def stamp(self) -> tuple[int, ...]:
-        status = [path.stat() for path in event_files(self.path)]
-        return tuple(number for each in status for number in (each.st_ino, each.st_size, each.st_mtime_ns))
+    def files(self) -> list[Path]:
+        return event_files(self.path)
 
 
 def event_files(path: Path) -> list[Path]:

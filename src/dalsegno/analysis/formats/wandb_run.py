@@ -36,17 +36,10 @@ class WandbRun(Source):
     program = "W&B"
 
     def records(self, skipped: Skipped) -> Iterator[Record]:
-        rows = (row for path in self._files() for row in wandb_rows(path, skipped))
+        rows = (row for path in self.files() for row in wandb_rows(path, skipped))
         return without_old_timelines((record for row in rows for record in _records(row)), skipped)
 
-    def stamp(self) -> tuple[int, ...]:
-        status = [path.stat() for path in self._files()]
-        return tuple(number for each in status for number in (each.st_ino, each.st_size, each.st_mtime_ns))
-
-    def changed(self) -> float:
-        return max(path.stat().st_mtime for path in self._files())
-
-    def _files(self) -> list[Path]:
+    def files(self) -> list[Path]:
         return wandb_files(self.path.parent.parent, self.path.name) or [self.path]
 
 

@@ -22,14 +22,6 @@ class Points:
     """UTC seconds."""
     values: dict[str, float]
 
-    def replays(self, other: Entry) -> bool:
-        """Whether ``other`` contains the same, except for wall-clock fields."""
-        return (
-            isinstance(other, Points)
-            and self.step == other.step
-            and encode(drop_wall_clock(self.values)) == encode(drop_wall_clock(other.values))
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -38,9 +30,6 @@ class Text:
     time: float
     tag: str
     text: str
-
-    def replays(self, other: Entry) -> bool:
-        return isinstance(other, Text) and replace(other, time=self.time) == self
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +41,6 @@ class Histogram:
     edges: list[float]
     """One more than ``counts``, ascending."""
     counts: list[float]
-
-    def replays(self, other: Entry) -> bool:
-        return isinstance(other, Histogram) and replace(other, time=self.time) == self
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +55,6 @@ class Card:
     text: str
     """Markdown."""
 
-    def replays(self, other: Entry) -> bool:
-        return isinstance(other, Card) and self.step == other.step
-
 
 @dataclass(frozen=True, slots=True)
 class Return:
@@ -83,9 +66,6 @@ class Return:
     timeline: int
     """From 2: the first return begins the second timeline."""
 
-    def replays(self, other: Entry) -> bool:
-        return False
-
 
 Entry = Points | Text | Histogram | Card | Return
 Status = Literal["finished", "failed", "killed"]
@@ -93,6 +73,14 @@ Status = Literal["finished", "failed", "killed"]
 _KINDS: dict[str, type[Entry]] = {each.kind: each for each in (Points, Text, Histogram, Card, Return)}
 _NUMBERS = ("values", "edges", "counts")
 """Fields with floats that JSON has no numbers for."""
+
+
+def replays(entry: Entry, earlier: Entry) -> bool:
+    """Return whether the two contain the same, except for wall-clock fields."""
+    if isinstance(entry, Points) and isinstance(earlier, Points):
+        now, before = (encode(drop_wall_clock(each.values)) for each in (entry, earlier))
+        return entry.step == earlier.step and now == before
+    return replace(earlier, time=entry.time) == entry
 
 
 def names_in(entry: Entry) -> Collection[str]:

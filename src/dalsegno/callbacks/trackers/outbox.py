@@ -25,7 +25,7 @@ from dalsegno.errors import StateMismatch
 from dalsegno.logs.archive import archive_tail, free_path
 from dalsegno.system import filesystem
 
-from .entries import Card, Entry, Return, from_line, to_line
+from .entries import Card, Entry, Return, from_line, replays, to_line
 
 logger = logging.getLogger("dalsegno")
 
@@ -122,7 +122,7 @@ class Outbox:
                 self._append(entry)
                 self._cards.add(entry.step)
             return
-        if self._next is not None and entry.replays(self._next[1]):
+        if self._next is not None and replays(entry, self._next[1]):
             self._expect_next()
         else:
             if self._next is not None:

@@ -37,7 +37,7 @@ from dalsegno.events.callback import Callback
 from dalsegno.events.dispatcher import check_supported
 from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
-from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, expect_evaluations, fire
+from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, expect_evaluations
 from dalsegno.interop.states import FOLDER, states_in
 from dalsegno.interop.wrapping import unwrapped_optimizer, wrap
 from dalsegno.policies.triggers import SaveTrigger
@@ -210,7 +210,7 @@ class Bridge:
         leg.state.global_step += 1
         leg.state.epoch = self.step / self._steps_per_epoch
         if not self._updated:
-            fire(leg.events.step_skipped, "the gradient scaler found NaN or infinity")
+            leg.events.step_skipped.fire_with("the gradient scaler found NaN or infinity")
         leg.step_end(share, self._grad_norm, self._lr)
         self._run_due_actions(leg, share)
         if self.step % self._steps_per_epoch == 0:
@@ -248,17 +248,17 @@ class Bridge:
 
     def _clip_grad_norm(self, original: Any, *args: Any, **named: Any) -> Any:
         if self._accelerator.sync_gradients and self._accelerator.scaler is None:
-            fire(self._followed.events.gradients_ready)
+            self._followed.events.gradients_ready.fire_with()
         self._grad_norm = norm = original(*args, **named)
         return norm
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._lr = float(optimizer.param_groups[0]["lr"])
-        fire(self._followed.events.pre_optimizer_step, self._grad_norm)
+        self._followed.events.pre_optimizer_step.fire_with(self._grad_norm)
 
     def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._updated = True
-        fire(self._followed.events.optimizer_step)
+        self._followed.events.optimizer_step.fire_with()
 
     # -- evaluations and records of the user's ----------------------------------------------------------------------
 
@@ -267,12 +267,12 @@ class Bridge:
         """Around an evaluation, on all ranks: averages of callbacks such as EMA are in the model meanwhile."""
         events = self._followed.events
         begin = events.evaluate_begin
-        fire(begin, "eval")
+        begin.fire_with("eval")
         self._evaluated_weights = begin.context.evaluated_weights if begin else None
         try:
             yield
         finally:
-            fire(events.evaluate_end, "eval")
+            events.evaluate_end.fire_with("eval")
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Log an evaluation's metrics, reduced over the ranks: ``{"eval_loss": 0.7}``. On all ranks."""

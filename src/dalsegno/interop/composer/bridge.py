@@ -45,7 +45,7 @@ from dalsegno.events.dispatcher import check_supported
 from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
 from dalsegno.interop.batches import samples_in
-from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, expect_evaluations, fire
+from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, expect_evaluations
 from dalsegno.interop.optimizer import Optimizer
 from dalsegno.interop.packed import Packed, begin_packed, locate_in, save_packed
 
@@ -206,7 +206,7 @@ class Bridge:
 
     def before_forward(self, state: Any, logger: Any) -> None:
         if self._leg is not None and self._is_training:
-            fire(self._leg.events.microbatch_begin, state.batch, self._microbatches, samples_in(state.batch))
+            self._leg.events.microbatch_begin.fire_with(state.batch, self._microbatches, samples_in(state.batch))
 
     def before_backward(self, state: Any, logger: Any) -> None:
         """Note the loss, which Composer scales in place."""
@@ -221,27 +221,27 @@ class Bridge:
         self._samples_left -= samples
         is_last = self._samples_left <= 0
         found = {"outputs": state.outputs, "loss": self._loss}
-        fire(leg.events.microbatch_end, self._loss, found, state.batch, index, samples, is_last)
+        leg.events.microbatch_end.fire_with(self._loss, found, state.batch, index, samples, is_last)
         if is_last:
-            fire(leg.events.gradients_ready)
+            leg.events.gradients_ready.fire_with()
 
     def after_train_batch(self, state: Any, logger: Any) -> None:
         if self._leg is not None and self._is_training:
             self._lr = float(self._optimizer.param_groups[0]["lr"])
             self._optimizer.run_pre_hooks()
-            fire(self._leg.events.pre_optimizer_step, None)
+            self._leg.events.pre_optimizer_step.fire_with(None)
 
     def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._updated = True
         if self._leg is not None:
-            fire(self._leg.events.optimizer_step)
+            self._leg.events.optimizer_step.fire_with()
 
     def batch_end(self, state: Any, logger: Any) -> None:
         leg = self._followed(state)
         if leg is None:
             return
         if not self._updated:
-            fire(leg.events.step_skipped, "the gradient scaler found NaN or infinity")
+            leg.events.step_skipped.fire_with("the gradient scaler found NaN or infinity")
         loss = float(state.total_loss_dict["loss/train/total"])  # the mean over the ranks
         leg.step_end(loss / collectives.world_size(), None, self._lr)
         is_due = leg.state.will_log
@@ -255,7 +255,7 @@ class Bridge:
 
     def eval_start(self, state: Any, logger: Any) -> None:
         if (leg := self._followed(state)) is not None:
-            fire(leg.events.evaluate_begin, state.dataloader_label)
+            leg.events.evaluate_begin.fire_with(state.dataloader_label)
 
     def eval_end(self, state: Any, logger: Any) -> None:
         leg = self._followed(state)
@@ -263,7 +263,7 @@ class Bridge:
             return
         name, begin = state.dataloader_label, leg.events.evaluate_begin
         weights = begin.context.evaluated_weights if begin else None
-        fire(leg.events.evaluate_end, name)
+        leg.events.evaluate_end.fire_with(name)
         prefix = "eval_" if name == "eval" else f"eval_{name}_"
         computed = state.eval_metric_values
         metrics = {f"{prefix}{each}": float(computed[each]) for each in state.eval_metrics[name]}

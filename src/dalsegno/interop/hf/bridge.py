@@ -36,7 +36,7 @@ from dalsegno.events.callback import Callback
 from dalsegno.events.dispatcher import check_supported
 from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
-from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, Unknown, expect_evaluations, fire
+from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, Unknown, expect_evaluations
 from dalsegno.interop.states import FOLDER, states_in
 from dalsegno.interop.wrapping import unwrapped_optimizer, wrap
 
@@ -193,16 +193,16 @@ class Bridge(transformers.TrainerCallback):
         if leg is None:
             return
         self._lr = float(kwargs["optimizer"].param_groups[0]["lr"])
-        fire(leg.events.pre_optimizer_step, None if self._inside is None else self._inside.grad_norm)
+        leg.events.pre_optimizer_step.fire_with(None if self._inside is None else self._inside.grad_norm)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         leg = self._followed(args, state)
         if leg is None:
             return
         if getattr(kwargs["optimizer"], "step_was_skipped", False):
-            fire(leg.events.step_skipped, "the gradient scaler found NaN or infinity")
+            leg.events.step_skipped.fire_with("the gradient scaler found NaN or infinity")
         else:
-            fire(leg.events.optimizer_step)
+            leg.events.optimizer_step.fire_with()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         leg = self._followed(args, state)
@@ -240,7 +240,7 @@ class Bridge(transformers.TrainerCallback):
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
         if (leg := self._followed(args, state)) is not None:
-            fire(leg.events.predict, dict(metrics))
+            leg.events.predict.fire_with(dict(metrics))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         if (leg := self._followed(args, state)) is not None:

@@ -12,7 +12,7 @@ import transformers
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.table import Event
-from dalsegno.interop.leg import Leg, fire
+from dalsegno.interop.leg import Leg
 from dalsegno.interop.wrapping import wrap
 
 
@@ -61,7 +61,7 @@ class Inside:
 
     def _clip_grad_norm(self, original: Callable[..., Any], *args: Any, **named: Any) -> Any:
         if not self._has_scaler:
-            fire(self._leg.events.gradients_ready)
+            self._leg.events.gradients_ready.fire_with()
         self.grad_norm = norm = original(*args, **named)
         return norm
 
@@ -81,9 +81,9 @@ class Inside:
             return evaluate()
         events, name = self._leg.events, metric_key_prefix.removeprefix("eval_")
         begin = events.evaluate_begin
-        fire(begin, name)
+        begin.fire_with(name)
         self.evaluated_weights = begin.context.evaluated_weights if begin else None
         try:
             return evaluate()
         finally:
-            fire(events.evaluate_end, name)
+            events.evaluate_end.fire_with(name)

@@ -43,7 +43,7 @@ from dalsegno.events.dispatcher import check_supported
 from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
 from dalsegno.interop.batches import global_batch_size, samples_in
-from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, expect_evaluations, fire
+from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, expect_evaluations
 from dalsegno.interop.packed import Packed, begin_packed, locate_in, save_packed
 from dalsegno.interop.wrapping import unwrapped_optimizer, wrap
 
@@ -234,7 +234,7 @@ class Bridge:
             self._losses.clear()
             self._update.begin_step()
             leg.step_begin()
-        fire(leg.events.microbatch_begin, state.batch, index, samples_in(state.batch))
+        leg.events.microbatch_begin.fire_with(state.batch, index, samples_in(state.batch))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the model's gradients, to be called between ``backward`` and the optimizer's step, after a scaler's
@@ -255,7 +255,7 @@ class Bridge:
         loss = as_loss(self._output_transform(state.output))
         is_last = state.iteration % self._accumulated == 0
         index, samples = (state.iteration - 1) % self._accumulated, samples_in(state.batch)
-        fire(leg.events.microbatch_end, loss, {"output": state.output}, state.batch, index, samples, is_last)
+        leg.events.microbatch_end.fire_with(loss, {"output": state.output}, state.batch, index, samples, is_last)
         if isinstance(loss, torch.Tensor):
             self._losses.append(loss)
         if is_last:
@@ -263,7 +263,7 @@ class Bridge:
 
     def _end_step(self, leg: Leg, loss: Any) -> None:
         if not self._update.is_done:
-            fire(leg.events.step_skipped, "the gradient scaler found NaN or infinity")
+            leg.events.step_skipped.fire_with("the gradient scaler found NaN or infinity")
         share = torch.stack(self._losses).mean() / collectives.world_size() if self._losses else None
         leg.step_end(loss if share is None else share, self._update.grad_norm, self._update.lr)
         is_due = leg.state.will_log
@@ -299,7 +299,7 @@ class Bridge:
         if self._saved == self._completed and not (self._requests.is_stopping or _all_done(leg)):
             self._warn_evaluation_is_not_repeated(leg)
         self._evaluating = name
-        fire(leg.events.evaluate_begin, name)
+        leg.events.evaluate_begin.fire_with(name)
         try:
             return original(*args, **named)
         finally:
@@ -317,7 +317,7 @@ class Bridge:
 
     def _close_evaluation(self, leg: Leg) -> None:
         if self._evaluating is not None:
-            fire(leg.events.evaluate_end, self._evaluating)
+            leg.events.evaluate_end.fire_with(self._evaluating)
             self._evaluating = None
 
     def _end_evaluation(self, evaluator: Engine) -> None:

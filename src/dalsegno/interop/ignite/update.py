@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dalsegno.interop.leg import Leg, fire
+from dalsegno.interop.leg import Leg
 
 
 class Update:
@@ -53,15 +53,15 @@ class Update:
     def _gradients_ready(self) -> None:
         if self._leg is not None and not self._is_ready:
             self._is_ready = True
-            fire(self._leg.events.gradients_ready)
+            self._leg.events.gradients_ready.fire_with()
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.lr = float(optimizer.param_groups[0]["lr"])
         self._gradients_ready()
         if self._leg is not None:
-            fire(self._leg.events.pre_optimizer_step, self.grad_norm)
+            self._leg.events.pre_optimizer_step.fire_with(self.grad_norm)
 
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.is_done = True
         if self._leg is not None:
-            fire(self._leg.events.optimizer_step)
+            self._leg.events.optimizer_step.fire_with()

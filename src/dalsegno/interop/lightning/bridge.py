@@ -40,7 +40,7 @@ from dalsegno.events.dispatcher import check_supported
 from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
 from dalsegno.interop.batches import global_batch_size, samples_in
-from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, expect_evaluations, fire
+from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, expect_evaluations
 from dalsegno.interop.optimizer import Optimizer
 from dalsegno.interop.packed import Packed, begin_packed, locate_in, save_packed
 
@@ -177,12 +177,12 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
             self._losses, self._updated = [], False
             leg.step_begin()
         self._before = dict(trainer.callback_metrics)
-        fire(leg.events.microbatch_begin, batch, batch_idx % trainer.accumulate_grad_batches, samples_in(batch))
+        leg.events.microbatch_begin.fire_with(batch, batch_idx % trainer.accumulate_grad_batches, samples_in(batch))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if (leg := self._followed()) is not None:
             self._lr = float(optimizer.param_groups[0]["lr"])
-            fire(leg.events.gradients_ready)
+            leg.events.gradients_ready.fire_with()
 
     def _install_after_clipping(self, pl_module: Any, optimizer: Optimizer) -> None:
         """Fire on_pre_optimizer_step after the module's hook that clips: Lightning has no callback there."""
@@ -192,7 +192,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
             original(*args, **named)
             optimizer.run_pre_hooks()
             if self._leg is not None:
-                fire(self._leg.events.pre_optimizer_step, None)
+                self._leg.events.pre_optimizer_step.fire_with(None)
 
         pl_module.configure_gradient_clipping = configure_gradient_clipping
         self._installed.callback(delattr, pl_module, "configure_gradient_clipping")
@@ -200,7 +200,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
     def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._updated = True
         if self._leg is not None:
-            fire(self._leg.events.optimizer_step)
+            self._leg.events.optimizer_step.fire_with()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         leg = self._followed(batch_idx + 1)
@@ -213,13 +213,13 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
             self._losses.append(loss)
         own_loss = None if loss is None else loss * accumulated
         found = outputs or {}
-        fire(leg.events.microbatch_end, own_loss, found, batch, batch_idx % accumulated, samples_in(batch), is_last)
+        leg.events.microbatch_end.fire_with(own_loss, found, batch, batch_idx % accumulated, samples_in(batch), is_last)
         if is_last:
             self._end_step(leg)
 
     def _end_step(self, leg: Leg) -> None:
         if not self._updated:
-            fire(leg.events.step_skipped, "the gradient scaler found NaN or infinity")
+            leg.events.step_skipped.fire_with("the gradient scaler found NaN or infinity")
         share = torch.stack(self._losses).sum() / collectives.world_size() if self._losses else None
         leg.step_end(share, None, self._lr)
         is_due = leg.state.will_log
@@ -243,7 +243,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         if leg is None or trainer.sanity_checking:
             return
         self._before = dict(trainer.callback_metrics)
-        fire(leg.events.evaluate_begin, "eval")
+        leg.events.evaluate_begin.fire_with("eval")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         leg = self._followed()
@@ -251,7 +251,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
             return
         begin = leg.events.evaluate_begin
         weights = begin.context.evaluated_weights if begin else None
-        fire(leg.events.evaluate_end, "eval")
+        leg.events.evaluate_end.fire_with("eval")
         metrics = {_as_eval(name): value for name, value in self._new_metrics().items()}
         leg.record(metrics, "eval", weights)
         leg.evaluated(metrics, "eval", weights)
