@@ -186,6 +186,7 @@ def test_two_ranks_with_fsdp_go_on_from_the_run_of_one(begun: Any, run: Path) ->
     np.testing.assert_allclose(losses[BEGUN:], begun[1][BEGUN:], rtol=1e-4)
 
 
+@pytest.mark.usefixtures("warm_reader")
 def test_the_optimizer_is_needed_to_resume_and_the_weights_are_not_lost(begun: Any, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(begun[0] / f"checkpoint-{BEGUN}", tmp_path / "checkpoint-6"))
     for name in PICKLES:
@@ -211,6 +212,7 @@ class Command:
         return os.system, (f"touch {self.marker}",)
 
 
+@pytest.mark.usefixtures("warm_reader")
 def test_code_is_refused_in_words_and_nothing_is_written(begun: Any, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(begun[0] / f"checkpoint-{BEGUN}", tmp_path / "checkpoint-6"))
     torch.save({"state": {}, "param_groups": [], "more": Command(tmp_path / "ran")}, folder / "optimizer.pt")
@@ -225,6 +227,7 @@ def test_a_folder_with_a_run_is_refused(begun: Any, run: Path) -> None:
         import_checkpoint(begun[0] / f"checkpoint-{BEGUN}", run)
 
 
+@pytest.mark.usefixtures("warm_reader")
 def test_sharded_weights_and_pickled_ones(begun: Any, imported: Path, tmp_path: Path) -> None:
     source = begun[0] / f"checkpoint-{BEGUN}"
     whole = load_file(source / "model.safetensors")

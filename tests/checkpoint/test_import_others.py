@@ -60,6 +60,7 @@ def test_a_file_of_torch_save(begun: Loop, expected: Loop, tmp_path: Path) -> No
     assert_continues(done, expected)
 
 
+@pytest.mark.usefixtures("warm_reader")
 def test_a_bare_state_dict_and_what_is_missing(begun: Loop, tmp_path: Path) -> None:
     torch.save(begun.net.state_dict(), tmp_path / "weights.pth")
     done = import_checkpoint(tmp_path / "weights.pth", tmp_path / "run")
@@ -81,6 +82,7 @@ def test_dcp(begun: Loop, expected: Loop, tmp_path: Path) -> None:
     assert_continues(done, expected)
 
 
+@pytest.mark.usefixtures("warm_reader")
 def test_torchtitan(begun: Loop, expected: Loop, tmp_path: Path) -> None:
     """Its layout: the model at the top, the optimizer flattened."""
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -98,6 +100,7 @@ def test_torchtitan(begun: Loop, expected: Loop, tmp_path: Path) -> None:
     assert_continues(done, expected)
 
 
+@pytest.mark.usefixtures("warm_reader")
 def test_accelerate(expected: Loop, tmp_path: Path) -> None:
     from accelerate import Accelerator
 
@@ -120,6 +123,7 @@ def test_accelerate(expected: Loop, tmp_path: Path) -> None:
     assert_continues(done, expected)
 
 
+@pytest.mark.usefixtures("warm_reader")
 def test_lightning(expected: Loop, tmp_path: Path) -> None:
     import pytorch_lightning as pl
 
@@ -163,6 +167,7 @@ class Command:
         return os.system, (f"touch {self.marker}",)
 
 
+@pytest.mark.usefixtures("warm_reader")
 @pytest.mark.parametrize("where", ["metadata", "item"])
 def test_code_in_a_dcp_folder_is_refused(where: str, tmp_path: Path) -> None:
     import pickle

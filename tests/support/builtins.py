@@ -35,7 +35,7 @@ RECIPES: dict[str, Callable[[], ds.Callback]] = {
     ),
     "ModelMerge": lambda: callbacks.ModelMerge(window=3),
     "Notify": lambda: callbacks.Notify("json://127.0.0.1:9/"),
-    "ProfilerCallback": lambda: callbacks.ProfilerCallback(start_step=1, num_steps=1),
+    "ProfilerCallback": lambda: callbacks.ProfilerCallback(start_step=1, num_steps=1, with_stack=False),
     "ScaleLoss": lambda: callbacks.ScaleLoss(1.0),
     "SkipSamples": lambda: callbacks.SkipSamples(0),
     "ScopedFlags": lambda: callbacks.ScopedFlags({"cudnn.benchmark": True}),
