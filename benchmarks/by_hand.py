@@ -92,13 +92,36 @@ def plan() -> dict[str, ParallelStyle]:
     return {**columns, "blocks.*.out": RowwiseParallel(), "blocks.*.down": RowwiseParallel()}
 
 
-def steps_by_hand(layout: str, width: int, depth: int, batch: int, texts: Texts) -> Iterator[None]:
-    """Train for ever with torch alone; gives way after each step. Collective."""
+class MeanLoss:
+    """The mean loss of every few steps, over the ranks that read different data: what a script prints."""
+
+    def __init__(self, every: int, ranks: int) -> None:
+        self._every = every
+        self._ranks = ranks
+        self._losses: list[Tensor] = []
+
+    def after(self, loss: Tensor) -> float | None:
+        """The mean, if it is due after a step with this loss. Collective if several ranks read different data."""
+        self._losses.append(loss.detach())
+        if len(self._losses) < self._every:
+            return None
+        mean = torch.stack(self._losses).mean()
+        self._losses.clear()
+        if self._ranks > 1:
+            dist.all_reduce(mean)
+        return float(mean) / self._ranks
+
+
+def steps_by_hand(
+    layout: str, width: int, depth: int, batch: int, texts: Texts, record_every: int
+) -> Iterator[float | None]:
+    """Train for ever with torch alone; gives way after each step, with the loss to be printed there. Collective."""
     model, rank, ranks = Transformer(width, depth), dist.get_rank(), dist.get_world_size()
     share = (rank, ranks) if layout in ("fsdp", "hsdp") else (0, 1)
     if layout == "pp":
-        yield from _pipeline_steps(model, batch, texts)
+        yield from _pipeline_steps(model, batch, texts, record_every)
         return
+    mean_loss = MeanLoss(record_every, share[1])
     if layout == "tp":
         parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan())
     else:
@@ -108,28 +131,32 @@ def steps_by_hand(layout: str, width: int, depth: int, batch: int, texts: Texts)
             fully_shard(part, mesh=mesh)
     optimizer, scheduler = _optimizer(model)
     for ids in _batches(texts, batch, *share):
-        model(ids).backward()
+        loss = model(ids)
+        loss.backward()
         clip(model, None)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        yield
+        yield mean_loss.after(loss)
 
 
-def _pipeline_steps(model: Transformer, batch: int, texts: Texts) -> Iterator[None]:
+def _pipeline_steps(model: Transformer, batch: int, texts: Texts, record_every: int) -> Iterator[float | None]:
+    """The rank that has the losses prints them."""
     rank = dist.get_rank()
     half = len(model.blocks) // 2
     layers = [model.tokens, *model.blocks[:half]] if rank == 0 else [*model.blocks[half:], model.head]
     stage = PipelineStage(Part(layers), rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, PARTS, loss_fn=loss_of)
     optimizer, scheduler = _optimizer(stage.submod)
+    mean_loss = MeanLoss(record_every, 1)
     for ids in _batches(texts, batch, 0, 1):
-        schedule.step(*([ids] if rank == 0 else []), target=ids, return_outputs=False)
+        losses: list[Tensor] = []
+        schedule.step(*([ids] if rank == 0 else []), target=ids, losses=losses, return_outputs=False)
         clip(stage.submod, dist.group.WORLD)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        yield
+        yield mean_loss.after(torch.stack(losses).mean()) if losses else None
 
 
 def _optimizer(model: nn.Module) -> tuple[AdamW, torch.optim.lr_scheduler.LRScheduler]:

@@ -3,7 +3,8 @@
 And saving and loading a model that is spread over a 2 × 2 mesh, beside flat FSDP.
 
 The trainer and the loop by hand take turns in the same processes, some steps each. A step is of a small transformer on
-one thread a rank: forward, backward, clipping by the norm of the whole model, AdamW, schedule, and the batch.
+one thread a rank: forward, backward, clipping by the norm of the whole model, AdamW, schedule, and the batch. Every few
+steps both sides find their mean loss; ours in a record, with speed and memory.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class TakingTurns(ds.Callback):
 
     sets_control_flags = False  # so that the ranks do not have to agree at every step because of it
 
-    def __init__(self, by_hand: Iterator[None], chunk: int) -> None:
+    def __init__(self, by_hand: Iterator[object], chunk: int) -> None:
         self.ours: list[float] = []
         """Seconds of each chunk of steps."""
         self.by_hand: list[float] = []
@@ -143,7 +144,7 @@ def _steps(folder: Path, layout: str, width: int, depth: int, chunk: int, pairs:
     _, _, data_ranks = LAYOUTS[layout]
     steps = chunk * (1 + pairs)
     texts = Texts(steps * BATCH * data_ranks)
-    turns = TakingTurns(steps_by_hand(layout, width, depth, BATCH, texts), chunk)
+    turns = TakingTurns(steps_by_hand(layout, width, depth, BATCH, texts, record_every=CHUNK), chunk)
     _trainer(folder, layout, (width, depth), texts, steps, [turns]).train()
     return turns.ours[1:], turns.by_hand[1:]
 

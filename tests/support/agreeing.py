@@ -24,7 +24,7 @@ def agree_on_what_rank_one_sees(each_step: bool) -> tuple[int, ControlRequests, 
             return ControlRequests(stop=True, save_done=True)
         return NO_REQUESTS
 
-    agreement = ControlSync(control, [look, lambda: NO_REQUESTS], each_step=each_step)
+    agreement = ControlSync(control, [look, lambda: NO_REQUESTS], each_step=each_step, each_record=False)
     while True:
         step += 1
         wishes = agreement.poll()
@@ -34,7 +34,7 @@ def agree_on_what_rank_one_sees(each_step: bool) -> tuple[int, ControlRequests, 
 
 
 def agree_on_a_step() -> object:
-    return ControlSync(TrainerControl(), each_step=True).poll()
+    return ControlSync(TrainerControl(), each_step=True, each_record=False).poll()
 
 
 def all_reduce_of_a_programs_own() -> object:

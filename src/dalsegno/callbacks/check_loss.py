@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -17,6 +18,7 @@ from dalsegno.events.contexts import (
     RollbackContext,
     TrainBeginContext,
 )
+from dalsegno.events.table import Event
 
 from .argument_checks import check_can_roll_back, end_or_roll_back, one_of
 
@@ -36,13 +38,15 @@ class CheckLoss(Callback):
         ConfigurationError: for another action.
     """
 
-    sets_control_flags = False  # except at records and checkpoints, where the ranks synchronize anyway
     background_safe = False
 
     def __init__(self, action: Literal["abort", "rollback"] = "abort") -> None:
         self._action = one_of("CheckLoss", "action", action, ("abort", "rollback"))
         self._first: tuple[Tensor, Tensor, Tensor] | None = None
         """Step (0: none so far), micro-batch and value of the first non-finite loss; 0-dim, on the device."""
+
+    def requesting_events(self) -> Collection[Event]:
+        return Event.LOG_STEP, Event.BEFORE_SAVE
 
     def on_init_end(self, ctx: Context) -> None:
         check_can_roll_back(self, ctx, self._action)

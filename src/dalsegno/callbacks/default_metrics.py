@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from dalsegno.distributed import collectives
+from dalsegno.distributed.gathered import Gathered
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.events.callback import Binder, Callback
 from dalsegno.events.contexts import Context, LogContext, RollbackContext, TrainBeginContext
@@ -32,7 +32,8 @@ class DefaultMetrics(Callback):
       list of each rank's. On CUDA the maximum that PyTorch has allocated on the model's device; elsewhere the process's
       resident memory.
 
-    All ranks log the same values, after one small reduction per record. The callback does not wait for the device.
+    All ranks log the same values: what they need of each other travels with the sums of the record. The callback does
+    not wait for the device.
 
     Args:
         peak_hardware_flops: peak of the device in FLOP/s, for the training's dtype. On several ranks it is refused,
@@ -46,6 +47,8 @@ class DefaultMetrics(Callback):
             ``peak_hardware_flops`` on several ranks.
     """
 
+    sets_control_flags = False
+
     def __init__(
         self,
         peak_hardware_flops: float | None = None,
@@ -57,11 +60,13 @@ class DefaultMetrics(Callback):
         self._peak: float | None = None  # of all ranks' devices
         self._flops: ModelFlops | None = None
         self._device = torch.device("cpu")
-        self._began = 0
+        self._began = self._measured_at = 0
         self._tokens_before = 0
+        self._of_ranks = Gathered(self._measure, "DefaultMetrics")
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
         self._flops = binder.shared(ModelFlops)
+        binder.gather_for_record(self._of_ranks)
         return super().bound_handlers(binder)
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
@@ -74,16 +79,20 @@ class DefaultMetrics(Callback):
 
     def _begin_interval(self, ctx: Context) -> None:
         self._began, self._tokens_before = time.perf_counter_ns(), ctx.state.num_input_tokens_seen
+        self._of_ranks.forget()
+
+    def _measure(self) -> list[float]:
+        """Nanoseconds since the last record, and peak memory, of this rank."""
+        self._measured_at = time.perf_counter_ns()
+        return [float(self._measured_at - self._began), float(peak_memory(self._device))]
 
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind != "train":
             return
-        now = time.perf_counter_ns()
-        here = [float(now - self._began), float(peak_memory(self._device))]
-        by_rank = collectives.gather_floats(here, "DefaultMetrics")
+        by_rank = self._of_ranks.by_rank()
         nanoseconds = max(elapsed for elapsed, _ in by_rank)
         peaks = [int(peak) for _, peak in by_rank]
-        self._began = now
+        self._began = self._measured_at
         if "tokens" in ctx.logs:
             self._add_throughput(ctx.logs, nanoseconds)
         if self._flops is not None and self._flops.rate is not None and self._peak is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -59,7 +59,6 @@ class NaNChecker(Callback):
         ConfigurationError: for another value.
     """
 
-    sets_control_flags = False  # except at records and checkpoints, where the ranks synchronize anyway
     background_safe = False
 
     def __init__(self, gradients: bool = True, action: Literal["abort", "rollback"] = "abort") -> None:
@@ -81,6 +80,9 @@ class NaNChecker(Callback):
         """Also handle events that only some loops fire, so that other loops need not refuse this callback."""
         some = [(Event.GRADIENTS_READY, self._note_gradients), (Event.STEP_SKIPPED, self._note_skip)]
         return [*super().bound_handlers(binder), *some]
+
+    def requesting_events(self) -> Collection[Event]:
+        return (Event.BEFORE_SAVE,)  # and STEP_END at steps with a record, where the ranks agree anyway
 
     def on_init_end(self, ctx: Context) -> None:
         check_can_roll_back(self, ctx, self._action)

@@ -137,7 +137,11 @@ class Layout:
     def sum_floats(self, values: Sequence[float], purpose: str) -> list[float]:
         """Sum over the data ranks, each with the mean of the ranks that read its data. Collective of all ranks; see
         :func:`collectives.sum_floats`."""
-        return [total / self.sharing for total in collectives.sum_floats(values, purpose)]
+        return self.totals(collectives.gather_floats(values, purpose))
+
+    def totals(self, rows: Sequence[Sequence[float]]) -> list[float]:
+        """Sum a row for each rank, as :meth:`sum_floats` does."""
+        return [sum(column) / self.sharing for column in zip(*rows, strict=True)]
 
     def of_data_ranks(self, rows: Sequence[T]) -> list[T]:
         """Of a row for each rank, those that stand for a data rank, in the order of the data ranks."""

@@ -28,6 +28,7 @@ from types import FunctionType, TracebackType
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 from weakref import WeakSet
 
+from dalsegno.distributed.gathered import Gathered
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.state import Handler, TrainerControl
 from dalsegno.stateful.component import Component, Scope, Stateful
@@ -51,6 +52,14 @@ class Binder(Protocol):
 
         It contains what several callbacks share. It is called before them, and saved if it has state.
         """
+
+    def gather_for_record(self, gathered: Gathered) -> None:
+        """Fetch these numbers for each training record, with all else that it needs of every rank.
+
+        For a handler of on_log_step. Whoever fires that event without a record, or in another trainer, fetches none;
+        then the handler gathers them itself.
+        """
+        ...
 
 
 class Construction(NamedTuple):
@@ -90,8 +99,8 @@ class Callback:
     state_version: int = 1
     """Increase it when the state's schema changes, and upgrade older ones in ``migrate(state, from_version)``."""
     sets_control_flags: bool = True
-    """False: no handler sets a flag of ``ctx.control``. If one may, at any step, several ranks have to agree at every
-    step, which costs a small reduction."""
+    """False: no handler sets a flag of ``ctx.control``. If one may, at any step or record, several ranks have to agree
+    there, which costs a small reduction. :meth:`requesting_events` tells at which events."""
     background_safe: bool = True
     """False: its handlers need more than a snapshot of the context, so ``Background`` refuses it."""
     needs_evaluations: bool = False
@@ -143,6 +152,11 @@ class Callback:
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
         """Return the events of one run and the handlers to call, in this order."""
         return [(event, getattr(self, event.handler)) for event in self.handled_events()]
+
+    def requesting_events(self) -> Collection[Event]:
+        """Return the events whose handlers may set a flag of ``ctx.control``, equal on all ranks: unless
+        :attr:`sets_control_flags` is False, all that it handles."""
+        return self.handled_events() if self.sets_control_flags else ()
 
     def idle_events(self) -> Collection[Event]:
         """Return events whose handlers have nothing to do in this leg, so that they are not called: asked after

@@ -10,10 +10,11 @@ The loop checks the list before it fires, so that an event without handlers cost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
+from dalsegno.distributed.gathered import Gathered
 from dalsegno.errors import ConfigurationError, EventNotFired, UnknownName
 from dalsegno.state import Handler, method_of, running
 
@@ -32,6 +33,9 @@ K = TypeVar("K", bound=Callback)
 _AT_EACH_STEP = frozenset(
     event for event in list(Event)[list(Event).index(Event.STEP_BEGIN) : list(Event).index(Event.LOG_STEP)]
 ) | {Event.STEP_DONE}
+
+
+_OF_RECORDS = frozenset({Event.LOG_STEP, Event.LOG})
 
 
 _MUTED = frozenset(list(Event)[list(Event).index(Event.STEP_BEGIN) :]) - {
@@ -131,6 +135,8 @@ class Dispatcher:
         self._idle: set[tuple[str, Event]] = set()  # keys and events
         self._handled: set[Event] = set()  # on any rank
         self.callbacks: list[Callback] = []
+        self.gathered: list[Gathered] = []
+        """What handlers of a training record need of every rank."""
         self.channels: dict[Event, HandlerList[Any, Any]] = {}
 
         self.init_end = self._handler_list(Event.INIT_END, contexts.PlainContext.fill)
@@ -189,6 +195,7 @@ class Dispatcher:
         self._idle.clear()
         self._handled.clear()
         self.callbacks = []
+        self.gathered = []
         for callback in checked:
             self._add(callback)
         self._fill_channels()
@@ -223,6 +230,10 @@ class Dispatcher:
         if found not in self.callbacks:
             self._add(found)
         return cast(K, found)
+
+    def gather_for_record(self, gathered: Gathered) -> None:
+        """See :class:`dalsegno.events.callback.Binder`. Callbacks call it while they are bound."""
+        self.gathered.append(gathered)
 
     def listens_anywhere(self, event: Event) -> bool:
         """Whether any rank has a handler for ``event``: equal on all ranks, so that a collective may depend on it."""
@@ -269,10 +280,14 @@ class Dispatcher:
 
     def may_request_each_step(self) -> bool:
         """Whether a callback may set a flag of the control at any step; equal on all ranks."""
-        return any(
-            callback.sets_control_flags and not _AT_EACH_STEP.isdisjoint(callback.handled_events())
-            for callback in self.callbacks
-        )
+        return self._may_request_in(_AT_EACH_STEP)
+
+    def may_request_in_records(self) -> bool:
+        """Whether a callback may set a flag of the control when it handles a record; equal on all ranks."""
+        return self._may_request_in(_OF_RECORDS)
+
+    def _may_request_in(self, events: Collection[Event]) -> bool:
+        return any(event in events for callback in self.callbacks for event in callback.requesting_events())
 
 
 def check_supported(callbacks: Iterable[Callback], unsupported_events: Mapping[Event, str]) -> None:

@@ -4,14 +4,20 @@ A request may arise on one rank only (a callback that reads a file, a signal, a 
 rank may act on it alone: the others would wait for that rank in the next collective, forever. A collective at every
 step would cost more than a small step itself. So the ranks synchronize every k steps, where k steps take 0.2 seconds;
 and at every step only if a callback handles an event of every step, since its requests must not depend on the clock.
+
+At a record, the requests travel with what the record needs of every rank. The ranks synchronize once more after it if a
+callback that handles records may set a flag.
 """
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 from dalsegno.distributed import collectives
+from dalsegno.distributed.gathered import Gathered, gather_together
 from dalsegno.errors import LeaseLost
 from dalsegno.state import NO_REQUESTS, ControlRequests, TrainerControl
 
@@ -32,6 +38,7 @@ class ControlSync:
         sources: Sequence[RequestSource] = (),
         *,
         each_step: bool,
+        each_record: bool,
         lease_loss: Callable[[], str | None] = lambda: None,
     ) -> None:
         """
@@ -39,6 +46,7 @@ class ControlSync:
             control: of the run.
             sources: of requests other than those of callbacks.
             each_step: synchronize at every step, since callbacks may set flags of the control there.
+            each_record: synchronize after every record, likewise.
             lease_loss: why this process must not write any more; None if it may.
         """
         self._control = control
@@ -46,7 +54,9 @@ class ControlSync:
         self._sources = tuple(sources)
         self._alone = collectives.world_size() == 1
         self._each_step = each_step
+        self._each_record = each_record
         self._steps, self._batches = _Pace(), _Pace()
+        self._own = Gathered(self._numbers, "what a step's end shall do")
 
     def poll(self) -> ControlRequests:
         """Requests that all ranks act on at this step's end; none if the ranks do not synchronize at this step."""
@@ -54,19 +64,26 @@ class ControlSync:
             return self.sync()
         return self.sync() if self._steps.is_due() or self._each_step else NO_REQUESTS
 
-    def sync(self) -> ControlRequests:
+    def after_record(self) -> ControlRequests:
+        """Requests of the handlers of a record; none if they make none. Collective if they may."""
+        return self.sync() if self._alone or self._each_record else NO_REQUESTS
+
+    def sync(self, along: Sequence[Gathered] = ()) -> ControlRequests:
         """Synchronize now. Collective.
+
+        Args:
+            along: fetched by the same exchange.
 
         Raises:
             LeaseLost: on all ranks, if another process has taken the run over.
         """
-        requests = self._poll_sources(self._control.requests())
-        if not self._alone:
-            *agreed, every = collectives.all_reduce_max(
-                [*requests, self._steps.fitting()], "what a step's end shall do"
-            )
-            self._steps.every = every
-            requests = ControlRequests(*map(bool, agreed))
+        if self._alone:
+            requests = self._present()
+        else:
+            gather_together(self._own, *along)
+            present, fitting = zip(*self._own.by_rank(), strict=True)
+            self._steps.every = int(max(fitting))
+            requests = _of_bits(reduce(operator.or_, map(int, present)))
         if requests is not NO_REQUESTS:
             if requests.lease_lost:
                 self._raise_lease_lost()
@@ -117,12 +134,28 @@ class ControlSync:
             requests = collectives.gather(self._control.stop_request, "why training stops")
             self._control.stop_request = next((each for each in requests if each), None)
 
+    def _present(self) -> ControlRequests:
+        """Requests of this rank."""
+        return self._poll_sources(self._control.requests())
+
+    def _numbers(self) -> list[float]:
+        """Requests of this rank, as bits, and the number of steps between two synchronizations."""
+        return [float(_bits(self._present())), float(self._steps.fitting())]
+
     def _poll_sources(self, requests: ControlRequests) -> ControlRequests:
         """Return ``requests`` together with those of the sources."""
         for poll in self._sources:
             if (found := poll()) is not NO_REQUESTS:
                 requests = requests.merge(found)
         return requests
+
+
+def _bits(requests: ControlRequests) -> int:
+    return sum(is_set << place for place, is_set in enumerate(requests))
+
+
+def _of_bits(bits: int) -> ControlRequests:
+    return ControlRequests(*(bool(bits >> place & 1) for place in range(len(NO_REQUESTS))))
 
 
 class _Pace:

@@ -98,14 +98,21 @@ class MetricAccumulator:
         """Whether this rank's loss of the last step, or its gradient norm, is NaN or infinite."""
         return not all(math.isfinite(float(each)) for each in self._last)
 
-    def reduce_and_reset(self) -> dict[str, float]:
-        """Reduce the steps since the last call over all ranks, and start over. Collective.
+    def sums(self) -> list[float]:
+        """Return this rank's losses and tokens since the last record, each summed."""
+        self._fold()
+        return [self._loss_sum, float(self._tokens)]
+
+    def start_over(self, sums: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Forget the steps since the last record.
+
+        Args:
+            sums: every rank's :meth:`sums`, of these steps.
 
         Returns:
             ``loss`` (mean over the steps), ``grad_norm`` (of the last step), ``max_grad_norm``; each only if known.
         """
-        self._fold()
-        loss_sum, tokens = self._layout.sum_floats([self._loss_sum, self._tokens], "the loss of a record")
+        loss_sum, tokens = self._layout.totals(sums)
         figures: dict[str, float] = {}
         if self._steps:
             figures["loss"] = loss_sum / self._steps

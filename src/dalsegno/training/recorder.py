@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dalsegno.distributed import collectives
+from dalsegno.distributed.gathered import Gathered
 from dalsegno.events.records import fire_record
 from dalsegno.events.table import Event
 
@@ -31,6 +32,7 @@ class Recorder:
         self._control = parts.control
         self._metrics = parts.metrics
         self._loader = parts.loader
+        self._sums = Gathered(parts.metrics.sums, "the loss of a record")
         self.begin_leg()
 
     def begin_leg(self) -> None:
@@ -39,6 +41,17 @@ class Recorder:
         self._listens_to_metrics = self._dispatcher.listens_anywhere(Event.TRAIN_METRICS)
         self._broken_since: int | None = None  # first of the last records whose loss was NaN or infinite
         self._has_warned = False
+        self.forget_gathered()
+
+    @property
+    def gathered(self) -> list[Gathered]:
+        """What a training record needs of every rank."""
+        return [self._sums, *self._dispatcher.gathered]
+
+    def forget_gathered(self) -> None:
+        """Drop what has been fetched for a record that is not made."""
+        for each in self.gathered:
+            each.forget()
 
     def add_step(
         self, loss: torch.Tensor, grad_norm: torch.Tensor | None, lr: float | torch.Tensor | None, tokens: int
@@ -70,8 +83,8 @@ class Recorder:
         fire_record(self._dispatcher, logs, kind, evaluated_weights)
 
     def log_training(self) -> None:
-        """Log the steps since the last such record. Collective."""
-        logs: dict[str, Any] = self._metrics.reduce_and_reset()
+        """Log the steps since the last such record. Collective, unless :attr:`gathered` has been fetched."""
+        logs: dict[str, Any] = self._metrics.start_over(self._sums.by_rank())
         if self._lr is not None:
             logs["learning_rate"] = float(self._lr)
         if self._metrics.run_tokens:

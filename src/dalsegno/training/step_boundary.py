@@ -77,6 +77,7 @@ class StepBoundary:
             self._control,
             sources,
             each_step=self._dispatcher.may_request_each_step(),
+            each_record=self._dispatcher.may_request_in_records(),
             lease_loss=self._checkpointer.lease_loss,
         )
         self.saves.begin_leg(self._control_sync)
@@ -115,15 +116,19 @@ class StepBoundary:
                 leg could not repeat it at the same place.
         """
         control_sync = self._control_sync
-        # Callbacks that observe these may set flags. After a record, the ranks synchronize below.
-        is_observed = not due.log and (due.evaluate or due.save or epoch_ends)
-        requests = control_sync.sync() if is_observed else control_sync.poll()
+        if due.log:
+            requests = control_sync.sync(along=self.recorder.gathered)
+        else:
+            is_observed = due.evaluate or due.save or epoch_ends  # callbacks that observe these may set flags
+            requests = control_sync.sync() if is_observed else control_sync.poll()
         if replan is not None and self.commands.are_due(requests):
             requests = requests.merge(self.commands.act(requests))
             due = replan()
+            if not due.log:
+                self.recorder.forget_gathered()
         if due.log or requests.log:
             self.recorder.log_training()
-            requests = requests.merge(control_sync.sync())
+            requests = requests.merge(control_sync.after_record())
         if requests.roll_back:
             requests = self._recover(requests)
             if self.rollback is not None:

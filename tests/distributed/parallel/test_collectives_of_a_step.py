@@ -1,5 +1,6 @@
 """From the end of one step to that of the next, the ranks exchange what a step written by hand with torch alone does,
-and nothing else; a record adds its own, and a handler of each micro-batch's loss."""
+and nothing else. A record adds one exchange, as it does by hand where several ranks read different data; and a second
+if a handler of records may set a flag. A handler of each micro-batch's loss adds its own."""
 
 from __future__ import annotations
 
@@ -25,8 +26,11 @@ BATCH, STEPS = 4, 4
 PLAIN, RECORD = 2, 3
 """A step that only trains, and one with a record."""
 
+Steps = dict[int, Counter[str]]
+"""What is exchanged, by the number of the step."""
+
 OF_A_RECORD = {
-    "allreduce": 3,  # sums of losses and tokens; speed and memory (DefaultMetrics); requests of handlers of the record
+    "allreduce": 1,  # sums of losses and tokens, speed and memory (DefaultMetrics), requests
 }
 FSDP = {
     "allgatherbase": 5,  # parameters of two blocks and of the rest; in the backward pass, of the blocks again
@@ -49,6 +53,12 @@ PIPELINE_OF_SHARDS = {
 }
 
 
+class MayRequest(ds.Callback):
+    """May set a flag at a record."""
+
+    def on_log(self, ctx: ds.LogContext) -> None: ...
+
+
 class Case(NamedTuple):
     parallel: Any
     data_ranks: int
@@ -58,12 +68,17 @@ class Case(NamedTuple):
     """Name of the same loop with torch alone."""
     settings: dict[str, Any] = {}
     handlers: tuple[str, ...] = ()
+    others: tuple[type[ds.Callback], ...] = ()
+    of_a_record: dict[str, int] = OF_A_RECORD
 
 
 PIPELINED = ds.Pipeline(2, microbatches=PARTS)
 CASES: dict[int, dict[str, Case]] = {
     2: {
         "ddp": Case("ddp", 2, {"allreduce": 1}),  # gradients, in one bucket
+        "ddp, with a handler of records that may request": Case(
+            "ddp", 2, {"allreduce": 1}, others=(MayRequest,), of_a_record={"allreduce": 2}
+        ),
         "fsdp": Case(ds.FSDP(), 2, FSDP, "fsdp"),
         "tp": Case(ds.TensorParallel(plan()), 1, TENSOR_PARALLEL, "tp"),
         "pp": Case(PIPELINED, 1, PIPELINE, "pp"),
@@ -86,7 +101,7 @@ class Counting(ds.Callback):
     sets_control_flags = False
 
     def __init__(self, handlers: Collection[str]) -> None:
-        self.steps: dict[int, Counter[str]] = {}
+        self.steps: Steps = {}
         self.losses: list[float] = []
         self._exchanges = Exchanges()
         for handler in handlers:
@@ -106,22 +121,25 @@ class Counting(ds.Callback):
         self._exchanges.__exit__(None, None, None)
 
 
-def exchanged(folder: Path, ranks: int) -> dict[str, tuple[dict[int, Counter[str]], Counter[str], list[float]]]:
-    """By each step of the trainer's, and by one by hand; the losses that this rank has."""
+def exchanged(folder: Path, ranks: int) -> dict[str, tuple[Steps, Steps, list[float]]]:
+    """By each step of the trainer's, and by hand; the losses that this rank has."""
     torch.set_num_threads(1)
     found = {}
     for name, case in CASES[ranks].items():
-        counting, by_hand = Counting(case.handlers), Exchanges()
+        counting = Counting(case.handlers)
+        by_hand: Steps = {}
         texts = Texts(STEPS * BATCH * case.data_ranks)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(control_sync, "_SECONDS_APART", 1e9)  # else the ranks agree now and then, by the clock
-            train(folder / name, case.parallel, texts, counting, logging_steps=RECORD, **case.settings)
+            others = [other() for other in case.others]
+            train(folder / name, case.parallel, texts, counting, *others, logging_steps=RECORD, **case.settings)
         if case.by_hand:
-            steps = steps_by_hand(case.by_hand, 16, 2, BATCH, texts)
-            next(steps)
-            with by_hand:
-                next(steps)
-        found[name] = counting.steps, by_hand.counts, counting.losses
+            steps = steps_by_hand(case.by_hand, 16, 2, BATCH, texts, record_every=RECORD)
+            for step in range(1, RECORD + 1):
+                with Exchanges() as exchanges:
+                    next(steps)
+                by_hand[step] = exchanges.counts
+        found[name] = counting.steps, by_hand, counting.losses
     return found
 
 
@@ -141,8 +159,11 @@ def test_a_step_exchanges_what_one_by_hand_does(tmp_path: Path, ranks: int) -> N
     for name, case in CASES[ranks].items():
         for steps, by_hand, losses in (each[name] for each in by_rank):
             assert steps[PLAIN] == case.exchanged, name
-            assert steps[RECORD] == Counter(case.exchanged) + Counter(OF_A_RECORD), name
-            assert by_hand == (case.exchanged if case.by_hand else {}), name
+            assert steps[RECORD] == Counter(case.exchanged) + Counter(case.of_a_record), name
+            if case.by_hand:
+                of_a_record = {"allreduce": 1} if case.data_ranks > 1 else {}
+                assert by_hand[PLAIN] == case.exchanged, name
+                assert by_hand[RECORD] == Counter(case.exchanged) + Counter(of_a_record), name
             assert case.data_ranks > 1 or losses == by_rank[0][name][2], name
             assert min(losses) > 0, name
 
