@@ -14,6 +14,7 @@ import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
 from dalsegno.control import Ticket
 from dalsegno.testing import tiny_regression_data
+from support.listeners import Listener
 from support.small import small_trainer
 
 Commands = Mapping[int, Sequence[tuple[str, dict[str, Any]]]]
@@ -112,6 +113,19 @@ def with_all(output_dir: Path) -> ds.Trainer:
 
 def with_all_sharded(output_dir: Path) -> ds.Trainer:
     return commanded(output_dir, ALL, Losses(), parallel="fsdp")
+
+
+def losses_of_records(output_dir: Path, commands: Commands, logging_steps: int) -> dict[int, float]:
+    """The losses in the records of four steps."""
+    losses: dict[int, float] = {}
+
+    def note(ctx: ds.LogContext) -> None:
+        if ctx.kind == "train":
+            losses[ctx.state.global_step] = ctx.logs["loss"]
+
+    settings = {"logging_steps": logging_steps, "max_steps": 4, "save_steps": 0}
+    commanded(output_dir, commands, Listener({"on_log": note}), **settings).train()
+    return losses
 
 
 def set_at_five(output_dir: Path) -> ds.Trainer:

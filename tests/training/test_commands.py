@@ -15,7 +15,7 @@ from dalsegno.callbacks import EMA, CountParams, FlopUtilization, HangWatchdog, 
 from dalsegno.control import Answer, Inbox, Outcome, send
 from dalsegno.logs import read_records
 from dalsegno.system import filesystem
-from dalsegno.testing import FaultPlan, assert_resume_equivalent, check_resume, compare_runs
+from dalsegno.testing import FaultPlan, assert_resume_equivalent, check_resume, compare_runs, run_ranks
 from support.commanded import (
     ALL,
     Client,
@@ -24,6 +24,7 @@ from support.commanded import (
     acted,
     commanded,
     lines,
+    losses_of_records,
     set_at_five,
     set_at_seven,
     with_all,
@@ -51,6 +52,15 @@ def test_on_two_ranks(tmp_path: Path, factory: Any) -> None:
     """DDP and FSDP2."""
     assert_resume_equivalent(factory, KILLS[1:], world_size=2, folder=tmp_path)
     assert acted(tmp_path / "killed") == [(name, step) for step, given in ALL.items() for name, _ in given]
+
+
+def test_a_record_that_a_command_calls_off_leaves_nothing_to_the_next(tmp_path: Path) -> None:
+    """Though the ranks have told each other their sums for it."""
+    commands = {2: [("set", {"logging_steps": 4})], 3: [("log", {})]}
+    called_off, _ = run_ranks(losses_of_records, 2, tmp_path / "called off", commands, 2)
+    as_planned, _ = run_ranks(losses_of_records, 2, tmp_path / "as planned", {}, 3)
+    assert called_off.keys() == {3, 4}
+    assert called_off[3] == as_planned[3]
 
 
 def test_killed_between_acknowledgement_and_effect(tmp_path: Path) -> None:
