@@ -25,16 +25,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable
 from types import FunctionType, TracebackType
-from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, TypeVar
 from weakref import WeakSet
 
-from dalsegno.distributed.gathered import Gathered
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.state import Handler, TrainerControl
 from dalsegno.stateful.component import Component, Scope, Stateful
 
 from . import contexts
 from .table import Event
+
+if TYPE_CHECKING:
+    from dalsegno.distributed.gathered import Gathered  # loads torch
 
 Answer = TrainerControl | None
 """A handler may return a TrainerControl, whose flags are then copied."""
