@@ -159,11 +159,7 @@ class ModelMerge(Callback):
 
 
 def _merge_steps(steps: int | Sequence[int], window: int) -> list[int]:
-    """Return the merge steps in order.
-
-    Raises:
-        ConfigurationError: if one is not a step, or two windows overlap.
-    """
+    """Return the merge steps in order. Raises ConfigurationError if one is not a step, or two windows overlap."""
     several: Any = list(steps) if isinstance(steps, (list, tuple, range)) else [steps]
     if not several:
         raise ConfigurationError(f"ModelMerge: steps={steps!r}; needs a step, or several")

@@ -83,11 +83,8 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _add_commands(parser: argparse.ArgumentParser, group: ModuleType, words: Sequence[str], called: str = "") -> None:
-    """Add the command of ``group`` that ``words`` start with; all of its commands if they start with an option.
-
-    Raises:
-        UnknownName: if they start with another word; suggests the nearest command. (argparse would only list them all.)
-    """
+    """Add the command of ``group`` that ``words`` start with; all of its commands if they start with an option. Raises
+    UnknownName if they start with another word; suggests the nearest command. (argparse would only list them all.)"""
     names: Sequence[str] = group.COMMANDS
     rest: Sequence[str] = ()
     if words and not words[0].startswith("-"):

@@ -163,9 +163,9 @@ def _print_unshortened(columns: Sequence[Column], cells: Sequence[Sequence[str]]
         print("  ".join(padded).rstrip(), file=file)
 
 
-def print_json(value: Any, file: TextIO | None = None) -> None:
+def print_json(value: Any) -> None:
     """Print ``value`` as JSON, with non-finite numbers as ``"NaN"``, ``"Infinity"``, ``"-Infinity"``."""
-    print(json.dumps(to_json(value), indent=2, allow_nan=False), file=file or sys.stdout)
+    print(json.dumps(to_json(value), indent=2, allow_nan=False))
 
 
 def print_facts(title: str, facts: Sequence[tuple[str, str]], file: TextIO | None = None) -> None:
@@ -180,9 +180,9 @@ def print_facts(title: str, facts: Sequence[tuple[str, str]], file: TextIO | Non
             name = ""
 
 
-def print_json_line(value: Any, file: TextIO | None = None) -> None:
+def print_json_line(value: Any) -> None:
     """As :func:`print_json`, on one line."""
-    print(json.dumps(to_json(value), allow_nan=False), file=file or sys.stdout)
+    print(json.dumps(to_json(value), allow_nan=False))
 
 
 def in_words(record: Mapping[str, Any]) -> str:

@@ -249,11 +249,7 @@ def send(
 
 
 def _read_answer(path: Path) -> Answer | None:
-    """The answer, if it is there.
-
-    Raises:
-        NotRunning: if the file was not written by an inbox.
-    """
+    """The answer, if it is there. Raises NotRunning if the file was not written by an inbox."""
     try:
         content = decode(path.read_bytes())
         check(content, _AnswerForm, str(path))

@@ -86,9 +86,10 @@ class ReplayLoader(UserLoader):
         """Read up to the saved position, counted in samples if all ranks read one stream."""
         goal, unit = (self._samples, "samples") if self._one_stream else (self._microbatches, "micro-batches")
         data = getattr(self._loader, "dataset", self._loader)
+        name = type(data.dataset if isinstance(data, RankShard) else data).__name__
         log.warning(
             "%s has no state_dict%s: reading %d micro-batches (%d samples) again to find its position",
-            type(data.dataset if isinstance(data, RankShard) else data).__name__,
+            name,
             " that restores its order" if isinstance(getattr(data, "dataset", data), Stateful) else "",
             self._microbatches,
             self._samples,
@@ -115,7 +116,7 @@ class ReplayLoader(UserLoader):
                 "%s begins the epoch with another micro-batch when it is read again, so its samples differ from those "
                 "of an uninterrupted run: its order depends on something that is not saved, such as the time, or a "
                 "count of passes; let it depend on its seed and set_epoch(epoch), or give it a state_dict",
-                type(data.dataset if isinstance(data, RankShard) else data).__name__,
+                name,
                 extra={NOT_EXACT: True},
             )
         if self._orders_while_reading() and digest(capture_generators()) != first:
@@ -123,7 +124,7 @@ class ReplayLoader(UserLoader):
                 "%s draws random numbers between its batches, from generators that the model may use too; if its "
                 "order depends on them (a shuffle buffer), its samples differ from those of an uninterrupted run: "
                 "give it its own random generator, or a state_dict",
-                type(data.dataset if isinstance(data, RankShard) else data).__name__,
+                name,
                 extra={NOT_EXACT: True},
             )
         took = time.monotonic() - began

@@ -249,11 +249,8 @@ class _Api:
         check_head: Callable[[Any], object],
         finish: Callable[[SpooledTensors], object],
     ) -> Response:
-        """Write the tensors of a frame to a file, call ``finish`` with it, and answer.
-
-        Raises:
-            ConfigurationError: if it is not a complete frame with these tensors, or has a NaN or an infinity.
-        """
+        """Write the tensors of a frame to a file, call ``finish`` with it, and answer. Raises ConfigurationError if it
+        is not a complete frame with these tensors, or has a NaN or an infinity."""
         least, most = length_limits(specs)
         length = request.headers.get("content-length", "")
         if not length.isdecimal() or not least <= int(length) <= most:

@@ -365,11 +365,8 @@ class Coordinator:
         return bool(waiting)
 
     def _publish(self, begun: Sequence[Version]) -> None:
-        """Let workers fetch what a change led to, once it is on disk. They may begin while it is written.
-
-        Raises:
-            Closing: if the server closes before.
-        """
+        """Let workers fetch what a change led to, once it is on disk. They may begin while it is written. Raises
+        Closing if the server closes before."""
         self._patience.insist(self._commit)
         self._committed = self._run.state.version
         self._changed()

@@ -151,11 +151,7 @@ class ServerLink:
         return collectives.from_rank_zero_in_time(lambda: outcome_of(work))
 
     def _insist(self, work: Callable[[], T]) -> T:
-        """Work on rank 0 until it is done.
-
-        Raises:
-            NotRunning: if it is not done in all attempts.
-        """
+        """Work on rank 0 until it is done. Raises NotRunning if it is not done in all attempts."""
 
         def insist() -> T:
             for attempt in range(1, 1 + self._options.max_sync_retries):

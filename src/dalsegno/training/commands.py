@@ -106,11 +106,7 @@ class CommandExecutor:
         return plan_commands(self.queue.read(rewind_to), step, self._args, self._script_values(), self._parsed)
 
     def _resume(self, rewind_to: int | None) -> None:
-        """On rank 0.
-
-        Raises:
-            SaveFailed: if ``control.jsonl`` cannot be written.
-        """
+        """On rank 0. Raises SaveFailed if ``control.jsonl`` cannot be written."""
         try:
             self.queue.resume(rewind_to, self._plan.overridden)
         except OSError as error:

@@ -58,7 +58,7 @@ def scale_rates(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) 
             scheduler.eta_min = _scaled(scheduler.eta_min, factor)
     for scheduler in _flat(schedulers):
         if hasattr(scheduler, "_last_lr"):
-            scheduler._last_lr = [_copied(group["lr"]) for group in optimizer.param_groups]
+            scheduler._last_lr = [copied(group["lr"]) for group in optimizer.param_groups]
 
 
 def _scaled(rate: Any, factor: float) -> Any:
@@ -66,7 +66,8 @@ def _scaled(rate: Any, factor: float) -> Any:
     return rate.mul_(factor) if isinstance(rate, torch.Tensor) else rate * factor
 
 
-def _copied(rate: Any) -> Any:
+def copied(rate: Any) -> Any:
+    """A rate that does not change with ``rate``."""
     return rate.clone() if isinstance(rate, torch.Tensor) else rate
 
 

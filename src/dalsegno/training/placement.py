@@ -87,12 +87,8 @@ def _compile(model: nn.Module, args: TrainingArguments) -> None:
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """Move the model or loss function, unless it is there.
-
-    Raises:
-        ConfigurationError: if it has DTensor parameters and would have to be moved: ``Module.to`` drops their hooks,
-            which may be what reduces their gradients.
-    """
+    """Move the model or loss function, unless it is there. Raises ConfigurationError if it has DTensor parameters and
+    would have to be moved: ``Module.to`` drops their hooks, which may be what reduces their gradients."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     elsewhere = next((name for name, each in tensors if each.device != device), None)
     if elsewhere is None:

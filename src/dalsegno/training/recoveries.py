@@ -20,6 +20,8 @@ from dalsegno.data.gaps import Gaps, Place, Span
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs.recoveries import Recovery
 
+from .learning_rate import copied
+
 _UNSCALED = nullcontext()
 
 
@@ -72,7 +74,7 @@ class Recoveries:
     @contextmanager
     def _scaled(self, factor: float) -> Iterator[None]:
         groups = self._optimizer.param_groups
-        rates = [_copied(group["lr"]) for group in groups]
+        rates = [copied(group["lr"]) for group in groups]
         try:
             for group in groups:
                 _set(group, group["lr"] * factor)
@@ -96,7 +98,3 @@ def _set(group: dict[str, Any], rate: Any) -> None:
         group["lr"].copy_(rate)
     else:
         group["lr"] = rate
-
-
-def _copied(rate: Any) -> Any:
-    return rate.clone() if isinstance(rate, torch.Tensor) else rate

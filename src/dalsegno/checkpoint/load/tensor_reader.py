@@ -122,11 +122,8 @@ def planned_reads(tensors: TensorsByComponent, index: Index) -> Iterator[Read]:
 
 
 def _unexpanded(read: torch.Tensor, shape: torch.Size, name: str) -> torch.Tensor:
-    """The part of ``read`` of that shape, which is repeated along the expanded dimensions.
-
-    Raises:
-        StateMismatch: if it is not repeated.
-    """
+    """The part of ``read`` of that shape, which is repeated along the expanded dimensions. Raises StateMismatch if it
+    is not repeated."""
     first = read[tuple(slice(size) for size in shape)]
     if not torch.equal(as_bytes(first.expand(read.shape)), as_bytes(read)):  # as bytes, a NaN equals itself
         raise StateMismatch(

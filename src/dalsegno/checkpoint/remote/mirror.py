@@ -78,4 +78,4 @@ def mirror_of(url: str | None, run: Path, keep: Keep | None) -> Mirror:
         return NoMirror()
     from .store_mirror import StoreMirror  # imports fsspec, for which a run without a URL need not wait
 
-    return StoreMirror.at(url, run, keep)
+    return StoreMirror(url, run, keep)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from dalsegno.distributed import collectives
 from dalsegno.policies.retention import Keep
@@ -31,17 +31,13 @@ T = TypeVar("T")
 class StoreMirror:
     """Mirrors the run in a directory to a store: a :class:`.mirror.Mirror`."""
 
-    def __init__(self, store: Store, run: Path, keep: Keep | None) -> None:
-        self._store = store
+    def __init__(self, url: str, run: Path, keep: Keep | None) -> None:
+        """Raises ConfigurationError if no filesystem for such a URL is installed."""
+        self._store = Store(url)
         self._run = run
         self._keep = keep
-        self._lock = RemoteLock(store)
+        self._lock = RemoteLock(self._store)
         self._uploads: UploadThread | None = None
-
-    @classmethod
-    def at(cls, url: str, run: Path, keep: Keep | None) -> Self:
-        """Raises ConfigurationError if no filesystem for such a URL is installed."""
-        return cls(Store(url), run, keep)
 
     def claim(self, *, take_over: bool) -> None:
         self._on_rank_zero(lambda: self._lock.take(take_over=take_over))

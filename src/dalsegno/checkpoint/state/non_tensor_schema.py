@@ -120,11 +120,8 @@ def _check_accepted(
     kind: type[torch.optim.Optimizer], group: dict[str, Any], moments: dict[frozenset[str], str], where: str
 ) -> None:
     """Let a torch optimizer judge hyperparameters as its constructor does, and by a step on a parameter of one element;
-    otherwise they fail in the first step of the run.
-
-    Raises:
-        StateMismatch: if the constructor would refuse one, or a step needs a value that ``moments`` does not have.
-    """
+    otherwise they fail in the first step of the run. Raises StateMismatch if the constructor would refuse one, or a
+    step needs a value that ``moments`` does not have."""
     numbers = {key: value for key, value in group.items() if _is_number(value) and key not in _IMPLEMENTATION}
     for key, value in numbers.items():
         for number in value if isinstance(value, tuple) else (value,):

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             Column("step", "step", number, right=True),
             Column("files", "files", number, right=True),
             Column("size", "size", size, right=True),
-            Column("verified", "", lambda good: "verified" if good else "DAMAGED", style=lambda good: _style(good)),
+            Column("verified", "", lambda good: "verified" if good else "DAMAGED", style=_style),
         ]
         print_table(columns, rows)
         for row in rows:

@@ -57,11 +57,8 @@ def _killed_and_resumed(job: Job, trace: EventTrace) -> list[LegSpan]:
 
 
 def _outcome(job: Job, plan: FaultPlan | None, end: LegEnd, trace: EventTrace) -> list[str]:
-    """Lines on how a leg ended, checked against the files on disk.
-
-    Raises:
-        RankFailed: if it was not killed as planned.
-    """
+    """Lines on how a leg ended, checked against the files on disk. Raises RankFailed if it was not killed as
+    planned."""
     if plan is None:
         return ["finished"]
     if end.trace is not None:

@@ -102,11 +102,8 @@ def _spread(model: nn.Module, modes: Sequence[Mode], layout: Layout, device: tor
 def _spread_loss(
     loss_fn: nn.Module, modes: Sequence[Mode], layout: Layout, device: torch.device, bf16: bool
 ) -> Parallel:
-    """Spread a loss function: over the data ranks only; ranks that read the same data compute the same.
-
-    Raises:
-        ConfigurationError: if the user has spread the model, but not the loss function.
-    """
+    """Spread a loss function: over the data ranks only; ranks that read the same data compute the same. Raises
+    ConfigurationError if the user has spread the model, but not the loss function."""
     if modes and isinstance(modes[0], Parallelized) and layout.data_size > 1 and not _is_spread(loss_fn):
         raise ConfigurationError(
             f"loss_fn: {type(loss_fn).__name__} has parameters of its own, whose gradients nothing averages over the "

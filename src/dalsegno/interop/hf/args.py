@@ -181,11 +181,8 @@ def _schedule(when: SaveTrigger) -> tuple[Strategy, int]:
 
 
 def _their_default(name: str) -> Any:
-    """Return the default of transformers' own ``TrainingArguments``, if transformers is imported.
-
-    Raises:
-        AttributeError: if there is none, as transformers raises.
-    """
+    """Return the default of transformers' own ``TrainingArguments``, if transformers is imported. Raises AttributeError
+    if there is none, as transformers raises."""
     theirs = getattr(sys.modules.get("transformers.training_args"), "TrainingArguments", None)
     field = getattr(theirs, "__dataclass_fields__", {}).get(name)
     if field is not None and field.default is not MISSING:
