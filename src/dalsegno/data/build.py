@@ -10,6 +10,7 @@ import torch
 from dalsegno.args import TrainingArguments
 from dalsegno.distributed import accelerator
 from dalsegno.distributed.layout import Layout
+from dalsegno.distributed.modes import parts_of_batch
 from dalsegno.errors import ConfigurationError
 
 from . import (
@@ -41,8 +42,8 @@ def train_loader_from_args(
     """Build the training data. Collective.
 
     Raises:
-        ConfigurationError: unless exactly one of dataset and loader is given and of a supported kind, or if the ranks'
-            datasets differ in length.
+        ConfigurationError: unless exactly one of dataset and loader is given and of a supported kind, if the ranks'
+            datasets differ in length, or if a batch does not divide into the micro-batches of a pipeline.
         EmptyDataset: if there is no batch.
     """
     if (dataset is None) == (loader is None):
@@ -50,6 +51,7 @@ def train_loader_from_args(
     if loader is not None:
         return resumable_loader(loader, seed=args.shuffle_seed, world_size=layout.data_size)
     check_same_length("train_dataset", dataset)
+    _expect_divisible(args)
     return train_loader(
         dataset,
         batch_size=args.per_device_train_batch_size,
@@ -58,6 +60,16 @@ def train_loader_from_args(
         persistent_workers=args.dataloader_persistent_workers,
         **_reading(args, layout, collator),
     )
+
+
+def _expect_divisible(args: TrainingArguments) -> None:
+    batch, parts = args.per_device_train_batch_size, parts_of_batch(args.parallel)
+    if batch % parts:
+        fitting = ", ".join(str(number) for number in range(1, batch + 1) if batch % number == 0)
+        raise ConfigurationError(
+            f"parallel={args.parallel}: a batch of {batch} samples (per_device_train_batch_size) does not divide into "
+            f"{parts} micro-batches; {fitting} fit"
+        )
 
 
 def evaluation_sets_from_args(

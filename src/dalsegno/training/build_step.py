@@ -64,13 +64,7 @@ def build_step(parts: RunParts, placed: PlacedModel) -> tuple[TrainStep, Evaluat
 
 
 def _expect_pipelinable(args: TrainingArguments, parallel: Pipelined) -> None:
-    batch, parts = args.per_device_train_batch_size, parts_of_batch(args.parallel)
-    if batch % parts:
-        fitting = ", ".join(str(number) for number in range(1, batch + 1) if batch % number == 0)
-        raise ConfigurationError(
-            f"parallel={args.parallel}: a batch of {batch} samples (per_device_train_batch_size) does not divide into "
-            f"{parts} micro-batches; {fitting} fit"
-        )
+    parts = parts_of_batch(args.parallel)
     for accumulated in sorted({*args.accumulation.values.values()}):
         parallel.runner.check(accumulated * parts)
     for name in ("torch_compile", "fuse_optim_with_backward"):

@@ -176,9 +176,11 @@ def _train(folder: Path, parallel: Any, settings: dict[str, int]) -> Any:
     ids=["by its entry", "listed", "by a function"],
 )
 def test_a_list_of_layers_is_in_one_stage(tmp_path: Path, stages: Any) -> None:
-    """The model calls the layers, not the list; so a stage has them each by itself."""
+    """The model calls the layers, not the list; so a stage has them each by itself. The user's own batches need not
+    divide into the micro-batches."""
     [(expected, _)] = run_ranks(pipelined.train_headed, 1, tmp_path / "one", "none")
-    for found, names in run_ranks(pipelined.train_headed, 2, tmp_path / "two", ds.Pipeline(stages, "gpipe")):
+    pipeline = ds.Pipeline(stages, "gpipe", microbatches=3)
+    for found, names in run_ranks(pipelined.train_headed, 2, tmp_path / "two", pipeline):
         assert found == pytest.approx(expected)
         assert names
 
