@@ -1,4 +1,4 @@
-"""Processes that take part as hosts of their own: other names, and a disk whose locks reach no other host."""
+"""Processes that take part as hosts or containers of their own: other names, and a disk whose locks reach no other."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import threading
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
@@ -32,6 +37,34 @@ def name_host(name: str) -> None:
     else:  # without the privilege for it
         names = types.SimpleNamespace(nodename=name)
         os.uname = lambda: names  # type: ignore[assignment,return-value]
+
+
+needs_pid_namespaces = pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode != 0,
+    reason="needs the privilege to create pid namespaces",
+)
+
+
+def as_process_one(work: Callable[..., str], *arguments: Any) -> str:
+    """The result of ``work``, called in the first process of a new pid namespace, as in a container.
+
+    That process is killed when this one dies.
+    """
+    new_pids, die_with_parent = 0x20000000, 1  # CLONE_NEWPID, PR_SET_PDEATHSIG
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.unshare(new_pids) == 0, os.strerror(ctypes.get_errno())
+    receiver, sender = os.pipe()
+    if os.fork() == 0:
+        libc.prctl(die_with_parent, signal.SIGKILL)
+        try:
+            assert os.getpid() == 1
+            os.write(sender, work(*arguments).encode())
+        finally:
+            os._exit(0)
+    os.close(sender)
+    with os.fdopen(receiver, encoding="utf-8") as told:
+        return told.read()
 
 
 def lose_kernel_locks() -> None:

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 
 from dalsegno.errors import ConfigurationError, Locked, RankFailed
 from dalsegno.events.table import Event
+from dalsegno.system.holder import Holder
 from dalsegno.system.lock import DirectoryLock
 from dalsegno.testing import FaultPlan, run_ranks, start_ranks
 from support.listeners import Listener
@@ -127,6 +129,37 @@ def test_a_disk_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not DirectoryLock.is_held(tmp_path)
     leave_lock(tmp_path, host=socket.gethostname(), pid=os.getpid())  # of a container that is gone: numbers come again
     assert small_trainer(tmp_path, max_steps=1).train().reason == "finished"
+
+
+def leave_lock_of_this_pid(directory: Path, **changed: Any) -> None:
+    """As an earlier process with this one's pid has left it, which this process would have seen but for ``changed``."""
+    leave_lock(directory, **(asdict(Holder.here()) | {"since": SINCE} | changed))
+
+
+def test_a_container_that_is_started_again_does_not_wait_where_the_kernel_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel is the same one, and knows that the former process is dead. Elsewhere the lease decides."""
+    leave_lock_of_this_pid(tmp_path, pid_namespace="pid:[1]")
+    assert small_trainer(tmp_path, max_steps=1).train().reason == "finished"
+
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    for lock in ("fcntl", "flock"):
+        monkeypatch.setattr(fcntl, lock, refuse)
+    leave_lock_of_this_pid(tmp_path, pid_namespace="pid:[1]")
+    with pytest.raises(Locked, match=f"process {os.getpid()} in another container on .* cannot see whether"):
+        small_trainer(tmp_path, max_steps=2).train()
+    leave_lock_of_this_pid(tmp_path)
+    assert small_trainer(tmp_path, max_steps=2).train().reason == "finished"
+
+
+def test_another_boot_may_be_another_host_of_the_same_name(tmp_path: Path) -> None:
+    """Its kernel may lock the same disk without knowledge of this one."""
+    leave_lock_of_this_pid(tmp_path, boot="another")
+    with pytest.raises(Locked, match="cannot see whether that process is alive"):
+        small_trainer(tmp_path, max_steps=1).train()
 
 
 def test_a_copy_of_the_folder_leaves_it_locked(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ class TrainingArguments:
     disable_tqdm: bool | None = None
     """True: lines instead of progress bars. None: bars on a terminal and in a notebook."""
     take_over_lock: bool = False
-    """Take ``output_dir`` from a process on another host without waiting for its lease; only if it is dead."""
+    """Take ``output_dir`` from a process on another host or in another container at once; only if it is dead."""
     run_name: str | None = None
     """Name of the run for humans; some callbacks show it."""
     report_to: str | Sequence[str] = "none"

@@ -15,7 +15,6 @@ content.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -28,6 +27,7 @@ from typing import Any, Literal
 
 from dalsegno.errors import ConfigurationError, Locked, NotFound
 from dalsegno.system import filesystem
+from dalsegno.system.kernel import boot_id
 
 ENDPOINT = "endpoint.json"
 TOKEN = "auth_token"
@@ -144,7 +144,7 @@ class Registration:
             logging_dir=str(self._logging_dir),
             hostname=os.uname().nodename,
             process_start=_process_start(os.getpid()),
-            boot_id=_boot_id(),
+            boot_id=boot_id(),
             certificate=certificate,
         )
         if token is None:
@@ -278,7 +278,7 @@ def _state_of(endpoint: Endpoint) -> JobState:
     """A job of an earlier boot of this host is dead. Where the start time is not known, the pid alone decides."""
     if endpoint.hostname != os.uname().nodename:
         return "elsewhere"
-    if endpoint.boot_id != _boot_id():
+    if endpoint.boot_id != boot_id():
         return "dead"
     if endpoint.process_start is None:
         return "running" if _exists(endpoint.pid) else "dead"
@@ -294,14 +294,6 @@ def _process_start(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in _DEAD_STATES else int(fields[19])
-
-
-@functools.cache
-def _boot_id() -> str | None:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    except OSError:
-        return None
 
 
 def _exists(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""Holder: the process that a lock file names, and whether it is still alive as far as this host can tell."""
+"""Holder: the process that a lock file names, and whether it is still alive as far as this process can tell."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 from dalsegno.errors import Locked
 
+from .kernel import boot_id, pid_namespace
 from .posix import can_train, host_name
 
 _LONGEST_LEASE_S = 3600.0
@@ -25,11 +26,15 @@ class Holder:
     lives: dict[str, tuple[str, int]]
     lease: float | None = None
     """Seconds without a renewal after which the entry has expired; None: it never expires, as in former versions."""
+    boot: str | None = None
+    """Start of the holder's kernel; None, here and below: unknown, as in former versions, and taken to be the same."""
+    pid_namespace: str | None = None
 
     @classmethod
     def here(cls, lease: float | None = None) -> Holder:
         """Describe this process, under a new token."""
-        return cls(host_name(), os.getpid(), time.time(), os.urandom(8).hex(), _lives_of_this_job(), lease)
+        token, lives = os.urandom(8).hex(), _lives_of_this_job()
+        return cls(host_name(), os.getpid(), time.time(), token, lives, lease, boot_id(), pid_namespace())
 
     @classmethod
     def parse(cls, data: bytes | None) -> Holder | None:
@@ -39,8 +44,8 @@ class Holder:
             lives = {str(kind): (str(job), int(life)) for kind, (job, life) in entry.get("lives", {}).items()}
             lease = entry.get("lease")
             lease = float(lease) if lease is not None and 0 < float(lease) <= _LONGEST_LEASE_S else None
-            token = str(entry.get("token", ""))
-            return cls(str(entry["host"]), int(entry["pid"]), float(entry["since"]), token, lives, lease)
+            token, host, pid, since = str(entry.get("token", "")), str(entry["host"]), int(entry["pid"]), entry["since"]
+            return cls(host, pid, float(since), token, lives, lease, entry.get("boot"), entry.get("pid_namespace"))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
 
@@ -48,20 +53,24 @@ class Holder:
         """The entry for :meth:`parse`."""
         return json.dumps(asdict(self)).encode()
 
+    def shares_kernel(self) -> bool:
+        """Whether the holder's kernel is this process's, on the same host and not started again since."""
+        return self.host == host_name() and self.boot in (None, boot_id())
+
     def is_here(self) -> bool:
-        """Whether the holder is on this host."""
-        return self.host == host_name()
+        """Whether this process would see the holder: it shares the kernel and the pid namespace."""
+        return self.shares_kernel() and self.pid_namespace in (None, pid_namespace())
 
     def is_me(self) -> bool:
-        """Whether the holder is this process, or an earlier one of this host with the same pid."""
+        """Whether the holder is this process, or an earlier one here with the same pid."""
         return self.is_here() and self.pid == os.getpid()
 
     def lives_here(self) -> bool:
-        """Whether the holder is a live process of this host. False on Windows, which does not see those of WSL."""
+        """Whether the holder is a live process here. False on Windows, which does not see those of WSL."""
         return can_train() and self.is_here() and _lives(self.pid)
 
     def is_dead(self) -> bool:
-        """Whether a holder that does not live on this host is dead: it was here, or :meth:`is_certainly_dead`."""
+        """Whether a holder that does not live here is dead: it was here, or :meth:`is_certainly_dead`."""
         return self.is_here() or self.is_certainly_dead()
 
     def is_certainly_dead(self) -> bool:
@@ -77,7 +86,8 @@ class Holder:
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
-        return f"process {self.pid} on {self.host} since {since}"
+        is_beside = self.shares_kernel() and not self.is_here()
+        return f"process {self.pid} {'in another container ' * is_beside}on {self.host} since {since}"
 
 
 def _lives_of_this_job() -> dict[str, tuple[str, int]]:

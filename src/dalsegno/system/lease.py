@@ -1,9 +1,10 @@
 """Lease: a lock that its holder renews, so that the lock of a dead host expires.
 
 ``.lock`` names the holder, ``.lease`` until when it holds. The holder rewrites ``.lease`` every :data:`RENEW_S`
-seconds. A process that finds the entry of another host watches ``.lease``: a change refuses it, none for the entry's
-whole duration lets it take over. No clock of another host, nor of the store, is compared with one here: as in the
-leader election of Kubernetes, an observer counts the seconds since it has last seen a change.
+seconds. A process that finds the entry of another host, or of another container of its own, watches ``.lease``: a
+change refuses it, none for the entry's whole duration lets it take over. No clock of another host, nor of the store, is
+compared with one here: as in the leader election of Kubernetes, an observer counts the seconds since it has last seen a
+change.
 
 Every change of the holder is decided by one atomic operation: the new holder creates ``.lock.after-…``, named by the
 former entry, which only one process can. It reads ``.lock`` again, writes its own entry, and removes the file. If it
@@ -32,7 +33,7 @@ logger = logging.getLogger("dalsegno")
 LOCK, LEASE = ".lock", ".lease"
 
 TTL_S = 60.0
-"""Seconds without a renewal after which another host may take over."""
+"""Seconds without a renewal after which another process may take over."""
 
 RENEW_S = 15.0
 """Seconds between two renewals."""
@@ -79,7 +80,7 @@ def read_entry(files: LeaseFiles) -> Entry:
 
 
 def outlast(files: LeaseFiles, place: str, holder: Holder) -> Holder | None:
-    """Wait until the lease of ``holder``, on another host, has expired; returns None if it was released meanwhile.
+    """Wait until the lease of ``holder``, out of this process's sight, has expired; None if it was released meanwhile.
 
     Raises:
         Locked: if the lease is renewed or never expires, or another process takes over first.

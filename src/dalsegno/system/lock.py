@@ -32,17 +32,18 @@ _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 class DirectoryLock:
     """Allows one live process at a time in a directory.
 
-    On one host the kernel's lock decides. It belongs to the open file, not to the process: if the process opens and
-    closes the lock file elsewhere (e.g. to copy the whole folder), the lock stays. (A POSIX record lock would be
-    dropped.) The kernel drops the lock once the file is closed everywhere, however the process dies. A forked process,
-    such as a data loader's worker, closes its copy at once, so it does not hold the lock longer than its parent.
+    Between processes of one kernel, its lock decides. It belongs to the open file, not to the process: if the process
+    opens and closes the lock file elsewhere (e.g. to copy the whole folder), the lock stays. (A POSIX record lock would
+    be dropped.) The kernel drops the lock once the file is closed everywhere, however the process dies. A forked
+    process, such as a data loader's worker, closes its copy at once, so it does not hold the lock longer than its
+    parent.
 
     The kernel's lock may not work between hosts, so the file also names the holder, which renews a
     :class:`~dalsegno.system.lease.Lease`; release empties the file. Once this process has lost the lease,
     :mod:`~dalsegno.system.filesystem` changes nothing below the directory.
 
     Raises:
-        Locked: on :meth:`acquire`, if this or another process holds the lock, or may hold it on another host.
+        Locked: on :meth:`acquire`, if this or another process holds the lock, or may hold it out of sight.
         NotSupported: on :meth:`acquire`, on a system where nothing can be trained.
         OSError: on :meth:`acquire`, if the folder is not writable, or its ``.lock`` is a link.
     """
@@ -50,7 +51,7 @@ class DirectoryLock:
     _held_here: ClassVar[dict[Path, DirectoryLock]] = {}
 
     def __init__(self, directory: Path, *, take_over: bool = False) -> None:
-        """``take_over``: take the lock from a process of another host."""
+        """``take_over``: take the lock from a process that this one cannot see."""
         self._directory = directory
         self._path = _file_of(directory)
         self._take_over = take_over
@@ -75,7 +76,7 @@ class DirectoryLock:
 
     @classmethod
     def _lives(cls, path: Path, holder: Holder | None) -> bool:
-        """Whether the holder of the lock at ``path`` is alive on this host, if the kernel cannot tell."""
+        """Whether the holder of the lock at ``path`` is alive here, if the kernel cannot tell."""
         if holder is not None and holder.is_me():  # or a process of a former container that had the same pid
             return path in cls._held_here
         return holder is not None and holder.lives_here()
@@ -98,7 +99,7 @@ class DirectoryLock:
         return lease.loss
 
     def acquire(self) -> str:
-        """Take the lock. Waits if it is that of a process on another host, until the lease is renewed or has expired.
+        """Take the lock. Waits if this process cannot see the holder, until the lease is renewed or has expired.
 
         Returns the token in the lock file, for :func:`is_visible`.
         """
@@ -137,6 +138,8 @@ class DirectoryLock:
                 else holder.refuse(place)
             )
         if holder is None or holder.is_dead() or self._take_over:
+            return holder
+        if known is False and holder.shares_kernel():  # which has just granted its lock
             return holder
         return outlast(files, place, holder)
 

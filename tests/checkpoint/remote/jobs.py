@@ -16,7 +16,7 @@ from dalsegno.callbacks import JsonLogger
 from dalsegno.checkpoint.remote.store import Store
 from dalsegno.system import lease
 from golden.run import Average, Model, Waves, weights_of
-from support.hosts import name_host
+from support.hosts import as_process_one, name_host
 from support.listeners import Listener
 
 
@@ -114,3 +114,8 @@ def train_on_host(host: str, url: str, local_dir: Path, max_steps: int, ttl: flo
         return trainer(url, local_dir, max_steps, listener, save_total_limit=2, logging_steps=500).train().reason
     except ds.Locked as error:
         return f"{type(error).__name__}: {error}"
+
+
+def train_in_container(host: str, url: str, local_dir: Path, max_steps: int, ttl: float = 60.0) -> str:
+    """:func:`train_on_host`, as process 1 of a pid namespace."""
+    return as_process_one(train_on_host, host, url, local_dir, max_steps, ttl)

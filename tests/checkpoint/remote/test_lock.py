@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from checkpoint.remote.there import steps_at
 from dalsegno.checkpoint.remote.lock import RemoteLock
 from dalsegno.checkpoint.remote.store import Store
 from dalsegno.system import lease
+from dalsegno.system.holder import Holder
 from dalsegno.testing import Ranks, run_ranks, start_ranks
+from support.hosts import needs_pid_namespaces
 from support.listeners import Listener
 
 URL = "memory://runs/claimed"
@@ -130,11 +133,50 @@ def test_two_in_one_process(there: Store, tmp_path: Path) -> None:
     assert first.train().reason == "finished"
 
 
-def test_another_life_with_the_same_number_is_dead(there: Store, tmp_path: Path) -> None:
-    """A container that is started again has the same host and, often, the same process number."""
-    mine = OF_NODE_17 | {"host": os.uname().nodename, "pid": os.getpid()}
-    there.write(".lock", json.dumps(mine).encode())
+def of_this_pid(**changed: Any) -> bytes:
+    """The entry of an earlier process with this one's pid, which this process would have seen but for ``changed``."""
+    return json.dumps(asdict(Holder.here()) | {"token": OF_NODE_17["token"]} | changed).encode()
+
+
+@pytest.mark.parametrize("unknown", [[], ["boot", "pid_namespace"]])
+def test_another_life_with_the_same_number_in_the_same_pid_namespace_is_dead(
+    there: Store, tmp_path: Path, unknown: list[str]
+) -> None:
+    """Numbers come again. The entry of a former version lacks both ids: there the host's name must do."""
+    entry = json.loads(of_this_pid())
+    for name in unknown:
+        del entry[name]
+    there.write(".lock", json.dumps(entry).encode())
     assert jobs.trainer(URL, tmp_path, 2).train().reason == "finished"
+
+
+@pytest.mark.parametrize("name", ["boot", "pid_namespace"])
+def test_the_same_number_in_another_pid_namespace_or_of_another_boot_counts_until_its_lease_expires(
+    there: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """A container that is started again, or one beside this, has the same host and, often, the same process number."""
+    there.write(".lock", of_this_pid(**{name: "another"}))
+    with pytest.raises(ds.Locked, match="cannot see whether that process is alive"):
+        jobs.trainer(URL, tmp_path, 2).train()
+    there.write(".lock", of_this_pid(**{name: "another"}, lease=0.3))
+    assert jobs.trainer(URL, tmp_path, 2).train().reason == "finished"
+    beside = "in another container " if name == "pid_namespace" else ""
+    assert f"the lease of process {os.getpid()} {beside}on {os.uname().nodename} since" in caplog.text
+
+
+@needs_pid_namespaces
+def test_two_containers_of_one_host(url: str, tmp_path: Path) -> None:
+    """Both are process 1 on a host of the same name, and neither sees the other."""
+    first = start_ranks(jobs.train_in_container, 1, "node-1", url, tmp_path / "one", 1_000_000)
+    jobs.until(lambda: bool(steps_at(Store(url))))
+    (told,) = run_ranks(jobs.train_in_container, 1, "node-1", url, tmp_path / "two", 4)
+    assert re.match(
+        rf"Locked: {url}: in use by process 1 in another container on node-1 since .*, whose lease is held until ", told
+    ), told
+    (tmp_path / "one/stop").touch()
+    assert first.wait()[0].value == "stopped"
+    (told,) = run_ranks(jobs.train_in_container, 1, "node-1", url, tmp_path / "two", 2)
+    assert told == "finished"
 
 
 @pytest.mark.parametrize("content", [b"", b"no JSON", b"[" * 100_000, b'{"host": 3}'])

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.system import filesystem
+from dalsegno.system.kernel import boot_id
 from dalsegno.system.posix import host_name
 
 from . import checkpoint_dir, names
@@ -35,7 +36,6 @@ PLACE_VARIABLE = "DALSEGNO_SHARED_MEMORY"
 
 _OWNER = "owner.json"
 _NAME = re.compile(r"[0-9a-f]{16}")
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def root() -> Path:
 
 def place() -> object:
     """Identifies the memory that this process uses: equal for processes that see the same one."""
-    return _boot() or host_name(), _inode(root().parent)
+    return boot_id() or host_name(), _inode(root().parent)
 
 
 def name_of(checkpoint: Path) -> str | None:
@@ -112,7 +112,7 @@ def create(output_dir: Path, name: str) -> MemoryDir:
         filesystem.make_private_directory(root())
         filesystem.make_private_directory(created.path)
         filesystem.make_private_directory(created.checkpoints)
-        content = {"output_dir": str(created.output_dir), "inode": created.inode, "boot": _boot()}
+        content = {"output_dir": str(created.output_dir), "inode": created.inode, "boot": boot_id() or ""}
         filesystem.write_durably(created.path / _OWNER, json.dumps(content).encode())
     except OSError as error:
         raise ConfigurationError(
@@ -163,7 +163,7 @@ def _is_own(path: Path) -> bool:
 def _opened(path: Path) -> MemoryDir | None:
     try:
         content = json.loads((path / _OWNER).read_bytes())
-        if content["boot"] != _boot():  # in a directory that is not in memory
+        if content["boot"] != (boot_id() or ""):  # in a directory that is not in memory
             return None
         device, number = content["inode"]
         return MemoryDir(path, Path(content["output_dir"]), (device, number))
@@ -177,10 +177,3 @@ def _inode(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
-
-
-def _boot() -> str:
-    try:
-        return _BOOT.read_text().strip()
-    except OSError:
-        return ""

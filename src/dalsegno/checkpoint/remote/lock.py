@@ -1,7 +1,7 @@
 """Remote lock: a file at the URL that names the process that trains there, like the lock in a local directory.
 
-No kernel holds such a lock: the file of a killed process stays. On the same host its process is known to be dead; on
-another host its lease expires, as in a directory that hosts share.
+No kernel holds such a lock: the file of a killed process stays. Where this process would see it (on the same host, in
+the same pid namespace), it is known to be dead; elsewhere its lease expires, as in a directory that hosts share.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class RemoteLock:
         self._lease: Lease | None = None
 
     def take(self, *, take_over: bool) -> None:
-        """Take the lock. Waits if it is that of a process on another host, until the lease is renewed or has expired.
+        """Take the lock. Waits if this process cannot see the holder, until the lease is renewed or has expired.
 
         Args:
-            take_over: take the lock from a process of another host.
+            take_over: take the lock from a process that this one cannot see.
 
         Raises:
-            Locked: if another process or this one holds the lock, or a process on another host may hold it.
+            Locked: if another process or this one holds the lock, or one that this process cannot see may hold it.
         """
         holder = read_entry(self._store).holder
         if holder is not None:
