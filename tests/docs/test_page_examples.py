@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dalsegno.cli import _parser
-from support.fragments import blocks, misfits, run, scene
+from support.fragments import blocks, mismatches, run, scene
 from support.pages import ROOT, few_steps
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -64,7 +64,7 @@ def test_python_of_a_page_fits_and_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, certificate: tuple[Path, Path]
 ) -> None:
     codes = blocks(page)
-    assert list(misfits(codes)) == []
+    assert list(mismatches(codes)) == []
     not_run = NOT_RUN.get(named(page), [])
     assert [text for text in not_run if not any(text in code for code in codes)] == []
     if page.stem in NEEDS and importlib.util.find_spec(NEEDS[page.stem]) is None:

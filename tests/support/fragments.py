@@ -34,7 +34,7 @@ def blocks(page: Path) -> list[str]:
     return [code for language, code in fences if language == "python"]
 
 
-def misfits(codes: list[str]) -> Iterator[str]:
+def mismatches(codes: list[str]) -> Iterator[str]:
     """Each use of dalsegno in the blocks of a page that no longer fits: an unknown name, or wrong arguments."""
     trees = [ast.parse(code) for code in codes]
     nodes = [node for tree in trees for node in ast.walk(tree)]

@@ -132,7 +132,7 @@ class ExpertLoadBalance(Callback):
             self._handles.pop().remove()
 
     def _current_batch(self) -> Any:
-        """Return the batch whose forward pass is counted; None: none is."""
+        """Return the batch whose forward pass is counted; None if there is none."""
         if not self._batches:
             return None
         number = running_microbatch() if self._is_cut else -1  # a pipeline's recomputation of activations is in none

@@ -147,7 +147,7 @@ class CheckpointManager:
         if is_nonfinite and collectives.rank() == 0 and not self._has_warned_nonfinite:
             self._has_warned_nonfinite = True
             logger.warning(
-                "step %d: the weights contain NaN or infinity; no finite checkpoint is deleted for such a one", step
+                "step %d: the weights contain NaN or infinity; this checkpoint does not displace a finite one", step
             )
         former = self._former if self._former is not None and self._former.are_beside(final.parent) else None
         snapshot = self._snapshotter.capture(sharded, components, self._carried, copy=background, former=former)

@@ -264,8 +264,7 @@ class CommandQueue:
 
 
 def _check_sender(by: object) -> None:
-    """Raises ConfigurationError for what is not a name; or is that of a request by which a scheduler starts the job
-    again."""
+    """Raises ConfigurationError if ``by`` is not a valid name, or is reserved for a scheduler's requeue request."""
     if not isinstance(by, str) or not by.isprintable() or not 0 < len(by) <= _LONGEST_NAME:
         raise ConfigurationError(f"by={str(by)[:80]!r}: who sends it; needs 1 to {_LONGEST_NAME} printable characters")
     if by in _RESERVED:

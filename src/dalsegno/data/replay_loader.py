@@ -150,7 +150,7 @@ class ReplayLoader(UserLoader):
         return {**capture_generators(), "own": self.own_generators.state_dict()}
 
     def _worker_layout(self) -> list[int]:
-        """What must not change if several workers take turns at the batches of an epoch."""
+        """Workers and global batch size, which determine the order if several workers read the data; else empty."""
         loader = self._loader
         if isinstance(loader, DataLoader) and loader.num_workers and isinstance(loader.dataset, IterableDataset):
             return [loader.num_workers, (loader.batch_size or 1) * self._world_size]
@@ -158,7 +158,7 @@ class ReplayLoader(UserLoader):
 
     def next_epoch(self) -> None:
         super().next_epoch()
-        self._saved = None  # a rank that was through when it was loaded has had no use for it
+        self._saved = None  # unused on a rank whose epoch had ended at the save
 
     def close(self) -> None:
         state = self.state_dict()

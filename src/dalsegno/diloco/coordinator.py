@@ -348,9 +348,9 @@ class Coordinator:
 
     def _check_running(self) -> None:
         if self._is_closing:
-            raise NotRunning("the server is stopping; start it again, it continues")
+            raise NotRunning("the server is stopping; start it again, and it continues")
         if self.failure is not None:
-            raise NotRunning(f"the server failed: {self.failure}; restart it, it continues from its journal")
+            raise NotRunning(f"the server failed: {self.failure}; restart it, and it continues from its journal")
 
     def _begin_waiting_members(self) -> bool:
         """Let workers that wait for the next round begin now, if that round has lost all its workers. Returns whether

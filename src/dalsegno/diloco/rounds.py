@@ -60,7 +60,9 @@ class Rounds:
             raise StateMismatch(f"{who}: there is no fragment {submission.fragment}")
         if not self._rules.asynchronous:
             if submission.base != state.version:
-                raise StateMismatch(f"{who}: of an old round, relative to version {submission.base} of {state.version}")
+                raise StateMismatch(
+                    f"{who}: belongs to an old round, that of version {submission.base}; the version is {state.version} now"
+                )
             if submission.fragment != state.version % state.settings.num_fragments:
                 raise StateMismatch(f"{who}: fragment {submission.fragment} is not that of this round")
 

@@ -211,7 +211,7 @@ class TensorFile:
         return values
 
     def _scales(self, name: str, begin: int, count: int) -> torch.Tensor:
-        """Of the elements from ``begin`` on of a quantized tensor."""
+        """Read the scales of ``count`` elements of a quantized tensor, from ``begin`` on."""
         spec, span = self._stored[name]
         scales = torch.empty(-(-count // GROUP), dtype=torch.float32)
         first = element_count(spec.count) + begin // GROUP * scales.itemsize

@@ -26,7 +26,7 @@ class Collected:
         self._values, self._is_dropped = ({} if has_record else None), not has_record
 
     def end(self) -> None:
-        """It has ended; what is left is for the record of the epoch's end."""
+        """End it; remaining values are for the record of the epoch's end."""
         self._values, self._is_dropped = self._values or None, False
 
     def add(self, values: Mapping[str, Any]) -> None:

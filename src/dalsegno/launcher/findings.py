@@ -129,7 +129,7 @@ class Progress:
     def note(self, reached: int) -> bool:
         """Note the step at which a leg was lost. False if the same step was reached and lost three times.
 
-        A leg that did not train (-1) says nothing: it may run a loop of another kind.
+        A leg without steps (-1) is not counted: it may run a loop of another kind.
         """
         if reached < 0:
             return True

@@ -20,7 +20,7 @@ def write_stacks_at_signal(folder: Path, local_rank: int) -> None:
     path = _path(folder, local_rank)
     path.touch(mode=0o600)
     file = path.open("wb")
-    # The default action of the signal follows the dump, so that the end of the process says that all is written.
+    # The default action of the signal follows the dump, so the process ends only after the dump is complete.
     faulthandler.register(DUMP, file=file, chain=True)
 
 

@@ -102,7 +102,7 @@ def describe_plan(plan: CommandPlan, script: Mapping[str, Any]) -> str:
 
 
 def _targets(entry: Entry) -> set[str]:
-    """What it sets: settings, or a callback's key."""
+    """Names that the command sets: settings, or a callback's key."""
     return {entry.data["callback"]} if entry.command == "switch" else {*entry.data}
 
 
@@ -117,7 +117,7 @@ def _without(entry: Entry, names: Iterable[str]) -> Entry | None:
 
 
 def _kept_in_force(entry: Entry) -> Entry | None:
-    """What of its effect no checkpoint contains; None if nothing."""
+    """The part of the command that no checkpoint stores; None if there is none."""
     if entry.command == "switch":
         return entry
     data = {name: value for name, value in entry.data.items() if name in SETTINGS}

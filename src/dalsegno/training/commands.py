@@ -248,6 +248,6 @@ class CommandExecutor:
             setattr(self._args, name, value)
 
     def _script_values(self) -> dict[str, Any]:
-        """What the script gives for each setting that a command may change, if it has an effect."""
+        """The script's value of each setting that a command may change, if it has an effect."""
         names = [*SETTINGS, LEARNING_RATE] if self._settings.sets_learning_rate else [*SETTINGS]
         return {name: self._script.get(name, getattr(self._args, name)) for name in names}

@@ -221,7 +221,7 @@ class Session:
             return
         step_begin = self._dispatcher.step_begin
         for step_batch in iter_steps(self._data(), self._step_sizes(), self._layout, self._loss_weight):
-            if 0 < self._args.max_steps <= self._state.global_step:  # the loader is longer than its length says
+            if 0 < self._args.max_steps <= self._state.global_step:  # the loader yields more than its length
                 return
             self._plan_step(step_batch)
             if not self._serializability_checked:  # again: some loaders and callbacks create state with the first batch

@@ -53,7 +53,7 @@ class Database(Source):
         elif {"metrics", "configs"} <= tables:
             runs, read = _TRACKIO_RUNS, _of_trackio
         else:
-            raise ConfigurationError(f"{self.path}: a database of neither MLflow's nor Trackio's")
+            raise ConfigurationError(f"{self.path}: neither an MLflow nor a Trackio database")
         found = [run for (run,) in connection.execute(runs)]
         if len(found) > 1:
             skipped.note(f"{len(found) - 1} older runs in the same database", len(found) - 1)

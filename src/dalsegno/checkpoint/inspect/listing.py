@@ -27,7 +27,7 @@ class CheckpointStatus(enum.StrEnum):
     PARTIAL = "partial"
     """A save in progress, or what a killed save or deletion left."""
     UNREADABLE = "unreadable"
-    """The manifest cannot be read (disk error, missing permission), which says nothing about its content."""
+    """The manifest cannot be read (disk error, missing permission), its content may be valid."""
     NEWER = "newer"
     """Valid, but of a format that only a newer dalsegno reads."""
 

@@ -164,7 +164,7 @@ def _exported_name(name: str, adapter: str, prefixes: tuple[str, ...]) -> str | 
 
 
 def _plain(value: Any) -> Any:
-    """JSON of a value of a configuration; None for what has none."""
+    """A configuration value as JSON; None if it cannot be represented."""
     if isinstance(value, enum.Enum):
         return _plain(value.value)
     if value is None or isinstance(value, str | bool | int | float):

@@ -44,7 +44,7 @@ def read(path: Path, options: ReadOptions) -> RunState:
     """
     Raises:
         StateMismatch: if a pickle contains more than data.
-        DamagedCheckpoint: if a file is not what its name says.
+        DamagedCheckpoint: if a file's content does not match its name.
         ConfigurationError: if the folder contains no whole model, or the optimizer's class is unknown.
     """
     state = _trainer_state(path)

@@ -23,8 +23,8 @@ from .compatibility import Change
 def find_other_base(
     checkpoint: Checkpoint, index: Index, sharded: Sequence[tuple[ShardedState, State]]
 ) -> list[Change]:
-    """A change of each model whose frozen parameters differ from those that the checkpoint was saved without; names the
-    first. Collective: a sharded parameter is gathered, one at a time.
+    """Compare the frozen parameters that the checkpoint omits with the models'. Collective: a sharded parameter is
+    gathered, one at a time. Returns a change for each model that differs, with its first differing parameter.
 
     Args:
         checkpoint: verified.

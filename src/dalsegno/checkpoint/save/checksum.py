@@ -60,7 +60,7 @@ class Checksum:
                 return block is not None
             except BaseException as error:
                 self._failure = error
-                self._blocks.close()  # whoever makes them waits for nothing
+                self._blocks.close()  # their producer must not keep waiting
                 return False
 
     def _result(self) -> str:

@@ -80,7 +80,7 @@ class CopiedBytes:
                 yield block
                 self._free(reader, end)
         finally:
-            self._free(reader, inf)  # it may have failed; the others go on
+            self._free(reader, inf)  # it may have failed; the others continue
 
     def _free(self, reader: str, end: float) -> None:
         with self._freed:
@@ -100,5 +100,5 @@ class CopiedBytes:
 
 
 def not_copied(error: BaseException) -> SaveFailed:
-    """What a thread raises that waits for a copy which has failed with ``error``."""
+    """The error for threads that wait for a copy which failed with ``error``."""
     return SaveFailed(f"its state was not copied: {type(error).__name__}: {error}")

@@ -94,7 +94,7 @@ def plan(tensors: TensorsByComponent, frozen: FrozenNames, absent: FrozenNames) 
             dtype, shape, sharding = tensor.dtype, tuple(tensor.shape), shardings.of(tensor)
             is_frozen = name in frozen.get(component, ())
             is_absent = name in absent.get(component, ())
-            spread = Spread.of(sharding, shape, rank)
+            spread = ShardLayout.of(sharding, shape, rank)
             replica = balances[is_frozen].assign(spread, dtype.itemsize)
             if (box := spread.here.get(replica)) is not None:
                 if uneven := describe_uneven(tensor, box):  # it would be copied over its neighbours
@@ -113,7 +113,7 @@ def plan(tensors: TensorsByComponent, frozen: FrozenNames, absent: FrozenNames) 
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class ShardLayout:
     """A tensor's boxes on the ranks.
 
     Attributes:
@@ -128,7 +128,7 @@ class Spread:
 
     @classmethod
     @functools.lru_cache(maxsize=256)
-    def of(cls, sharding: Sharding, shape: tuple[int, ...], rank: int) -> Spread:
+    def of(cls, sharding: Sharding, shape: tuple[int, ...], rank: int) -> ShardLayout:
         boxes, owners = sharding.boxes(shape), sharding.owners
         elements = boxes.sizes.prod(axis=1)
         here = {
@@ -153,7 +153,7 @@ class Balance:
         # open every file.
         self._unit = max(1, whole // (64 * ranks))
 
-    def assign(self, spread: Spread, itemsize: int) -> int:
+    def assign(self, spread: ShardLayout, itemsize: int) -> int:
         """Return the replica whose ranks have the least to write, and add its bytes to theirs."""
         owners = spread.owners
         replica = 0

@@ -60,14 +60,14 @@ class ModelState:
         tensors, tied, extra = model.tensors, model.tied, model.extra
         known = stored.known_of(self.key)
         sources = model.sources(known, rest)
-        misfits = model.misfits(rest)
-        in_misfits = {part for misfit in misfits for part in misfit.parts}
+        mismatches = model.mismatches(rest)
+        in_mismatches = {part for mismatch in mismatches for part in mismatch.parts}
         here = {**tensors, **{alias: tensors[name] for alias, name in tied.items()}}
-        here = {name: each for name, each in here.items() if name not in in_misfits}
+        here = {name: each for name, each in here.items() if name not in in_mismatches}
         there = _with_aliases(known, {**rest["tied"], **sources})
-        there = {name: each for name, each in there.items() if name not in in_misfits}
+        there = {name: each for name, each in there.items() if name not in in_mismatches}
         lines = [
-            *(f"{misfit.name}: {misfit.difference}" for misfit in misfits),
+            *(f"{mismatch.name}: {mismatch.difference}" for mismatch in mismatches),
             *(f"missing in the checkpoint: {name}{_form(here[name])}" for name in here.keys() - there.keys()),
             *(f"missing in the checkpoint: {name}" for name in extra.keys() - rest["extra"].keys()),
             *(f"unexpected in the checkpoint: {name}{_form(there[name])}" for name in there.keys() - here.keys()),
@@ -94,11 +94,11 @@ class ModelState:
         there = stored.of(self.key)
         model = self._sorted()
         sources = model.sources(stored.known_of(self.key), rest)
-        in_misfits = {part for misfit in model.misfits(rest) for part in misfit.parts}
+        in_mismatches = {part for mismatch in model.mismatches(rest) for part in mismatch.parts}
         targets = {
             sources[name]: tensor
             for name, tensor in model.detached().items()
-            if name not in in_misfits
+            if name not in in_mismatches
             and sources[name] in there
             and tensor.shape == there[sources[name]].shape
             and not is_elsewhere(tensor)

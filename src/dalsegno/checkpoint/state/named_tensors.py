@@ -20,7 +20,7 @@ from .forms import Form, Parts, describe_mismatch, ends
 from .wrapped import parts_of
 
 
-class Misfit(NamedTuple):
+class FormMismatch(NamedTuple):
     """A tensor that is wrapped here or in a checkpoint, and otherwise in the other: ``parts`` are the names of its
     plain tensors in both."""
 
@@ -113,11 +113,11 @@ class NamedTensors:
             sources |= {name: present[0] for name in names if present and sources[name] not in there}
         return sources
 
-    def misfits(self, rest: State) -> list[Misfit]:
+    def mismatches(self, rest: State) -> list[FormMismatch]:
         """Tensors whose saved form is another one."""
         saved: Mapping[str, Form] = rest.get("wrapped", {})
         return [
-            Misfit(name, difference, {f"{name}{end}" for form in (there, here) for end in ends(form)})
+            FormMismatch(name, difference, {f"{name}{end}" for form in (there, here) for end in ends(form)})
             for name in {**self.wrapped, **saved}
             if (difference := describe_mismatch(there := saved.get(name), here := self.wrapped.get(name)))
         ]

@@ -73,7 +73,7 @@ def _print_page(shown: dict[str, Any]) -> None:
 
 
 def _handlers(made: Any) -> list[str]:
-    """Handlers of a class and its bases, but for the ``Callback`` base class of the library it was written for."""
+    """Handlers of a class and its bases, except those of its library's ``Callback`` base class."""
     from dalsegno.events.callback import HANDLERS
 
     if not isinstance(made, type):

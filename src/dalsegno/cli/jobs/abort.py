@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Send the command; raises as :func:`send` does.
 
     Raises:
-        ConfigurationError: if standard input is no terminal and ``--force`` is not given.
+        ConfigurationError: if standard input is not a terminal and ``--force`` is not given.
     """
     if not arguments.force and not _is_confirmed(arguments.remote or required_job(arguments)):
         print("not aborted")

@@ -1,7 +1,7 @@
 """Cut: which module of a model belongs to which stage of a pipeline.
 
 A stage begins at a module, its *entry*: the activation that enters it is what the stage before sends. So a stage has
-whole modules, and the model's own forward says what happens between them.
+whole modules, and the model's own forward determines what happens between them.
 """
 
 from __future__ import annotations

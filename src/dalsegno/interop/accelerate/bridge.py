@@ -109,7 +109,7 @@ class Bridge:
         self.should_evaluate = self.should_save = False
         """Whether that is due at the end of the step that has just ended; on all ranks alike."""
         self.should_stop = False
-        """Whether the loop shall end: a callback requests it, or all steps are done."""
+        """Whether the loop must end: a callback requests it, or all steps are done."""
         accelerator.register_load_state_pre_hook(self._note_loaded)
         accelerator.register_save_state_pre_hook(self._save)
 

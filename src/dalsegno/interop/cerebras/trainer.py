@@ -230,7 +230,7 @@ class Trainer(TrainerStandIn):
 
     @property
     def batch_idx(self) -> int:
-        """Of the micro-batch in its stretch of training."""
+        """Index of the micro-batch within this stretch of training."""
         return self.position.batch_idx
 
     @property

@@ -121,7 +121,8 @@ class SharedState(Callback):
 
 
 class SharedRecord:
-    """The record that all callbacks of a library get at one firing, as at home: each sees what earlier ones changed.
+    """The record that all callbacks of a library receive for one event, as in that library: each sees what earlier ones
+    changed.
 
     Args:
         live: the run's state; in the background, where a context has a copy of it, each callback gets a copy.
@@ -145,7 +146,7 @@ class SharedRecord:
 def record_of(ctx: LogContext) -> dict[str, Any]:
     """Return a copy of the record, with the entries that Hugging Face's records have in addition."""
     record = {**ctx.logs, "epoch": ctx.state.epoch}
-    record.pop(RANK_PEAK_MEM, None)  # which its integrations, having no lists, would warn of at each record
+    record.pop(RANK_PEAK_MEM, None)  # a list, of which its integrations would warn at each record
     if ctx.kind == "final":
         record.setdefault("total_flos", ctx.state.total_flos)
     return record
