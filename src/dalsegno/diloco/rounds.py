@@ -61,7 +61,7 @@ class Rounds:
         if not self._rules.asynchronous:
             if submission.base != state.version:
                 raise StateMismatch(
-                    f"{who}: belongs to an old round, that of version {submission.base}; the version is {state.version} now"
+                    f"{who}: belongs to the old round of version {submission.base}; now it is {state.version}"
                 )
             if submission.fragment != state.version % state.settings.num_fragments:
                 raise StateMismatch(f"{who}: fragment {submission.fragment} is not that of this round")

@@ -94,9 +94,9 @@ def plan(tensors: TensorsByComponent, frozen: FrozenNames, absent: FrozenNames) 
             dtype, shape, sharding = tensor.dtype, tuple(tensor.shape), shardings.of(tensor)
             is_frozen = name in frozen.get(component, ())
             is_absent = name in absent.get(component, ())
-            spread = ShardLayout.of(sharding, shape, rank)
-            replica = balances[is_frozen].assign(spread, dtype.itemsize)
-            if (box := spread.here.get(replica)) is not None:
+            boxes = ShardLayout.of(sharding, shape, rank)
+            replica = balances[is_frozen].assign(boxes, dtype.itemsize)
+            if (box := boxes.here.get(replica)) is not None:
                 if uneven := describe_uneven(tensor, box):  # it would be copied over its neighbours
                     raise CannotSave(f"cannot save {component}.{name}: {uneven}")
                 own = unsaved.setdefault(component, []) if is_absent else chunks.setdefault(is_frozen, [])
@@ -153,13 +153,13 @@ class Balance:
         # open every file.
         self._unit = max(1, whole // (64 * ranks))
 
-    def assign(self, spread: ShardLayout, itemsize: int) -> int:
+    def assign(self, boxes: ShardLayout, itemsize: int) -> int:
         """Return the replica whose ranks have the least to write, and add its bytes to theirs."""
-        owners = spread.owners
+        owners = boxes.owners
         replica = 0
         if owners.shape[1] > 1 and len(owners):
             replica = int((self._loads[owners].max(axis=0) // self._unit).argmin())
-        self._loads[owners[:, replica]] += spread.elements * itemsize
+        self._loads[owners[:, replica]] += boxes.elements * itemsize
         return replica
 
 
