@@ -28,6 +28,22 @@ def test_help_and_version_import_nothing_heavy() -> None:
         assert not set(HEAVY) & set(done.stdout.split()), word
 
 
+@pytest.mark.parametrize(
+    ("words", "listed"),
+    [
+        ([], {"demo", "train", "launch", "check_resume"}),  # and groups, without their commands
+        (["callbacks"], {"callbacks.list", "callbacks.show"}),
+    ],
+)
+def test_help_imports_only_the_commands_that_it_lists(words: list[str], listed: set[str]) -> None:
+    ask = (
+        "import sys, dalsegno.cli\ntry: dalsegno.cli.main(sys.argv[1:])\nexcept SystemExit: pass\n"
+        "print(*(name for name, module in sys.modules.items() if hasattr(module, 'describe')), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", ask, *words, "--help"], capture_output=True, text=True, check=True)
+    assert set(done.stderr.split()) == {f"dalsegno.cli.{name}" for name in listed}
+
+
 @pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)])
 def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
@@ -93,7 +109,7 @@ def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
 
 
 def test_every_command_names_its_exit_statuses() -> None:
-    for command in commands(_parser([])):
+    for command in commands(_parser(None)):
         last = " ".join(command.format_help().split("\n\n")[-1].split())
         assert last.startswith("Exit status: 0 ") and "; 2 " in last and "; 130 " in last, command.prog
         assert command.format_help().count("xit status: ") == 1, command.prog
@@ -106,7 +122,7 @@ def test_a_group_names_where_exit_statuses_are(capsys: pytest.CaptureFixture[str
 
 
 def test_every_command_but_those_that_run_on_prints_json() -> None:
-    without = {each.prog for each in commands(_parser([])) if "--json" not in each.format_help()}
+    without = {each.prog for each in commands(_parser(None)) if "--json" not in each.format_help()}
     assert without == {
         f"dalsegno {name}" for name in ("demo", "train", "launch", "diloco serve", "diloco worker", "jobs open")
     }

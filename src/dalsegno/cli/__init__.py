@@ -2,9 +2,9 @@
 
 Each command is a module with ``describe(parser)``, ``run(arguments) -> exit status`` and optionally ``EXIT_STATUSES``,
 the meanings that are its own, and ``suggest(unknown arguments) -> hint``; or a group: a package with its own
-``COMMANDS``. Only the command that is called is imported, and it imports its dependencies inside ``run``: torch takes
-over a second to import, and ``dalsegno --help`` must not wait for it. No other package imports inside functions for
-this reason.
+``COMMANDS``. Only the command that is called is imported, or those that a help lists, and each imports its dependencies
+inside ``run``: torch takes over a second to import, and ``dalsegno --help`` must not wait for it. No other package
+imports inside functions for this reason.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitStatus.INTERRUPTED
 
 
-def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(words: Sequence[str] | None) -> argparse.ArgumentParser:
+    """The parser of a command line, or, without one, of all commands."""
     parser = argparse.ArgumentParser(
         prog="dalsegno",
         description="Train PyTorch models that resume bit by bit after a kill, and analyze their logs and checkpoints.",
@@ -82,15 +83,17 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_commands(parser: argparse.ArgumentParser, group: ModuleType, words: Sequence[str], called: str = "") -> None:
-    """Add the command of ``group`` that ``words`` start with; all of its commands if they start with an option. Raises
-    UnknownName if they start with another word; suggests the nearest command. (argparse would only list them all.)"""
+def _add_commands(
+    parser: argparse.ArgumentParser, group: ModuleType, words: Sequence[str] | None, called: str = ""
+) -> None:
+    """Add the command of ``group`` that ``words`` start with, or all of its commands if they start with an option;
+    those inside a group only if ``words`` name it. None adds everything. Raises UnknownName if they start with another
+    word; suggests the nearest command. (argparse would only list them all.)"""
     names: Sequence[str] = group.COMMANDS
-    rest: Sequence[str] = ()
     if words and not words[0].startswith("-"):
         if words[0] not in names:
             raise UnknownName(f"{called}command", words[0], names)
-        names, rest = words[:1], words[1:]
+        names = words[:1]
     places = parser.add_subparsers(metavar="COMMAND", required=True)
     for name in names:
         module = importlib.import_module(f"{group.__name__}.{_module_name(name)}")
@@ -103,7 +106,9 @@ def _add_commands(parser: argparse.ArgumentParser, group: ModuleType, words: Seq
         )
         if hasattr(module, "COMMANDS"):
             command.epilog = f"'dalsegno {called}{name} COMMAND --help' has a command's options and exit statuses."
-            _add_commands(command, module, rest, f"{called}{name} ")
+            if words is None or name in words:
+                rest = None if words is None else words[words.index(name) + 1 :]
+                _add_commands(command, module, rest, f"{called}{name} ")
         else:
             command.epilog = in_words(getattr(module, "EXIT_STATUSES", {}))
             module.describe(command)
@@ -144,5 +149,5 @@ class _Completion(argparse.Action):
 
         if shell not in SHELLS:
             raise UnknownName("shell", shell, SHELLS)
-        print(completion_script(_parser([]), shell))
+        print(completion_script(_parser(None), shell))
         parser.exit()
