@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 import dalsegno
-from dalsegno import callbacks
+from dalsegno import analysis, callbacks, testing
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,6 +111,12 @@ def test_every_public_name_can_be_had_and_is_announced() -> None:
     modules = {".".join(path.relative_to(package).with_suffix("").parts) for path in package.rglob("*.py")}
     for_type_checkers = {name for module, name in imported if {module, f"{module}.__init__"} & modules}
     assert for_type_checkers == set(dir(dalsegno))
+
+
+def test_a_name_of_the_reference_means_one_thing() -> None:
+    for one, other in itertools.combinations((dalsegno, analysis, callbacks, testing), 2):
+        shared = {name for name in {*dir(one)} & {*dir(other)} if not name.startswith("_")}
+        assert [name for name in shared if getattr(one, name) is not getattr(other, name)] == []
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -23,7 +23,7 @@ from dalsegno.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dalsegno.testing import Comparison, Trial
+    from dalsegno.testing import RunComparison, Trial
 
     from .import_factory import Factory
 
@@ -133,12 +133,12 @@ def _check_empty(keep: Path) -> None:
         raise ConfigurationError(f"--keep {keep}: not an empty directory; name another one")
 
 
-def _as_text(comparison: Comparison) -> str:
+def _as_text(comparison: RunComparison) -> str:
     verdict = "Nothing differs." if comparison.identical else "THE RUNS DIFFER."
     return f"\n{comparison.table()}\n\n{verdict}"
 
 
-def _as_json(comparison: Comparison) -> str:
+def _as_json(comparison: RunComparison) -> str:
     import json
     from dataclasses import asdict
 

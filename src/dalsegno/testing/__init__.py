@@ -3,7 +3,7 @@
 Start with ``assert_resume_equivalent(factory, kill_at=[...])``.
 """
 
-from .compare import Comparison, Row, compare_runs
+from .compare import Row, RunComparison, compare_runs
 from .data_order import DataOrder
 from .equivalence import assert_resume_equivalent, check_resume
 from .faults import FaultPlan
@@ -16,13 +16,13 @@ __all__ = [
     "BRIEF",
     "THOROUGH",
     "Break",
-    "Comparison",
     "DataOrder",
     "FaultPlan",
     "Outcome",
     "Pattern",
     "Ranks",
     "Row",
+    "RunComparison",
     "TinyLanguageModel",
     "TinyRegression",
     "Trial",

@@ -70,7 +70,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RunComparison:
     """The comparison of two runs."""
 
     rows: list[Row]
@@ -92,7 +92,7 @@ class Comparison:
         return "\n".join(f"{a:<{widths[0]}}  {b:>{widths[1]}} {c:<{widths[2]}}  {d}" for a, b, c, d in lines)
 
 
-def compare_runs(first: str | Path, second: str | Path, *, ignoring: Collection[str] = ()) -> Comparison:
+def compare_runs(first: str | Path, second: str | Path, *, ignoring: Collection[str] = ()) -> RunComparison:
     """Compare the newest checkpoints and all logs of two runs.
 
     Args:
@@ -108,7 +108,7 @@ def compare_runs(first: str | Path, second: str | Path, *, ignoring: Collection[
     rows = [Row("step", 1, "values", _unlike(ours.manifest.step, theirs.manifest.step))]
     rows += sorted([*_tensors(read_tensors(ours), read_tensors(theirs)), *_states(ours, theirs, ignoring)], key=_place)
     rows += _logs(first, second)
-    return Comparison(rows)
+    return RunComparison(rows)
 
 
 def _newest(output_dir: Path) -> Checkpoint:

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 from dalsegno.errors import ConfigurationError
 from dalsegno.training.result import TrainResult
 
-from .compare import Comparison, compare_runs
+from .compare import RunComparison, compare_runs
 from .event_trace import EventRecorder, EventTrace
 from .faults import FaultPlan
 from .processes import start_ranks, values
@@ -37,7 +37,7 @@ def check_resume(
     timeout: float = 300.0,
     seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
-) -> Comparison:
+) -> RunComparison:
     """Train once without interruption, and once killed by each plan in turn and resumed; then compare the two runs.
 
     Every leg is a new process, or one per rank. A plan is skipped if its leg finishes first.

@@ -16,7 +16,7 @@ from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import Context
 from dalsegno.events.registration import register_global_callback
 
-from .compare import Comparison, compare_runs
+from .compare import RunComparison, compare_runs
 from .equivalence import Factory
 from .event_trace import EventRecorder, EventTrace
 from .interruptions import THOROUGH, Break, Milestones, Pattern, breaks_of
@@ -49,7 +49,7 @@ class Trial:
     verdict: Verdict
     words: str = ""
     """Message of the refusal, warning or error, or the first difference."""
-    comparison: Comparison | None = None
+    comparison: RunComparison | None = None
     """Comparison with the uninterrupted run, if both finished."""
 
     def __str__(self) -> str:
@@ -148,7 +148,7 @@ class _Bench:
                 yield whole  # only the breaks together make a difference
 
     def _trial(self, name: str, breaks: Sequence[Break]) -> Trial:
-        def trial(verdict: Verdict, words: str = "", comparison: Comparison | None = None) -> Trial:
+        def trial(verdict: Verdict, words: str = "", comparison: RunComparison | None = None) -> Trial:
             return Trial(self.world_size, tuple(breaks), verdict, words, comparison)
 
         try:
