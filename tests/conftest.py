@@ -108,6 +108,28 @@ def _compile_asserts(config: pytest.Config, test: Path) -> None:
         rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source_hash, bytecode)
 
 
+LONGEST = [
+    ROOT / "tests" / name
+    for name in (
+        "training/test_memory_on_hosts.py",
+        "benchmarks/test_benchmarks.py",
+        "durability/test_soak.py",
+        "distributed/parallel/test_transformers_split.py",
+        "distributed/test_torchrun.py",
+        "distributed/parallel/test_layouts.py",
+        "callbacks/test_textgen_callback.py",
+        "release/test_install.py",
+        "training/test_stopping.py",
+    )
+]
+"""Files with tests that take longest."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests come first: one that begins last would run alone, while the other workers have nothing to do."""
+    items.sort(key=lambda item: LONGEST.index(item.path) if item.path in LONGEST else len(LONGEST))
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection() -> Generator[None, Any, Any]:
     """What is imported here is never garbage: it is not searched for any, neither now nor while tests run.
