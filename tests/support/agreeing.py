@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from dalsegno.distributed import collectives
+from dalsegno.distributed.gathered import Gathered
 from dalsegno.errors import RanksApart
 from dalsegno.state import NO_REQUESTS, ControlRequests, TrainerControl
+from dalsegno.training import control_sync
 from dalsegno.training.control_sync import ControlSync
 
 
@@ -31,6 +36,27 @@ def agree_on_what_rank_one_sees(each_step: bool) -> tuple[int, ControlRequests, 
         if wishes.stop:
             agreement.broadcast_reason()
             return step, wishes, control.stop_reason, control.should_training_stop
+
+
+def exchanges_of_twenty_steps(seconds: float) -> int:
+    """How often the ranks exchange anything in steps of so many seconds, every second of which has a record."""
+    now, exchanged = 0.0, 0
+    gather_floats = collectives.gather_floats
+
+    def counted(*arguments: Any) -> list[list[float]]:
+        nonlocal exchanged
+        exchanged += 1
+        return gather_floats(*arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(control_sync, "time", SimpleNamespace(monotonic=lambda: now))
+        patched.setattr(collectives, "gather_floats", counted)
+        agreement = ControlSync(TrainerControl(), each_step=False, each_record=False)
+        sums = Gathered(lambda: [1.0], "the loss of a record")
+        for step in range(1, 21):
+            now += seconds
+            agreement.poll([] if step % 2 else [sums])
+    return exchanged
 
 
 def agree_on_a_step() -> object:

@@ -11,6 +11,7 @@ from dalsegno.testing import run_ranks
 from support.agreeing import (
     agree_on_what_rank_one_sees,
     come_to_different_places,
+    exchanges_of_twenty_steps,
     say_many_numbers,
 )
 
@@ -27,6 +28,12 @@ def test_at_that_step_where_each_one_counts() -> None:
     first, second = run_ranks(agree_on_what_rank_one_sees, 2, True)
     assert first == second
     assert first[0] == 50
+
+
+@pytest.mark.parametrize(("seconds", "exchanges"), [(0.08, 11), (0.3, 20)])
+def test_what_a_record_exchanges_is_enough_while_it_comes_often(seconds: float, exchanges: int) -> None:
+    """Two steps of 0.08 seconds need no other; the first step of all has one."""
+    assert run_ranks(exchanges_of_twenty_steps, 2, seconds) == [exchanges, exchanges]
 
 
 @pytest.mark.parametrize(

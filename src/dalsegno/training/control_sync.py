@@ -58,11 +58,16 @@ class ControlSync:
         self._steps, self._batches = _Pace(), _Pace()
         self._own = Gathered(self._numbers, "what a step's end shall do")
 
-    def poll(self) -> ControlRequests:
-        """Requests that all ranks act on at this step's end; none if the ranks do not synchronize at this step."""
+    def poll(self, along: Sequence[Gathered] = ()) -> ControlRequests:
+        """Requests that all ranks act on at this step's end; none if the ranks do not synchronize at this step.
+
+        Args:
+            along: fetched by the same exchange. With any, the ranks synchronize.
+        """
         if self._alone:
             return self.sync()
-        return self.sync() if self._steps.is_due() or self._each_step else NO_REQUESTS
+        is_due = self._steps.is_due() or self._each_step or along  # asked first: it counts the steps
+        return self.sync(along) if is_due else NO_REQUESTS
 
     def after_record(self) -> ControlRequests:
         """Requests of the handlers of a record; none if they make none. Collective if they may."""

@@ -117,7 +117,7 @@ class StepBoundary:
         """
         control_sync = self._control_sync
         if due.log:
-            requests = control_sync.sync(along=self.recorder.gathered)
+            requests = control_sync.poll(along=self.recorder.gathered)
         else:
             is_observed = due.evaluate or due.save or epoch_ends  # callbacks that observe these may set flags
             requests = control_sync.sync() if is_observed else control_sync.poll()
