@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from dalsegno.checkpoint.format.layout import FileLayout, TensorChunk
+from dalsegno.distributed import accelerator
 
 from .cuda_copies import CudaCopies, pin
 from .host_copies import SMALL, HostCopies
@@ -87,10 +88,11 @@ class Buffer:
         self._touched = len(self._memory)
         self._pin()
         on_host = HostCopies()
+        are_on_host = accelerator.kind() is None  # to ask thousands of tensors takes a tenth of the time of their copies
         ordered = [tensors[number] for number in self._layout.order]
         for first, last in self._groups:
             group, places = ordered[first:last], self._places[first:last]
-            if last - first > 1 and all(tensor.is_cpu for tensor in group):
+            if last - first > 1 and (are_on_host or all(tensor.is_cpu for tensor in group)):
                 on_host.add_small(self._begins[first], places, group)
                 continue
             for begin, place, tensor in zip(self._begins[first:last], places, group, strict=True):

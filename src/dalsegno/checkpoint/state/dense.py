@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeGuard
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -12,14 +14,14 @@ from dalsegno.distributed.stage_places import is_elsewhere
 _TENSORS = (torch.Tensor, nn.Parameter)  # a subclass may hide its data
 
 
-def is_dense(value: torch.Tensor) -> bool:
-    """Whether the tensor can be saved, here or by the rank that stores it."""
+def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether this is a tensor that can be saved as it is, here or by the rank that stores it."""
     memory = value._local_tensor if type(value) is DTensor else value
     return type(memory) in _TENSORS and (is_plain(memory) or is_elsewhere(value))
 
 
 def is_sharded(value: object, parameter: torch.Tensor) -> bool:
     """Whether an optimizer's value is sharded like its parameter."""
-    if not isinstance(value, torch.Tensor) or not is_dense(value):
+    if not is_dense(value):
         return False
     return isinstance(value, DTensor) or (value.dim() > 0 and value.shape == parameter.shape)

@@ -110,7 +110,8 @@ class ModelState:
             # left out, which have no tensor of their own name, or one of another class.
             live, hidden = self._raw(), hidden_tensors(self._model)
             state: OrderedDict[str, Any] = OrderedDict()
-            state._metadata = live._metadata  # type: ignore[attr-defined] # without it, some modules load old formats
+            # without it, some modules load old formats
+            state._metadata = getattr(live, "_metadata", None)  # type: ignore[attr-defined]
             for raw, here in live.items():
                 name = strip_wrappers(raw)
                 if name in model.wrapped or raw in hidden:
@@ -163,7 +164,7 @@ class ModelState:
         """Names of each tied tensor; first the name under which it is saved."""
         return self._sorted().tied_names()
 
-    def _raw(self) -> OrderedDict[str, Any]:
+    def _raw(self) -> Mapping[str, Any]:
         """The model's state dict, with the parameters themselves."""
         try:
             live = self._model.state_dict(keep_vars=True)
@@ -172,10 +173,13 @@ class ModelState:
                 f"{self.key}: its state_dict() raises NotImplementedError: {error}; replace that module, or give it "
                 "a _save_to_state_dict"
             ) from error
-        raw = OrderedDict({**live, **hidden_tensors(self._model)})
+        hidden = hidden_tensors(self._model)
+        if not hidden and self._apart_from is None:
+            return live  # a copy of thousands of names takes a while
+        others: set[int] = set()
         if self._apart_from is not None:
             others = {id(each) for each in self._apart_from.state_dict(keep_vars=True).values()}
-            raw = OrderedDict((name, each) for name, each in raw.items() if id(each) not in others)
+        raw = OrderedDict((name, each) for name, each in {**live, **hidden}.items() if id(each) not in others)
         raw._metadata = getattr(live, "_metadata", None)  # type: ignore[attr-defined]
         return raw
 

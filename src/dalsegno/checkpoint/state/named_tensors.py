@@ -63,11 +63,8 @@ class NamedTensors:
         taken_apart: dict[int, Parts] = {}  # keeps the parts alive, whose ids are compared
         for raw_name, value in raw.items():
             name = strip_wrappers(raw_name)
-            if not isinstance(value, torch.Tensor) or name.endswith("_extra_state"):
-                found.extra[name] = value
-                continue
             is_stored_as_it_is = is_dense(value)
-            if not is_stored_as_it_is and is_composite(value):
+            if name.endswith("_extra_state") or (not is_stored_as_it_is and _is_encoded(value)):
                 found.extra[name] = value
                 continue
             if found.wrapped and not found.wrapped.keys().isdisjoint(_parents(name)):
@@ -121,6 +118,11 @@ class NamedTensors:
             for name in {**self.wrapped, **saved}
             if (difference := describe_mismatch(there := saved.get(name), here := self.wrapped.get(name)))
         ]
+
+
+def _is_encoded(value: object) -> bool:
+    """Whether the codec takes it, which is neither stored as it is nor taken apart."""
+    return not isinstance(value, torch.Tensor) or is_composite(value)
 
 
 def _parents(name: str) -> Iterator[str]:
