@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from dalsegno.checkpoint.save.shared_files import MappedFile
 from dalsegno.cli import main
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
-from dalsegno.errors import SaveFailed
+from dalsegno.errors import ConfigurationError, SaveFailed
 from dalsegno.system import filesystem
 from dalsegno.testing import TinyRegression, run_ranks
 from support.small import small_trainer
@@ -94,6 +95,64 @@ def test_an_error_of_a_copy_is_not_taken_for_a_lack_of_room(tmp_path: Path, monk
     monkeypatch.setattr(Copying, "run", fail)
     with pytest.raises(OSError, match="Cannot allocate memory"):
         leg.save(2)
+    leg.memory.close(remove=True)
+
+
+def test_only_headers_are_reserved_while_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of which nothing was used before takes seconds for each 10 GB."""
+    reserved: dict[str, int] = {}
+    reserve = filesystem.reserve
+
+    def counted(path: Path, begin: int, length: int) -> None:
+        thread = threading.current_thread().name
+        reserved[thread] = reserved.get(thread, 0) + length
+        reserve(path, begin, length)
+
+    monkeypatch.setattr(filesystem, "reserve", counted)
+    leg = Leg(tmp_path / "run", size=1000)
+    leg.memory.prepare(leg.states)
+    deadline = time.monotonic() + 60
+    while reserved.get("dalsegno-prepare", 0) < 2 * 8_000_000 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for step in (1, 2, 3):
+        leg.save(step)
+    assert reserved.keys() == {"dalsegno-prepare", threading.current_thread().name}
+    assert reserved[threading.current_thread().name] <= 2 * 8192
+    assert leg.directory.size >= sum(reserved.values())
+    leg.memory.close(remove=True)
+
+
+def test_memory_that_is_gone_when_it_is_reserved_fails_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is written to only where it is reserved: the process would be killed."""
+    reserve = filesystem.reserve
+
+    def refuse(path: Path, begin: int, length: int) -> None:
+        if begin + length > 3_000_000:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        reserve(path, begin, length)
+
+    leg = Leg(tmp_path / "run", size=1000)
+    monkeypatch.setattr(filesystem, "reserve", refuse)
+    leg.memory.prepare(leg.states)
+    with pytest.raises(ConfigurationError, match=r"do not fit into .*No space left on device.*more room"):
+        leg.save(1)
+    assert not [*leg.directory.checkpoints.glob("slot-*-0/*/*.safetensors")]
+    assert not caplog.text
+    leg.memory.close(remove=True)
+
+
+def test_what_the_optimizer_adds_is_compared_with_the_room_after_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leg = Leg(tmp_path / "run")
+    monkeypatch.setattr(memory_room, "free_disk", lambda path: 100_000)
+    leg.memory.prepare(leg.states)
+    leg = Leg(tmp_path / "run")
+    leg.states.append(ModelState(nn.Linear(100, 100), key="more"))
+    with pytest.raises(ConfigurationError, match="memory checkpoints take two slots"):
+        leg.memory.prepare(leg.states)
     leg.memory.close(remove=True)
 
 

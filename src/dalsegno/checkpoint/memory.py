@@ -172,9 +172,10 @@ class MemoryCheckpoints:
         try:
             self._directory = collectives.run_on_all_ranks(lambda: self._seen(name))
             self._create_slots(self._directory, hosts, base)
-            freed = sum(each.size for each in self._own_directories())
-            snapshotter = self._slots[0].snapshotter
-            check_room(snapshotter, sharded, self._directory.path, hosts, copies=self._copies, freed=freed)
+            self._slots[0].snapshotter.check_serializable(sharded, ())
+            room = self._check_room(sharded, self._directory)
+            if collectives.rank() == 0:
+                logger.info("memory checkpoints: %s", room)
         except BaseException:
             self._slots = []
             if self._directory is not None and hosts.leads:
@@ -205,19 +206,25 @@ class MemoryCheckpoints:
             for slot in self._slots:
                 slot.snapshotter.leave_out(base)
 
+    def _check_room(self, sharded: Sequence[ShardedState], directory: MemoryDir) -> str:
+        freed = sum(each.size for each in self._own_directories())
+        snapshotter, hosts = self._slots[0].snapshotter, self._known_hosts()
+        return check_room(snapshotter, sharded, directory.path, hosts, copies=self._copies, freed=freed)
+
     def prepare(self, sharded: Sequence[ShardedState]) -> None:
-        """Reserve the memory, and map it in the background. To be called once the optimizer has its state.
+        """Reserve the memory and map it in the background. To be called once the optimizer has its state.
 
         Raises:
             ConfigurationError: on all ranks, if the checkpoints do not fit into memory.
         """
-        if not self._slots or self._has_saved or self._prefault is not None:
+        if self._directory is None or self._has_saved or self._prefault is not None:
             return
         slots = self._slots if self._former is None else self._slots[:1]  # the other one once that is not needed
         try:
             steps = [slot.snapshotter.prepare(sharded) for slot in slots]
         except NoRoom as error:
             raise self._does_not_fit(error) from error
+        self._check_room(sharded, self._directory)
         self._prefault = BufferPrefault(turn for each in steps for turn in each)
 
     def capture(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from dalsegno.system.byte_sizes import format_bytes
 from .resources import available_memory, free_disk
 from .snapshot import Snapshotter
 
-logger = logging.getLogger("dalsegno")
-
 
 def check_room(
     snapshotter: Snapshotter,
@@ -28,21 +25,23 @@ def check_room(
     *,
     copies: int,
     freed: int,
-) -> None:
-    """Compute the size of two slots, before the first step has created the optimizer's state; log it on rank 0.
+) -> str:
+    """Compare two slots with the memory that is free; also before the first step has created the optimizer's state.
 
     Args:
-        snapshotter: of one slot; plans the files.
+        snapshotter: of one slot; has planned the files.
         sharded: model and optimizer.
         directory: of this run in shared memory.
         hosts: the run's.
         copies: number of other hosts that keep each host's files.
         freed: bytes on this host that the first save frees.
 
+    Returns:
+        Size and room, for a log.
+
     Raises:
         ConfigurationError: on all ranks, if they do not fit into the memory of a host.
     """
-    snapshotter.check_serializable(sharded, ())
     size, trained = snapshotter.planned_bytes(), snapshotter.planned_bytes_trained(MODEL)
     is_exact = True
     for each in sharded:
@@ -71,5 +70,4 @@ def check_room(
             f"save_in_memory=: memory checkpoints take {text}, and {format_bytes(max(0, 2 * slots[host] + shortest))} "
             f"are free in {place}{where}; leave save_in_memory out, or train on a host with more memory"
         )
-    if collectives.rank() == 0:
-        logger.info("memory checkpoints: %s in %s, where %s are free", text, directory, format_bytes(free))
+    return f"{text} in {directory}, where {format_bytes(free)} are free"

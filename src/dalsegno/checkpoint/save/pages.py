@@ -4,12 +4,38 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 
 from dalsegno.system import filesystem
 
 _HASHED_BYTES = 2 << 20  # at once: 0.2 ms of processor time
+
+
+class Pages(Protocol):
+    """Where a buffer's memory is from."""
+
+    def allocate(self, length: int) -> mmap.mmap:
+        """At least ``length`` bytes, in whole pages."""
+        ...
+
+    def reserve(self, begin: int, length: int) -> None:
+        """Called before these bytes are touched for the first time.
+
+        Raises:
+            OSError: if there is no memory for them.
+        """
+        ...
+
+
+class AnonymousPages:
+    """Memory of this process alone."""
+
+    def allocate(self, length: int) -> mmap.mmap:
+        return anonymous(length)
+
+    def reserve(self, begin: int, length: int) -> None: ...  # the kernel finds it as it is touched
 
 
 def anonymous(length: int) -> mmap.mmap:

@@ -176,7 +176,7 @@ class Snapshotter:
         """
         self.check_serializable(sharded, ())
         if self._shared is not None:
-            self._lay_out_shared(self._shared)
+            self._with_room(self._shared, self._shared.lay_out)
             return self._shared.prefault()
         files = [file for file in self._plan.files if not _may_be_unchanged(file, former)]
         if self._memory_shortage(files):
@@ -228,8 +228,8 @@ class Snapshotter:
             unchanged, changed = self._planned(states.tensors, former)
             shortage = self._memory_shortage([*changed, *sidecars])
             (is_short,) = collectives.all_reduce_max([shortage > 0], "room for a save in memory")
-        if self._shared is not None:
-            self._lay_out_shared(self._shared)
+        if self._shared is not None and not self._shared.fits(self._plan.files):
+            self._with_room(self._shared, self._shared.reserve)
         small = self._inline_files(states)
         records = {key: each.record for key, each in (states.shared | states.own).items()}
         durables = [component.make_durable for component in components]
@@ -275,11 +275,10 @@ class Snapshotter:
         files = [file for file in self._plan.files if file.component == component and not file.is_frozen]
         return sum(file.layout.length for file in files)
 
-    def _lay_out_shared(self, shared: SharedFiles) -> None:
-        if shared.fits(self._plan.files):
-            return
+    def _with_room(self, shared: SharedFiles, make: Callable[[Sequence[FilePlan]], None]) -> None:
+        """Make the planned files in shared memory. Collective."""
         try:
-            collectives.run_on_all_ranks(lambda: shared.lay_out(self._plan.files))
+            collectives.run_on_all_ranks(lambda: make(self._plan.files))
         except BaseException as error:
             shared.clear()  # on every rank, so that all ranks lay out the files again at the next save
             if isinstance(error, (OSError, RankFailed)):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import mmap
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -19,7 +18,7 @@ from dalsegno.distributed import accelerator
 
 from .cuda_copies import CudaCopies, pin
 from .host_copies import SMALL, HostCopies
-from .pages import anonymous, views
+from .pages import AnonymousPages, Pages, views
 
 _PREFAULT_BYTES = 2 << 20  # per turn: a huge page, and about a millisecond
 _JOINED_TENSORS = 128  # small ones per copy
@@ -29,17 +28,18 @@ class Buffer:
     """Memory that holds a whole file as it will be on disk.
 
     Args:
-        allocate: returns at least that many bytes of memory, in whole pages.
+        pages: its memory; None: of this process alone.
     """
 
-    def __init__(self, allocate: Callable[[int], mmap.mmap] | None = None) -> None:
-        self._allocate = allocate or anonymous
+    def __init__(self, pages: Pages | None = None) -> None:
+        self._pages = pages or AnonymousPages()
         self._memory = memoryview(b"")
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._layout: FileLayout | None = None
         self._places: list[torch.Tensor] = []  # in the order of the file, as the following
         self._begins: list[int] = []
         self._groups: list[tuple[int, int]] = []  # of tensors that are copied by one call
+        self._reserved = 0  # bytes from the beginning that may be touched
         self._touched = 0  # bytes from the beginning that have physical memory
         self._pinned: weakref.finalize[..., Buffer] | None = None
 
@@ -48,12 +48,17 @@ class Buffer:
         return layout.length if layout.length > len(self._memory) else 0
 
     def lay_out(self, layout: FileLayout) -> None:
-        """Make room for ``layout`` and write its header. The tensors are still to be copied."""
+        """Make room for ``layout`` and write its header. The tensors are still to be copied.
+
+        Raises:
+            OSError: if there is no memory for the header; see :meth:`reserve` for the rest.
+        """
         if layout is self._layout:
             return
         if self.missing(layout):
             self._places = []
-            self._reserve(layout.length)
+            self._allocate(layout.length)
+        self._reserve_until(len(layout.header))
         self._memory[: len(layout.header)] = layout.header
         ordered = [(layout.spans[number], layout.chunks[number]) for number in layout.order]
         self._places = [self._bytes[slice(*span)].view(chunk.dtype).view(chunk.shape) for span, chunk in ordered]
@@ -61,14 +66,27 @@ class Buffer:
         self._groups = list(_groups([chunk for _, chunk in ordered]))
         self._layout = layout
 
+    def reserve(self) -> None:
+        """Reserve what :meth:`prefault` has not, before a copy.
+
+        Raises:
+            OSError: if there is not enough memory.
+        """
+        self._reserve_until(len(self._memory))
+
     def prefault(self) -> Iterator[None]:
-        """Touch the memory, a little at each turn, so that the first copy does not wait for page faults."""
+        """Reserve and touch the memory, a little at each turn, so that the first copy does not wait for page faults.
+
+        Raises:
+            OSError: if there is not enough memory.
+        """
         if self._layout is None:
             return
         address = self._bytes.data_ptr()
         self._touched = max(self._touched, len(self._layout.header))
         while self._touched < len(self._memory):
             count = min(_PREFAULT_BYTES, len(self._memory) - self._touched)
+            self._reserve_until(self._touched + count)
             ctypes.memset(address + self._touched, 0, count)  # releases the GIL, as no slice assignment does
             self._touched += count
             yield
@@ -88,7 +106,8 @@ class Buffer:
         self._touched = len(self._memory)
         self._pin()
         on_host = HostCopies()
-        are_on_host = accelerator.kind() is None  # to ask thousands of tensors takes a tenth of the time of their copies
+        # To ask thousands of tensors where they are takes a tenth of the time of their copies.
+        are_on_host = accelerator.kind() is None
         ordered = [tensors[number] for number in self._layout.order]
         for first, last in self._groups:
             group, places = ordered[first:last], self._places[first:last]
@@ -114,12 +133,17 @@ class Buffer:
         """The file, and what follows it to the end of the last page."""
         return self._memory
 
-    def _reserve(self, length: int) -> None:
+    def _allocate(self, length: int) -> None:
         if self._pinned is not None:
             self._pinned()
         self._memory, self._bytes = memoryview(b""), torch.empty(0, dtype=torch.uint8)  # free before allocating
-        self._memory, self._bytes = views(self._allocate(length))
-        self._touched, self._pinned = 0, None
+        self._memory, self._bytes = views(self._pages.allocate(length))
+        self._reserved, self._touched, self._pinned = 0, 0, None
+
+    def _reserve_until(self, end: int) -> None:
+        if end > self._reserved:
+            self._pages.reserve(self._reserved, end - self._reserved)
+            self._reserved = end
 
     def _pin(self) -> None:
         if self._pinned is None:
