@@ -179,7 +179,8 @@ def test_grad_norm_is_that_before_clipping(tmp_path: Path) -> None:
         "on_step_end": lambda ctx: norms["at the end"].append(ctx.grad_norm),
     }
     small_trainer(tmp_path, Listener(handlers), max_steps=3, max_grad_norm=0.01).train()
-    assert norms["told"] == norms["at the end"] == norms["ready"]
+    assert norms["told"] == norms["at the end"]
+    assert norms["told"] == pytest.approx(norms["ready"], rel=1e-6), "summed up anew, and perhaps in another order"
     assert min(norms["ready"]) > 0.1
     assert norms["clipped"] == pytest.approx([0.01] * 3, rel=1e-3)
 
