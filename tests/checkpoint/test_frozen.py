@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -14,13 +15,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
+import dalsegno as ds
 from checkpoint.frozen import FROZEN, Part, content
 from checkpoint.sameness import assert_same
-from dalsegno.checkpoint import read_tensors
+from dalsegno.checkpoint import CheckpointManager, read_tensors
 from dalsegno.checkpoint.format import checkpoint_dir
 from dalsegno.cli import main
+from dalsegno.logs import RunFile
 from dalsegno.system import filesystem
-from dalsegno.testing import run_ranks
+from dalsegno.testing import TinyRegression, run_ranks
+from support.small import small_trainer
 
 
 def inode(path: Path) -> int:
@@ -61,6 +65,102 @@ def test_a_resumed_run_links_what_it_has_verified(tmp_path: Path) -> None:
     second = part.save(2)
     assert inode(first) == inode(second)
     expect_saved(second, content(part))
+
+
+def test_a_run_that_has_verified_nothing_links_the_newest_on_disk(tmp_path: Path) -> None:
+    part = Part(tmp_path)
+    first = part.save(1)
+    part.manager = CheckpointManager(tmp_path)  # as in a leg that resumed from memory
+    second = part.save(2)
+    assert inode(first) == inode(second)
+    expect_saved(second, content(part))
+
+
+def test_what_it_links_was_verified(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    part = Part(tmp_path)
+    first = part.save(1)
+    damage(first / FROZEN)
+    part.manager = CheckpointManager(tmp_path)
+    second = part.save(2)
+    assert "not shared with later checkpoints" in caplog.text
+    assert "step-00000001/model/frozen-00000.safetensors: has checksum" in caplog.text
+    assert inode(first) != inode(second)
+    expect_saved(second, content(part))
+    assert inode(part.save(3)) == inode(second)
+
+
+class Crash(ds.Callback):
+    """Raises before the step after ``step``."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_begin(self, ctx: Any) -> None:
+        if ctx.state.global_step == self._step:
+            raise RuntimeError("crashed")
+
+
+def test_a_run_that_crashes_and_resumes_from_memory_has_one_base(tmp_path: Path) -> None:
+    def leg(*callbacks: ds.Callback) -> None:
+        model = TinyRegression()
+        model.layers[0].requires_grad_(False)
+        settings = {"max_steps": 12, "save_steps": 4, "save_in_background": False, "save_in_memory": "Every(steps=1)"}
+        small_trainer(tmp_path, *callbacks, model=model, **settings).train()
+
+    for step in (6, 10):
+        with pytest.raises(RuntimeError, match="crashed"):
+            leg(Crash(step))
+    leg()
+    run = RunFile(tmp_path).load()
+    assert run is not None
+    assert [Path(leg.from_checkpoint or "").name for leg in run.legs] == ["", "step-00000006", "step-00000010"]
+    assert len({inode(tmp_path / f"checkpoints/step-{step:08d}") for step in (4, 8, 12)}) == 1
+
+
+@pytest.mark.parametrize("full", ["write", "link"])
+def test_a_save_that_failed_on_a_full_disk_does_not_unlearn_the_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    part = Part(tmp_path)
+    first = part.save(1)
+    with monkeypatch.context() as patched:
+        fail_at(patched, full, errno.ENOSPC)
+        with pytest.raises(ds.SaveFailed, match="No space left"):
+            part.save(2)
+    second = part.save(3)
+    assert inode(first) == inode(second)
+    expect_saved(second, content(part))
+
+
+@pytest.mark.parametrize("refusal", [errno.ENOENT, errno.ESTALE, errno.EACCES])
+def test_a_file_that_could_not_be_linked_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: int
+) -> None:
+    """It is not tried again, so that the save after the failed one succeeds, whatever was the matter."""
+    part = Part(tmp_path)
+    first = part.save(1)
+    fail_at(monkeypatch, "link", refusal)
+    with pytest.raises(ds.SaveFailed):
+        part.save(2)
+    second = part.save(3)
+    assert inode(first) != inode(second)
+    expect_saved(second, content(part))
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, operation: str, error: int) -> None:
+    """Let each such operation on the disk fail."""
+
+    def watch(begun: str, path: Path) -> None:
+        if begun == operation:
+            raise OSError(error, os.strerror(error), str(path))
+
+    monkeypatch.setattr(filesystem, "watcher", watch)
+
+
+def damage(file: Path) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(5000)
+        stream.write(b"\xff\x00\xff")
 
 
 def test_a_frozen_tensor_that_was_changed_in_place_is_written(tmp_path: Path) -> None:
@@ -145,9 +245,7 @@ def test_a_damaged_file_is_not_copied(tmp_path: Path, monkeypatch: pytest.Monkey
     """The save fails, and the next one writes the tensors again."""
     part = Part(tmp_path)
     first = part.save(1)
-    with (first / FROZEN).open("r+b") as file:
-        file.seek(5000)
-        file.write(b"\xff\x00\xff")
+    damage(first / FROZEN)
 
     def refuse(*paths: Any) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
@@ -174,16 +272,36 @@ def test_a_link_never_carries_a_write(tmp_path: Path) -> None:
     assert (one.read_bytes(), other.read_bytes()) == (b"first", b"second")
 
 
-def test_a_save_of_a_lora_run_writes_what_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes of all write calls: at most 1.05 × the adapters and their optimizer's state."""
+def lora_of_rank(rank: int) -> torch.nn.Module:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4
     )
+    model: torch.nn.Module = get_peft_model(
+        LlamaForCausalLM(config), LoraConfig(r=rank, target_modules=["q_proj", "v_proj"])
+    )
+    return model
+
+
+@pytest.mark.parametrize("rank", [4, 64])
+def test_a_lora_run_writes_what_is_trained_and_the_constant_of_the_docs(tmp_path: Path, rank: int) -> None:
+    model = lora_of_rank(rank)
+    tokens = [{"input_ids": each, "labels": each} for each in torch.arange(64).reshape(8, 8)]
+    small_trainer(tmp_path, model=model, parts={"train_dataset": tokens}, max_steps=2, save_steps=1).train()
+    files = [each.stat() for each in (tmp_path / "checkpoints/step-00000002").rglob("*") if each.is_file()]
+    written = sum(each.st_size for each in files if each.st_nlink == 1)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    frozen = [each for each in model.parameters() if not each.requires_grad]
+    constant = 40_000 + 1_200 * len(trained) + 150 * len(frozen)
+    assert written <= 1.05 * 3 * sum(each.nbytes for each in trained) + constant
+
+
+def test_a_save_of_a_lora_run_writes_what_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of all write calls: at most 1.05 × the adapters and their optimizer's state."""
     part = Part(tmp_path)
-    part.model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=128, target_modules=["q_proj", "v_proj"]))
+    part.model = lora_of_rank(128)
     trained = [each for each in part.model.parameters() if each.requires_grad]
     part.optimizer = torch.optim.AdamW(trained)
     part.step = lambda: train(part)  # type: ignore[method-assign]
@@ -259,3 +377,25 @@ def test_each_rank_links_its_part(tmp_path: Path, is_fsdp: bool) -> None:
     other = Part(tmp_path / "other", seed=1)
     other.load(there)
     assert_same({name: content(other)[name] for name in frozen}, frozen)
+
+
+def fail_on_one_rank(folder: Path) -> list[bool]:
+    """Whether this rank's file is that of the save before: after a save that rank 1 could not link, and in a process
+    that has verified nothing."""
+    part = Part(folder)
+    paths = [part.save(1)]
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 1:
+            fail_at(patched, "link", errno.EACCES)
+        with pytest.raises(ds.SaveFailed, match="rank 1"):
+            part.save(2)
+    paths.append(part.save(3))
+    part.manager = CheckpointManager(folder)
+    paths.append(part.save(4))
+    dist.barrier()
+    files = [path / f"model/frozen-{dist.get_rank():05d}.safetensors" for path in paths]
+    return [former.samefile(file) for former, file in itertools.pairwise(files)]
+
+
+def test_only_the_rank_whose_file_could_not_be_linked_writes_it(tmp_path: Path) -> None:
+    assert run_ranks(fail_on_one_rank, 2, tmp_path) == [[True, True], [False, True]]

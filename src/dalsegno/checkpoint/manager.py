@@ -59,7 +59,7 @@ class CheckpointManager:
         self._carried: Mapping[str, SavedState] = {}
         self._has_warned_nonfinite = False
         self._trusted: Path | None = None  # the checkpoint that this process verified or wrote last
-        self._former: FormerFiles | None = None  # of the checkpoint that this rank verified or wrote last
+        self._former: FormerFiles | None = None  # of a checkpoint on disk, which the next save may link
         self._unsettled: AsyncSave | None = None
         self._has_saved = False
         self._base: FrozenBase | None = None
@@ -149,6 +149,7 @@ class CheckpointManager:
             logger.warning(
                 "step %d: the weights contain NaN or infinity; this checkpoint does not displace a finite one", step
             )
+        self._find_former()
         former = self._former if self._former is not None and self._former.are_beside(final.parent) else None
         snapshot = self._snapshotter.capture(sharded, components, self._carried, copy=background, former=former)
 
@@ -187,6 +188,7 @@ class CheckpointManager:
         Call once the optimizer has its state. Collective.
         """
         if not self._has_saved and self._prefault is None:
+            self._find_former()
             self._prefault = BufferPrefault(self._snapshotter.prepare(sharded, self._former))
 
     def settle(self) -> None:
@@ -196,8 +198,8 @@ class CheckpointManager:
         save, self._unsettled = self._unsettled, None
         if save is not None:
             save.join()
-            is_published = save.done and save.failure is None
-            self._former = FormerFiles(save.path, save.records) if is_published else None
+            if save.done and save.failure is None:
+                self._former = FormerFiles(save.path, save.records)
 
     def amend(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
         """Replace metrics and ``is_best`` in the manifest of the checkpoint of ``step``, which is published."""
@@ -335,8 +337,7 @@ class CheckpointManager:
     def prune(self) -> list[Path]:
         """Delete what the policy does not keep; never the newest, the last verified one, or foreign files.
 
-        A checkpoint with a missing file or a file of another size stays and does not count: another one is kept in its
-        place.
+        A checkpoint with a missing file or a file of another size stays and does not count: another is kept instead.
 
         Returns:
             The deleted checkpoints.
@@ -369,6 +370,11 @@ class CheckpointManager:
         kept = steps_to_keep(self._keep, entries)
         unkept = [self.path_of(entry.step) for entry in entries if entry.step not in kept]
         return [path for path in unkept if path.resolve() != self._trusted and checkpoint_dir.delete(path)]
+
+    def _find_former(self) -> None:
+        """Before the first save of a leg that verified no checkpoint, as one that resumed from memory."""
+        if not self._has_saved and self._former is None:
+            self._former = collectives.from_rank_zero(functools.partial(FormerFiles.of_newest, self.directory))
 
     def _verified(self, path: Path) -> Checkpoint:
         checkpoint = collectives.from_rank_zero(lambda: checkpoint_dir.open_checkpoint(path))

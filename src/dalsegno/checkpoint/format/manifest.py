@@ -209,7 +209,7 @@ class Checkpoint:
             OSError: if one cannot be read, which is not damage.
         """
         with ThreadPoolExecutor(_READERS, thread_name_prefix="verify") as readers:
-            for _ in readers.map(lambda name: _verify(self.path, name, self.manifest.files[name]), names):
+            for _ in readers.map(lambda name: verify_file(self.path, name, self.manifest.files[name]), names):
                 pass
 
     def require(self, names: Collection[str]) -> None:
@@ -280,7 +280,13 @@ def _parsed(data: bytes, path: Path) -> Any:
         raise DamagedCheckpoint(f"{path}: is not JSON as dalsegno writes it ({error})") from error
 
 
-def _verify(directory: Path, name: str, expected: FileRecord) -> None:
+def verify_file(directory: Path, name: str, expected: FileRecord) -> None:
+    """Read the file ``name`` of the checkpoint in ``directory``, and compare it with its record.
+
+    Raises:
+        DamagedCheckpoint: if it is missing, is not a regular file, or has another size or checksum.
+        OSError: if it cannot be read, which is not damage.
+    """
     path = directory / name
     if path.parent != directory and path.parent.is_symlink():
         raise DamagedCheckpoint(f"{path.parent}: is a symbolic link")

@@ -260,7 +260,7 @@ class Snapshotter:
             if former is not None and _may_be_unchanged(file, former):
                 record = record_of(content.layout, content.tensors)
                 if (path := former.path_of(record)) is not None:
-                    unchanged.append(UnchangedFile(file.name, record, path))
+                    unchanged.append(UnchangedFile(file.name, record, path, former))
                     self._buffers.pop(file.name, None)
                     continue
             changed.append(content)

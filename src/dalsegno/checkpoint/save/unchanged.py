@@ -7,48 +7,91 @@ tensors (10 GB/s on one core, about as long as a copy of them), and no memory.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import xxhash
 
+from dalsegno.checkpoint.format import checkpoint_dir
 from dalsegno.checkpoint.format.layout import FileLayout
-from dalsegno.checkpoint.format.manifest import FileRecord, opened
-from dalsegno.errors import DamagedCheckpoint
+from dalsegno.checkpoint.format.manifest import FileRecord, opened, verify_file
+from dalsegno.errors import DalsegnoError, DamagedCheckpoint, SaveFailed
 from dalsegno.system import filesystem
 
 from .file_order import in_file_order
 from .files import Advance
 
+logger = logging.getLogger("dalsegno")
+
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 """The filesystem has no hard links, or no more of this file."""
 
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
-@dataclass(frozen=True, slots=True)
+
 class FormerFiles:
-    """Files of a published checkpoint that this process has verified, or this rank has written."""
+    """Files of a published checkpoint, which later ones may share.
 
-    directory: Path
-    records: Mapping[str, FileRecord]
+    Args:
+        directory: of the checkpoint.
+        records: of its files.
+        unverified: names of those that this process has neither verified nor written. They are verified when they are
+            needed.
+    """
+
+    def __init__(self, directory: Path, records: Mapping[str, FileRecord], *, unverified: Collection[str] = ()) -> None:
+        self._directory = directory
+        self._records = dict(records)
+        self._unverified = {*unverified}
+
+    @classmethod
+    def of_newest(cls, directory: Path) -> FormerFiles | None:
+        """Files of the newest checkpoint in ``directory`` whose manifest is valid; None if there is none."""
+        with contextlib.suppress(DalsegnoError, OSError):
+            paths = checkpoint_dir.newest_first(directory)
+            found, _ = checkpoint_dir.first_valid(paths, checkpoint_dir.open_checkpoint)
+            if found is not None:
+                return cls(found.path, found.manifest.files, unverified=found.manifest.files)
+        return None
 
     def has_size(self, size: int) -> bool:
         """Whether there is a file of ``size`` bytes."""
-        return any(record.size == size for record in self.records.values())
+        return any(record.size == size for record in self._records.values())
 
     def path_of(self, content: FileRecord) -> Path | None:
-        """Path of a file of that content; None if there is none, or it has been removed."""
-        paths = (self.directory / name for name, record in self.records.items() if record == content)
-        return next((path for path in paths if _is_file(path, content.size)), None)
+        """Path of a file of that content; None if there is none, or it has been removed or damaged."""
+        found = [name for name, record in self._records.items() if record == content]
+        return next((self._directory / name for name in found if self._is_intact(name)), None)
 
     def are_beside(self, directory: Path) -> bool:
         """Whether ``directory``, or the parent in which it will be created, is on the same filesystem."""
         existing = next(each for each in (directory, *directory.parents) if each.exists())
-        return self.directory.exists() and self.directory.stat().st_dev == existing.stat().st_dev
+        return self._directory.exists() and self._directory.stat().st_dev == existing.stat().st_dev
+
+    def forget(self, content: FileRecord) -> None:
+        """The files of that content cannot be shared: the next save writes it again."""
+        self._records = {name: record for name, record in self._records.items() if record != content}
+
+    def _is_intact(self, name: str) -> bool:
+        record = self._records[name]
+        if not _is_file(self._directory / name, record.size):
+            return False
+        if name in self._unverified:
+            try:
+                verify_file(self._directory, name, record)
+            except OSError as error:
+                logger.warning("it is not shared with later checkpoints: %s", error)
+                del self._records[name]
+                return False
+            self._unverified.remove(name)
+        return True
 
 
 @torch.no_grad()
@@ -63,26 +106,39 @@ def record_of(layout: FileLayout, tensors: Sequence[torch.Tensor]) -> FileRecord
 
 @dataclass(frozen=True, slots=True)
 class UnchangedFile:
-    """A file that becomes a hard link to ``source``, which has the same content; a copy where links are refused."""
+    """A file that becomes a hard link to ``source``, one of the ``former`` files, which has the same content; a copy
+    where links are refused."""
 
     name: str
     record: FileRecord
     source: Path
+    former: FormerFiles
     length: int = 0
 
     def write_to(self, directory: Path, advance: Advance) -> FileRecord:
-        """
+        """If that fails, and not for lack of space, the next save does not try it again.
+
         Raises:
             DamagedCheckpoint: if it had to be copied, and has another content by now.
             OSError: if ``source`` has been removed, or the disk refuses it.
         """
         try:
-            filesystem.link(self.source, directory / self.name)
+            self._link_or_copy(directory / self.name, advance)
+        except SaveFailed:  # it was cancelled
+            raise
+        except OSError as error:
+            if error.errno not in _NO_SPACE:
+                self.former.forget(self.record)
+            raise
+        return self.record
+
+    def _link_or_copy(self, path: Path, advance: Advance) -> None:
+        try:
+            filesystem.link(self.source, path)
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            filesystem.replace_durably_in_pieces(directory / self.name, self._pieces(advance))
-        return self.record
+            filesystem.replace_durably_in_pieces(path, self._pieces(advance))
 
     def _pieces(self, advance: Advance) -> Iterator[bytes]:
         checksum = xxhash.xxh3_128()
