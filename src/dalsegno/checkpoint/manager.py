@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import heapq
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,12 +15,13 @@ from dalsegno.stateful.component import Component, State
 from dalsegno.system import filesystem
 
 from .format import checkpoint_dir, names
-from .format.manifest import Checkpoint, FileRecord
+from .format.manifest import Checkpoint
 from .format.sidecar import SavedState
 from .inspect.listing import CheckpointStatus, list_checkpoints
 from .load.compatibility import Value
 from .load.restore import restore
 from .load.states import LoadReport, SavedStates, unclaimed_states
+from .load.verification import share_of_rank
 from .save.async_save import AsyncSave, BufferPrefault
 from .save.base import FrozenBase
 from .save.destination import NewDirectory
@@ -139,8 +139,8 @@ class CheckpointManager:
         """
         self.settle()
         final = self.path_of(step)
-        exists, is_nonfinite = collectives.all_reduce_max(
-            [collectives.rank() == 0 and final.exists(), not is_finite], "where to save"
+        exists, is_nonfinite, has_no_former = collectives.all_reduce_max(
+            [collectives.rank() == 0 and final.exists(), not is_finite, self._former is None], "where to save"
         )
         if exists:
             raise ConfigurationError(f"{final}: there is a checkpoint of this step already; it is not overwritten")
@@ -149,7 +149,8 @@ class CheckpointManager:
             logger.warning(
                 "step %d: the weights contain NaN or infinity; this checkpoint does not displace a finite one", step
             )
-        self._find_former()
+        if has_no_former:
+            self._find_former()
         former = self._former if self._former is not None and self._former.are_beside(final.parent) else None
         snapshot = self._snapshotter.capture(sharded, components, self._carried, copy=background, former=former)
 
@@ -188,7 +189,8 @@ class CheckpointManager:
         Call once the optimizer has its state. Collective.
         """
         if not self._has_saved and self._prefault is None:
-            self._find_former()
+            if self._former is None:
+                self._find_former()
             self._prefault = BufferPrefault(self._snapshotter.prepare(sharded, self._former))
 
     def settle(self) -> None:
@@ -337,7 +339,8 @@ class CheckpointManager:
     def prune(self) -> list[Path]:
         """Delete what the policy does not keep; never the newest, the last verified one, or foreign files.
 
-        A checkpoint with a missing file or a file of another size stays and does not count: another is kept instead.
+        A checkpoint with a missing file or a file of another size stays and does not count: another one is kept in its
+        place.
 
         Returns:
             The deleted checkpoints.
@@ -372,29 +375,14 @@ class CheckpointManager:
         return [path for path in unkept if path.resolve() != self._trusted and checkpoint_dir.delete(path)]
 
     def _find_former(self) -> None:
-        """Before the first save of a leg that verified no checkpoint, as one that resumed from memory."""
-        if not self._has_saved and self._former is None:
-            self._former = collectives.from_rank_zero(functools.partial(FormerFiles.of_newest, self.directory))
+        """For a leg that has neither verified nor written a checkpoint, as one that resumed from memory. Collective."""
+        newest = collectives.from_rank_zero(functools.partial(FormerFiles.of_newest, self.directory))
+        self._former = self._former or newest
 
     def _verified(self, path: Path) -> Checkpoint:
         checkpoint = collectives.from_rank_zero(lambda: checkpoint_dir.open_checkpoint(path))
-        collectives.run_on_all_ranks(lambda: checkpoint.verify(_files_of_this_rank(checkpoint.manifest.files)))
+        collectives.run_on_all_ranks(lambda: checkpoint.verify(share_of_rank(checkpoint.manifest.files)))
         self._trusted = path.resolve()
         if self._trusted == self.path_of(checkpoint.step).resolve():  # files elsewhere may be written in place
             self._former = FormerFiles(path, checkpoint.manifest.files)
         return checkpoint
-
-
-def _files_of_this_rank(files: Mapping[str, FileRecord]) -> list[str]:
-    """Files that this rank verifies: each file, the largest first, goes to the rank with the fewest bytes so far.
-
-    A checksum covers a whole file. So if fewer ranks saved than load, some ranks have nothing to read.
-    """
-    loads = [(0, rank) for rank in range(collectives.world_size())]
-    mine = []
-    for name in sorted(files, key=lambda name: -files[name].size):
-        load, rank = heapq.heappop(loads)
-        heapq.heappush(loads, (load + files[name].size, rank))
-        if rank == collectives.rank():
-            mine.append(name)
-    return mine
