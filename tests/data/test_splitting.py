@@ -17,6 +17,7 @@ from dalsegno.data import train_loader
 from dalsegno.data.splitting import part_of_rank
 from dalsegno.distributed import collectives
 from dalsegno.testing import compare_runs, run_ranks
+from support import layouts
 from support.resumed import stop_after
 from support.small import small_trainer
 
@@ -79,7 +80,7 @@ def hugging_face(folder: str, *, shuffled: bool, files: int = 4) -> Any:
     return data.shuffle(seed=3, buffer_size=7) if shuffled else data
 
 
-def web_dataset(folder: str) -> Any:
+def web_dataset(folder: str, splitter: Any = None) -> Any:
     wds = pytest.importorskip("webdataset")
     names = [Path(folder, f"part-{number}.tar") for number in range(4)]
     if collectives.rank() == 0 and not names[-1].exists():
@@ -88,7 +89,7 @@ def web_dataset(folder: str) -> Any:
                 for index in range(number, LENGTH, 4):
                     tar.write({"__key__": f"{index:04}", "id.json": json.dumps(index).encode()})
     collectives.gather(None, "the files")
-    pipeline = wds.WebDataset([*map(str, names)], nodesplitter=wds.split_by_node, shardshuffle=False)
+    pipeline = wds.WebDataset([*map(str, names)], nodesplitter=splitter or wds.split_by_node, shardshuffle=False)
     return pipeline.compose(wds.detshuffle(5, 2, seed=1)).map(of_tar)
 
 
@@ -171,6 +172,44 @@ def test_a_split_for_other_ranks_is_refused() -> None:
     kind = type("IterableDataset", (), {"__module__": "datasets.iterable_dataset", "_distributed": Distributed})
     with pytest.raises(ds.ConfigurationError, match="is split for 4 ranks, and here 2 read different data"):
         part_of_rank(kind(), 0, 2)
+
+
+def read_in_an_epoch(folder: str, layout: str, splitter: str) -> list[int]:
+    """By this rank, of a webdataset whose ``nodesplitter`` is webdataset's own of that name."""
+    wds = pytest.importorskip("webdataset")
+    data, read = web_dataset(folder, getattr(wds, splitter)), []
+
+    def collate(samples: list[Sample]) -> Any:
+        read.extend(each["id"] for each in samples)
+        return without_id(samples)
+
+    small_trainer(
+        Path(folder, "run"),
+        model=layouts.Residual(),
+        parts={"train_dataset": data, "data_collator": collate},
+        parallel=layouts.mode(layout),
+        max_steps=6 // layouts.LAYOUTS[layout][1],
+    ).train()
+    return read
+
+
+@pytest.mark.parametrize(("layout", "splitter"), [("tp", "split_by_node"), ("tp x fsdp", "single_node_only")])
+def test_ranks_that_share_data_read_the_same_part_of_a_webdataset(tmp_path: Path, layout: str, splitter: str) -> None:
+    pytest.importorskip("webdataset")
+    ranks, data_ranks = layouts.LAYOUTS[layout]
+    read = run_ranks(read_in_an_epoch, ranks, str(tmp_path), layout, splitter)
+    parts = {tuple(each) for each in read}
+    assert len(parts) == data_ranks
+    assert sorted(index for part in parts for index in part) == [*range(LENGTH)]
+
+
+def test_a_nodesplitter_of_ones_own_is_refused_where_ranks_share_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    wds = pytest.importorskip("webdataset")
+    data = wds.WebDataset(["part-0.tar"], nodesplitter=iter, shardshuffle=False)
+    assert part_of_rank(data, 0, 1) is not None
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    with pytest.raises(ds.ConfigurationError, match="1 read different data; give it nodesplitter=webdataset"):
+        part_of_rank(data, 0, 1)
 
 
 class Clocked(IterableDataset[Sample]):

@@ -6,7 +6,9 @@ again. Those of Hugging Face and webdataset are known.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from dalsegno.distributed import collectives
@@ -39,8 +41,7 @@ def part_of_rank(source: Any, rank: int, world_size: int) -> Any | None:
     if ("datasets", "IterableDataset") in kinds:
         return _part_of_hugging_face(source, rank, world_size)
     if ("webdataset", "DataPipeline") in kinds:
-        _expect_ranks(source, world_size, collectives.world_size())
-        return WebDatasetPart(source)
+        return _part_of_webdataset(source, rank, world_size)
     return None
 
 
@@ -76,8 +77,34 @@ def _expect_ranks(source: Any, world_size: int, its_ranks: int) -> None:
         )
 
 
+def _part_of_webdataset(source: Any, rank: int, world_size: int) -> WebDatasetPart:
+    """Split it by data ranks where it would split itself by ranks; a splitter of the user's own is left alone."""
+    from webdataset import single_node_only, split_by_node
+
+    ranks, known, own = collectives.world_size(), (split_by_node, single_node_only), _ShardsOf(rank, world_size)
+    part = source.compose()  # a copy
+    part.pipeline = [own if stage in known else stage for stage in source.pipeline]
+    if ranks != world_size and own not in part.pipeline:
+        raise ConfigurationError(
+            f"the {type(source).__name__} may split itself for {ranks} ranks, and here {world_size} read different "
+            "data; give it nodesplitter=webdataset.split_by_node, or a method split_by_rank(rank, world_size)"
+        )
+    return WebDatasetPart(part)
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardsOf:
+    """A stage of a webdataset pipeline that keeps the shards of one data rank."""
+
+    rank: int
+    world_size: int
+
+    def __call__(self, shards: Iterable[Any]) -> Iterator[Any]:
+        return islice(shards, self.rank, None, self.world_size)
+
+
 class WebDatasetPart:
-    """A webdataset pipeline, which splits itself by its ``nodesplitter``, with the epoch set at its start.
+    """One rank's part of a webdataset pipeline, with the epoch set at its start.
 
     ``detshuffle`` counts epochs in this process, so a resumed run would begin with the first one's order again.
     """
