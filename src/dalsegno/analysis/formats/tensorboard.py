@@ -24,7 +24,7 @@ _PREFIXES = {"train": "", "eval": "eval_"}
 
 
 class EventFiles(Source):
-    """All event files of one directory, in the order of their names, which start with the time.
+    """All event files of one directory, the oldest first.
 
     Consecutive scalars of the same step are one record. A file whose first events announce a restart at some step
     replaces the older files from that step on.
@@ -51,8 +51,13 @@ class EventFiles(Source):
 
 
 def event_files(path: Path) -> list[Path]:
-    """The event files in a directory; ``path`` itself if it is a file."""
-    return [path] if path.is_file() else sorted(path.glob("*tfevents*"))
+    """The event files in a directory, in the order in which they were opened; ``path`` itself if it is a file."""
+    return [path] if path.is_file() else sorted(path.glob("*tfevents*"), key=_opened)
+
+
+def _opened(path: Path) -> list[tuple[int, str]]:
+    """Sorts by the numbers in a name: time, host, process, and a count that tells the files of one second apart."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in path.name.split(".")]
 
 
 def _records(path: Path, skipped: Skipped) -> Iterator[Record]:
