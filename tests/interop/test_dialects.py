@@ -72,7 +72,6 @@ def test_so_is_that_of_dalsegnos_own() -> None:
     assert [Own().name, Named().name, JsonLogger().name, JsonLogger(name="second").name] == [
         *("Own", "named", "JsonLogger", "second")
     ]
-    assert ds.TrainerCallback().name == "TrainerCallback"
 
 
 @for_each_library

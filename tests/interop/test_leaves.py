@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
@@ -9,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+import dalsegno
 from support import warm
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = sorted(path.parent.name for path in ROOT.glob("src/dalsegno/interop/*/__init__.py"))
 FLAT_NAMES = ROOT / "src/dalsegno/__init__.py"
 """The one file that may know a library: it lists where public names are, and leaves out those that are not there."""
+BENCHMARK = ROOT / "benchmarks/dialects.py"
+"""Measures Hugging Face's dialect, and goes with its folder."""
 
 PLACES = ("src/dalsegno/interop", "tests/interop")
 FORGET = """
@@ -81,11 +85,20 @@ sys.exit(max(statuses))
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_nothing_else_names_its_folder(library: str) -> None:
-    folder = re.compile(rf"interop[./]{library}\b")
+    """Nor what is found there by another name: flat names, and the name of its dialect."""
+    folder = re.compile("|".join([rf"interop[./]{library}\b", *other_names(library)]))
     others = [path for place in ("src", "tests", "benchmarks", "docs") for path in (ROOT / place).rglob("*.py")]
     own = {ROOT / "src/dalsegno/interop" / library, ROOT / "tests/interop" / library}
     named = [path for path in others if not own & {*path.parents} and folder.search(path.read_text())]
-    assert [path for path in named if path != FLAT_NAMES] == []
+    assert [path for path in named if path not in (FLAT_NAMES, BENCHMARK)] == []
+
+
+def other_names(library: str) -> list[str]:
+    """Patterns of ``ds.`` with each flat name of a module in the folder, and of ``adapt`` with its dialect."""
+    homes = {name: module for module, names in dalsegno._HOMES.items() for name in names}
+    flat = [rf"ds\.{name}\b" for name, module in homes.items() if module.startswith(f"interop.{library}.")]
+    dialect = getattr(importlib.import_module(f"dalsegno.interop.{library}"), "DIALECT", None)
+    return flat if dialect is None else [*flat, rf"""adapt\([^"'\n]*["']{dialect.dialect}["']"""]
 
 
 def test_the_folders_of_each_can_be_deleted(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_callbacks_travel_with_their_state_and_come_back_with_it(
     tokens.load_state_dict({"seen": torch.tensor([10.0, 0.0, 0.0])})
     losses = Losses(3.0, launched.half, ds.Every(steps=7), folder=tmp_path)
     losses.meter.values.append(-1.0)
-    functions = [ds.functions(on_save=launched.note_save), launched.note_step]
+    functions = [launched.note_save, launched.note_step]
     result = launch(tmp_path / "run", tokens, losses, *functions, start=start, settings={"max_steps": 4})
     assert (result.global_step, result.reason, result.exit_status) == (4, "finished", 0)
     assert result.checkpoint == tmp_path / "run" / "checkpoints" / "step-00000004"

@@ -15,18 +15,12 @@ import torch
 import dalsegno as ds
 from dalsegno import callbacks
 from dalsegno.config.signature import signature_of
-from dalsegno.launcher.parcel import pack, unpack
-from dalsegno.launcher.private_file import read_private, write_private
+from dalsegno.launcher.parcel import pack
+from dalsegno.launcher.private_file import write_private
 from dalsegno.launcher.sameness import same
 from support.builtins import NAMES
 from support.launched import Stop, half
-
-
-def sent(value: Any, folder: Path) -> Any:
-    """Packed, written, read and rebuilt."""
-    write_private(folder / "parcel.json", pack(value, "it"))
-    return unpack(read_private(folder / "parcel.json"))
-
+from support.parcels import sent
 
 VALUES: dict[str, Any] = {
     "numbers": [1, 2**70, -0.0, math.inf, True, None, "ä\ud800", b"\x00"],
@@ -71,22 +65,6 @@ def test_every_built_in_callback_arrives(name: str, tmp_path: Path) -> None:
 def test_one_inside_another_too(tmp_path: Path) -> None:
     arrived = sent(ds.Background(Stop(diverged=True), queue=3), tmp_path)
     assert isinstance(arrived, ds.Background) and arrived.__wrapped__.diverged  # type: ignore[attr-defined]
-
-
-class Foreign:
-    """In Hugging Face's style, of no base class."""
-
-    def __init__(self) -> None:
-        self.seen = [1]
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
-
-
-def test_so_does_one_of_another_library(tmp_path: Path) -> None:
-    foreign = Foreign()
-    foreign.seen.append(2)
-    arrived = sent(ds.adapt(foreign, "huggingface"), tmp_path)
-    assert arrived.__wrapped__.seen == [1, 2] and arrived.key == "Foreign"
 
 
 def test_state_is_sent_only_if_it_is_not_that_of_a_new_callback(tmp_path: Path) -> None:

@@ -30,7 +30,12 @@ BUILTINS = {name: getattr(callbacks, name) for name in callbacks.__all__}
 
 def blocks(page: Path) -> list[str]:
     """The page's blocks of Python, in order."""
-    fences = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return blocks_of(page.read_text(encoding="utf-8"))
+
+
+def blocks_of(text: str) -> list[str]:
+    """The blocks of Python in a part of a page, in order."""
+    fences = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return [code for language, code in fences if language == "python"]
 
 

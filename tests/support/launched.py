@@ -143,8 +143,9 @@ def half(value: float) -> float:
     return value / 2
 
 
-def note_save(context: Any) -> None:
-    (Path(context.output_dir) / "noted").touch()
+@ds.on(ds.Event.SAVE)
+def note_save(ctx: Any) -> None:
+    (ctx.args.directory / "noted").touch()
 
 
 @ds.on(ds.Event.STEP_DONE, every=4)

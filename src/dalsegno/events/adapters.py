@@ -6,7 +6,7 @@ nothing depends on them: if one is removed, only callbacks of that dialect are r
 
 A callback's dialect is determined without importing its library:
 
-1. explicitly, by ``adapt(callback, "huggingface")``;
+1. explicitly, by ``adapt(callback, dialect)``;
 2. else by the name of the package that defines one of its base classes;
 3. else by the parameters of its handlers, if all start with those of one library and these are unambiguous.
 """

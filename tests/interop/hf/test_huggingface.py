@@ -16,6 +16,7 @@ from dalsegno.testing import FaultPlan, assert_resume_equivalent, tiny_regressio
 from interop.script import Broken, play
 from support.held_saves import hold_save
 from support.listeners import Listener
+from support.parcels import sent
 from support.small import small_trainer
 
 PLAIN = ["model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"]
@@ -141,6 +142,10 @@ def test_the_dialect_is_seen_from_the_parameters() -> None:
     assert ds.adapt(Plain()).handled_events() == [ds.Event.STEP_END]
 
 
+def test_their_base_class_is_named_after_itself() -> None:
+    assert ds.TrainerCallback().name == "TrainerCallback"
+
+
 def test_each_evaluation_set_has_its_own_loader(tmp_path: Path) -> None:
     seen: list[tuple[int, list[str]]] = []
 
@@ -201,6 +206,17 @@ def test_arguments_have_their_names(tmp_path: Path) -> None:
     assert args.deepspeed is None
     with pytest.raises(AttributeError, match=r"dalsegno has no counterpart of args\.flux_capacitor"):
         _ = args.flux_capacitor
+
+
+def test_accumulation_steps_are_those_of_the_step(tmp_path: Path) -> None:
+    counts: list[int] = []
+
+    class Note(ds.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            counts.append(args.gradient_accumulation_steps)
+
+    small_trainer(tmp_path, Note(), max_steps=7, length=56, gradient_accumulation_schedule={0: 1, 2: 2, 5: 3}).train()
+    assert counts == [1, 1, 2, 2, 2, 3, 3]
 
 
 def test_without_data_to_evaluate_on_there_is_no_evaluation(tmp_path: Path) -> None:
@@ -436,3 +452,22 @@ def test_a_tensor_in_a_record_is_a_number_or_refused_there_naming_the_callback(t
     with pytest.raises(ds.CannotSave, match=r"record key 'own': a tensor of shape \(3,\), logged by Logger; log a"):
         trainer.train()
     assert trainer.state.global_step == 1
+
+
+# --- to other processes -----------------------------------------------------------------------------------------------
+
+
+class Foreign:
+    """Of no base class."""
+
+    def __init__(self) -> None:
+        self.seen = [1]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
+
+
+def test_a_callback_arrives_at_the_ranks_of_a_launch(tmp_path: Path) -> None:
+    foreign = Foreign()
+    foreign.seen.append(2)
+    arrived = sent(ds.adapt(foreign, "huggingface"), tmp_path)
+    assert arrived.__wrapped__.seen == [1, 2] and arrived.key == "Foreign"

@@ -15,6 +15,7 @@ from transformers.trainer_callback import DefaultFlowCallback
 
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
+from dalsegno.logs import RunFile
 from dalsegno.testing import (
     FaultPlan,
     TinyRegression,
@@ -256,6 +257,14 @@ def stopping_early(output_dir: Path) -> ds.Trainer:
 
 def test_early_stopping_is_killed_and_goes_on_counting(tmp_path: Path) -> None:
     assert_resume_equivalent(stopping_early, [FaultPlan(event=ds.Event.STEP_END, count=7)], folder=tmp_path)
+
+
+def test_a_stop_by_their_flag_is_the_runs_end(tmp_path: Path) -> None:
+    result = stopping_early(tmp_path).train()
+    assert result.reason == "stopped" and result.global_step < 40
+    assert stopping_early(tmp_path).train().global_step == result.global_step
+    record = RunFile(tmp_path).load()
+    assert record is not None and len(record.legs) == 1
 
 
 def stop_counters(output_dir: Path, *callbacks: Any, max_steps: int) -> list[int]:

@@ -19,6 +19,7 @@ from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks, tin
 from interop.script import Broken, play
 from support.held_saves import hold_save
 from support.listeners import Listener
+from support.parcels import sent
 from support.small import same, small_trainer, weights
 
 HOOKS = [
@@ -418,6 +419,17 @@ def test_functions_that_cannot_be(given: dict[str, Any], complaint: str) -> None
     with pytest.raises(ds.ConfigurationError) as caught:
         ds.functions(**given)
     assert str(caught.value).startswith(complaint)
+
+
+def touch_noted(context: Any) -> None:
+    (Path(context.output_dir) / "noted").touch()
+
+
+def test_functions_arrive_at_the_ranks_of_a_launch(tmp_path: Path) -> None:
+    arrived = sent(ds.functions(on_save=touch_noted), tmp_path)
+    assert arrived.key == "functions(touch_noted)"
+    play(tmp_path / "run", arrived)
+    assert (tmp_path / "run" / "noted").exists()
 
 
 def test_functions_are_in_the_background_already() -> None:
