@@ -526,6 +526,12 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], Any]] = {
         {},
         (),
     ),
+    "a fused optimizer of split and whole layers": (  # in the first stage only
+        Straight,
+        [ds.Pipeline(2, "gpipe"), ds.TensorParallel({"layers.1": ColwiseParallel(), "layers.2": RowwiseParallel()}, 1)],
+        {"optim": "adamw_fused"},
+        (),
+    ),
     "more stages than ranks by a function": (Straight, ds.Pipeline(_three, "gpipe"), {}, ()),
 }
 

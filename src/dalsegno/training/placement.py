@@ -13,9 +13,11 @@ from torch.optim import Adafactor, Optimizer
 
 from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint import unwrapped
+from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.distributed.modes import STAGES
 from dalsegno.distributed.parallel import Parallel, parallelize
+from dalsegno.distributed.stage_places import is_elsewhere
 from dalsegno.errors import ConfigurationError
 
 from .forward import LossFunction
@@ -71,7 +73,7 @@ def place(
     else:
         _check_steps_alone(optimizer)
         parallel.rebind(optimizer)
-    _check_sharded(optimizer)
+    collectives.run_on_all_ranks(lambda: _check_sharded(optimizer))  # a rank of a pipeline has only some of the layers
     return PlacedModel(
         model, device, layout, parallel, parallel.loss_fn or loss_module or loss_fn, loss_module, optimizer
     )
@@ -105,7 +107,7 @@ def _check_sharded(optimizer: Optimizer) -> None:
     """Raises ConfigurationError if the optimizer would fail in its first step on parameters that are sharded: a fused
     one on split and whole parameters in one kernel, Adafactor on any."""
     for group in optimizer.param_groups:
-        are_sharded = {isinstance(each, DTensor) for each in group["params"]}
+        are_sharded = {isinstance(each, DTensor) for each in group["params"] if not is_elsewhere(each)}
         if group.get("fused") and len(are_sharded) > 1:
             raise ConfigurationError(
                 f"optimizer: a fused {type(optimizer).__name__} cannot update the split layers of TensorParallel "

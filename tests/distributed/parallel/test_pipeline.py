@@ -147,14 +147,18 @@ def test_all_stages_skip_an_update_together(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_over_shards(tmp_path: Path) -> None:
-    """Two stages, each sharded over two ranks: as one process; its checkpoint fits a pipeline alone."""
+    """Two stages, each sharded over two ranks, and two on each rank: as one process, with a fused optimizer, too; its
+    checkpoint fits a pipeline alone."""
     both = [ds.Pipeline(2), ds.FSDP()]
+    interleaved = [ds.Pipeline(4, "interleaved", size=2), ds.FSDP()]
     settings = {"per_device_train_batch_size": 1}
+    fused = settings | {"optim": "adamw_fused"}
     [(steps, evaluated, weights)] = run_ranks(pipelined.train, 1, tmp_path / "one", "none")
-    for seen, metrics, own in run_ranks(_train, 4, tmp_path / "four", both, settings):
-        assert np.array(seen) == pytest.approx(np.array(steps), rel=1e-3)
-        assert metrics["eval_loss"] == pytest.approx(evaluated["eval_loss"], rel=1e-4)
-        assert_close(own, weights)
+    for each in run_ranks(_train, 4, tmp_path / "four", [(both, settings), (interleaved, fused)]):
+        for seen, metrics, own in each:
+            assert np.array(seen) == pytest.approx(np.array(steps), rel=1e-3)
+            assert metrics["eval_loss"] == pytest.approx(evaluated["eval_loss"], rel=1e-4)
+            assert_close(own, weights)
     saved: dict[str, Any] = {}
     for number, (parallel, ranks, its) in enumerate(
         [(both, 4, settings), (ds.Pipeline(2), 2, {}), (both, 4, settings)]
@@ -166,8 +170,8 @@ def test_a_pipeline_over_shards(tmp_path: Path) -> None:
         saved = left
 
 
-def _train(folder: Path, parallel: Any, settings: dict[str, int]) -> Any:
-    return pipelined.train(folder, parallel, **settings)
+def _train(folder: Path, ways: list[tuple[Any, dict[str, Any]]]) -> list[Any]:
+    return [pipelined.train(folder / str(number), each, **settings) for number, (each, settings) in enumerate(ways)]
 
 
 @pytest.mark.parametrize(
@@ -210,6 +214,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         "one stage on each rank": "use 4 stages",
         "a stage without parameters": r"stage 1 has no parameters \(1\); use fewer stages",
         "a split module in several stages": "the plan has 'layers', parts of which are in several stages",
+        "a fused optimizer of split and whole layers": "cannot update the split layers of TensorParallel",
         "more stages than ranks by a function": "3 stages for 2 ranks, but this schedule has one stage on each rank",
     }
     for errors in run_ranks(pipelined.be_refused, 2, tmp_path):
