@@ -17,6 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dalsegno as ds
 from dalsegno import callbacks
 from dalsegno.checkpoint import Checkpoint, read_tensors
+from dalsegno.distributed import collectives
+from dalsegno.distributed.rng import preserved_generators
 from dalsegno.distributed.stage_places import is_elsewhere
 from dalsegno.logs import read_records
 from dalsegno.testing import tiny_regression_data
@@ -190,20 +192,37 @@ def as_lists(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def chain(output_dir: Path, layouts: list[str], first_step: int) -> None:
-    """Resume under each layout in turn for one step; what is restored is what was saved, bit by bit."""
+    """Resume under each layout in turn for one step, until the last rank alone asks for a stop; what is restored is
+    what was saved, bit by bit."""
     states: list[dict[str, Tensor]] = []
 
     def note(ctx: Any) -> None:
         states.append(state(ctx))
+        assert_own_numbers(ctx)
+
+    def stop(ctx: Any) -> None:
+        if collectives.rank() == collectives.world_size() - 1:
+            ctx.control.stop("one step")
 
     for step, layout in enumerate(layouts, start=first_step):
-        listener = Listener({"on_train_begin": note, "on_train_end": note})
-        trainer(output_dir, layout, listener, max_steps=step, save_steps=1).train()
+        listener = Listener({"on_train_begin": note, "on_step_end": stop, "on_train_end": note})
+        averages = callbacks.EMA(decay=0.5), callbacks.ModelMerge(window=3)
+        trainer(output_dir, layout, listener, *averages, max_steps=100, save_steps=1).train()
         *_, before, after = states
         is_cut = layout.startswith("pp")
         if step > 1:
-            assert_same(before, stored(output_dir, step - 1), layout, is_cut)
-        assert_same(after, stored(output_dir, step), layout, is_cut)
+            assert_same(before, trained(output_dir, step - 1), layout, is_cut)
+        assert_same(after, trained(output_dir, step), layout, is_cut)
+
+
+def assert_own_numbers(ctx: Any) -> None:
+    """Ranks that read the same data in the same stage will draw the same random numbers, and others will not."""
+    place = ctx.layout.data_rank, *weights(ctx.model)
+    with preserved_generators():
+        drawn = tuple(torch.rand(4).tolist())
+    pairs = {*collectives.gather((place, drawn), "random numbers")}
+    places, all_drawn = map(set, zip(*pairs, strict=True))
+    assert len(places) == len(all_drawn) == len(pairs)
 
 
 def state(ctx: Any) -> dict[str, Tensor]:
@@ -219,7 +238,13 @@ def state(ctx: Any) -> dict[str, Tensor]:
 def stored(output_dir: Path, step: int) -> dict[str, Tensor]:
     """What the checkpoint of that step contains."""
     tensors = read_tensors(Checkpoint.open(output_dir / "checkpoints" / f"step-{step:08d}"))
-    return {f"{part}.{name}": each for part in ("model", "optimizer") for name, each in tensors[part].items()}
+    return {f"{part}.{name}": each for part in tensors for name, each in tensors[part].items()}
+
+
+def trained(output_dir: Path, step: int) -> dict[str, Tensor]:
+    """The weights and the optimizer state in the checkpoint of that step."""
+    own = ("model.", "optimizer.")
+    return {name: each for name, each in stored(output_dir, step).items() if name.startswith(own)}
 
 
 def assert_same(here: dict[str, Tensor], there: dict[str, Tensor], layout: str, is_cut: bool) -> None:

@@ -107,10 +107,17 @@ class Layout:
         return max(self.data_ranks) + 1
 
     @property
+    def stage(self) -> tuple[int, int]:
+        """This rank's place along the pipeline, and the number of places; (0, 1) without one."""
+        if self.mesh is None or STAGES not in self.dimensions:
+            return 0, 1
+        return self.mesh.get_local_rank(STAGES), self.dimensions[STAGES]
+
+    @property
     def random_rank(self) -> int:
         """Ranks with the same number draw the same random numbers: those that read the same data, in one stage."""
-        stage = self.mesh.get_local_rank(STAGES) if self.mesh is not None and STAGES in self.dimensions else 0
-        return stage * self.data_size + self.data_rank
+        place, _ = self.stage
+        return place * self.data_size + self.data_rank
 
     @property
     def sharing(self) -> int:

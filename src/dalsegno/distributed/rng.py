@@ -111,6 +111,8 @@ class SavedRandomState(GeneratorStates):
     step: int
     cuda: Annotated[list[torch.Tensor], Must("states of torch's CUDA generators", _are_cuda_states)]
     accelerator: NotRequired[AcceleratorStates]
+    stage: NotRequired[tuple[int, int]]
+    """Place of the rank along its pipeline, and the number of places; absent without a pipeline."""
 
 
 def capture_generators() -> GeneratorStates:
@@ -144,18 +146,18 @@ def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
 
 @final
 class DerivedState(TypedDict):
-    """Replacement for a saved state when the world size has changed."""
+    """Replacement for the saved states when the number of data ranks has changed."""
 
+    seed: int
     step: int
-    derived: int
 
 
 class RandomState:
     """All generators of this rank, including those of all its accelerators, as one component of a checkpoint.
 
     Per rank: at the start of a run they are seeded with (seed, random rank, 0), so that ranks which read the same data
-    draw the same dropout, but stages of a pipeline do not. After a change of the layout the saved states do not fit,
-    and each rank is seeded with (seed, data rank, step of the checkpoint).
+    draw the same dropout, but stages of a pipeline do not. With another number of data ranks, or of stages, the saved
+    states do not fit, and each rank is seeded with (seed, random rank, step of the checkpoint).
     """
 
     state_scope = "per_rank"
@@ -166,6 +168,7 @@ class RandomState:
         """``layout``: which ranks read the same data; None: each its own."""
         self.seed = seed
         self._random_rank = collectives.rank() if layout is None else layout.random_rank
+        self._stage = (0, 1) if layout is None else layout.stage
         self.step = 0
         """Finished steps, saved with the state."""
 
@@ -177,25 +180,26 @@ class RandomState:
         state: dict[str, Any] = {"seed": self.seed, "step": self.step, **capture_generators(), "cuda": []}
         if (devices := capture_accelerator()) is not None:
             state |= {"cuda": devices["states"]} if devices["type"] == "cuda" else {"accelerator": devices}
+        if self._stage != (0, 1):
+            state["stage"] = self._stage
         return cast(SavedRandomState, state)
 
     def load_state_dict(self, state: SavedRandomState | DerivedState) -> None:
         self.step = state["step"]
-        if "derived" in state:
-            self._seed(state["derived"])
+        derived = mix(RANK, state["seed"], self._random_rank, self.step)
+        if "torch" not in state or state.get("stage", (0, 1)) != self._stage:
+            self._seed(derived)
             return
         restore_generators(state)
-        derived = mix(RANK, self.seed, self._random_rank, self.step)  # if the kind or number of devices has changed
         devices: AcceleratorStates | None = state.get("accelerator")
         if state["cuda"]:
             devices = {"type": "cuda", "states": state["cuda"]}
-        if not restore_accelerator(devices):
+        if not restore_accelerator(devices):  # their kind or number has changed
             seed_accelerator(derived)
 
     @classmethod
     def reshard(cls, states: Sequence[SavedRandomState], world_size: int) -> list[DerivedState]:
-        seed, step = states[0]["seed"], states[0]["step"]
-        return [{"step": step, "derived": mix(RANK, seed, rank, step)} for rank in range(world_size)]
+        return [{"seed": states[0]["seed"], "step": states[0]["step"]}] * world_size
 
     def _seed(self, seed: int) -> None:
         seed_generators(seed)

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -151,6 +152,35 @@ def test_numbers_are_those_of_a_plain_loop_and_no_float32_is_gathered(tmp_path: 
     assert weights == other[0] == run_ranks(by_hand, 2)[0]
     assert seen == {("y", torch.float32), ("weights", BF16)}
     assert communicated == {("allgather", BF16), ("reduce_scatter", torch.float32)}
+
+
+SPREAD: list[list[Any]] = [
+    [ds.Pipeline(["norm"], "gpipe"), ds.FSDP()],
+    [ds.TensorParallel({"blocks.*.1": ColwiseParallel(output_layouts=Replicate())}, size=2), ds.FSDP()],
+]
+
+
+def communicated_under(output_dir: Path) -> list[set[Any]]:
+    """The dtypes that FSDP communicated in a step, for each layout."""
+    found = []
+    for number, parallel in enumerate(SPREAD):
+        gathers = Gathers()
+
+        def watch(ctx: Any, gathers: Gathers = gathers) -> None:
+            gathers.__enter__()
+
+        def end(ctx: Any, gathers: Gathers = gathers) -> None:
+            gathers.__exit__(None, None, None)
+
+        around = Listener({"on_step_begin": watch, "on_gradients_ready": end})
+        trainer(output_dir / str(number), around, parallel=parallel, max_steps=1).train()
+        found.append(gathers.seen)
+    return found
+
+
+def test_no_float32_is_gathered_in_a_stage_or_a_split_layer(tmp_path: Path) -> None:
+    for found in run_ranks(communicated_under, 4, tmp_path):
+        assert found == [{("allgather", BF16), ("reduce_scatter", torch.float32)}] * len(SPREAD)
 
 
 def leg(output_dir: str, stop: int | None) -> list[Any]:
