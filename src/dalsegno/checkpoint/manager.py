@@ -114,8 +114,8 @@ class CheckpointManager:
         is_best: bool = False,
         is_finite: bool = True,
         background: bool = True,
-        published: Callable[[], object] = int,
-        settled: Callable[[], object] = int,
+        published: Callable[[], object] | None = None,
+        settled: Callable[[], object] | None = None,
     ) -> AsyncSave:
         """Capture every state and write it in the background; then delete checkpoints that the policy does not keep.
 
@@ -156,13 +156,15 @@ class CheckpointManager:
 
         def note_published() -> None:
             self._trusted = final.resolve()
-            published()
+            if published is not None:
+                published()
 
         def delete_unkept() -> None:
             try:
                 self._delete_unkept()
             finally:
-                settled()
+                if settled is not None:
+                    settled()
 
         self._has_saved = True
         self._unsettled = save = AsyncSave(

@@ -69,8 +69,6 @@ def write(run: RunState, output_dir: Path) -> Path:
         step=run.step,
         is_best=False,
         manifest_of=partial(snapshot.manifest, run.step, run.metrics, False, True),
-        published=int,
-        afterwards=int,
     )
     save.join()
     if save.failure is not None:

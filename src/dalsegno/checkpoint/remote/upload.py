@@ -38,8 +38,6 @@ class Uploader:
     def __init__(self, store: Store, run: Path, keep: Keep | None) -> None:
         self.url = store.url
         self.run = run
-        self.moved: Moved | None = None
-        """Called with the number of bytes that were sent, if given."""
         self._store = store
         self._here = run / CHECKPOINTS
         self._keep = keep
@@ -74,19 +72,22 @@ class Uploader:
         torn = [name for name, its in steps.items() if its is not None and its not in self._there]
         self._store.delete(sorted(torn))
 
-    def sync(self) -> None:
-        """Send new checkpoints, the newest first, then delete those that were deleted here."""
+    def sync(self, moved: Moved | None = None) -> None:
+        """Send new checkpoints, the newest first, then delete those that were deleted here.
+
+        ``moved``: called with the number of bytes of each piece that was sent.
+        """
         while (path := self._next()) is not None:
             try:
-                self._send_checkpoint(path)
+                self._send_checkpoint(path, moved)
             except FileNotFoundError:  # deleted here before all of its files were linked
                 if path.exists():
                     raise
         self._delete_pruned()
 
-    def sync_run_files(self) -> None:
-        """Send the files that belong to no checkpoint, as they are now."""
-        self._send_run_files(upload_set.of_run_files(self.run, self._marks))
+    def sync_run_files(self, moved: Moved | None = None) -> None:
+        """Send the files that belong to no checkpoint, as they are now; ``moved`` as for :meth:`sync`."""
+        self._send_run_files(upload_set.of_run_files(self.run, self._marks), moved)
 
     def missing(self) -> list[str]:
         """Names of the checkpoints here that the store lacks."""
@@ -97,31 +98,31 @@ class Uploader:
     def _next(self) -> Path | None:
         return next((checkpoint_path(self._here, step) for step in self._steps_here() if self._is_missing(step)), None)
 
-    def _send_checkpoint(self, path: Path) -> None:
+    def _send_checkpoint(self, path: Path, moved: Moved | None) -> None:
         checkpoint = checkpoint_dir.open_checkpoint(path)
         step = checkpoint.step
         manifest = (path / MANIFEST).read_bytes()
         if step >= max(self._there, default=0):
-            self._send_run_files(upload_set.of_run_files(self.run, self._marks, checkpoint))
+            self._send_run_files(upload_set.of_run_files(self.run, self._marks, checkpoint), moved)
         files = upload_set.of_checkpoint(self.run, checkpoint)
         if step in self._there and _same_files(self._there[step], manifest):  # only the manifest was amended
             name = f"{_prefix_of(step)}{MANIFEST}"
             files = UploadSet({name: files.files[name]})
         elif step in self._there:
             self._delete(step)
-        self._send(files, self._unchanged(checkpoint.manifest, step))
+        self._send(files, moved, self._unchanged(checkpoint.manifest, step))
         self._there[step] = manifest
         self._were_here.add(step)
 
-    def _send_run_files(self, files: UploadSet) -> None:
-        self._send(files)
+    def _send_run_files(self, files: UploadSet, moved: Moved | None) -> None:
+        self._send(files, moved)
         self._marks |= files.marks
 
-    def _send(self, files: UploadSet, unchanged: Mapping[str, str] = _NOTHING) -> None:
+    def _send(self, files: UploadSet, moved: Moved | None, unchanged: Mapping[str, str] = _NOTHING) -> None:
         """``unchanged``: names of files whose content the store has, with its name there."""
         for name, path in files.files.items():
             if name not in unchanged or not self._store.copy(unchanged[name], name):
-                self._store.send(path, name, self.moved)
+                self._store.send(path, name, moved)
         upload_set.discard(self.run)
 
     def _unchanged(self, manifest: Manifest, step: int) -> dict[str, str]:

@@ -33,7 +33,6 @@ class UploadThread:
     def __init__(self, uploader: Uploader, lock: RemoteLock, step: int | None) -> None:
         self._uploader = uploader
         self._lock = lock
-        uploader.moved = self._advance
         self._step = step
         self._awake = threading.Event()
         self._awake.set()
@@ -103,9 +102,9 @@ class UploadThread:
         if not self._has_archived:
             self._uploader.archive_timeline(self._step)
             self._has_archived = True
-        self._uploader.sync()
+        self._uploader.sync(self._advance)
         if is_finishing:
-            self._uploader.sync_run_files()
+            self._uploader.sync_run_files(self._advance)
 
     def _advance(self, count: int) -> None:
         if self._is_cancelled:

@@ -56,8 +56,8 @@ class AsyncSave:
         step: int,
         is_best: bool,
         manifest_of: Callable[[Sequence[Records]], Manifest],
-        published: Callable[[], object],
-        afterwards: Callable[[], object],
+        published: Callable[[], object] | None = None,
+        afterwards: Callable[[], object] | None = None,
     ) -> None:
         """Start the save, and copy the tensors of the snapshot, or wait for the end where they are not to be copied.
         Collective the first time in a process.
@@ -139,7 +139,7 @@ class AsyncSave:
             failure = self._outcome_without_ranks(error)
         self.failure = None if failure is None else SaveFailed(failure)
         self._finished.set()
-        if failure is None and self._is_rank_zero:
+        if failure is None and self._afterwards is not None and self._is_rank_zero:
             if self._snapshot.copying is not None:
                 lower_thread_priority()
             with _logged(f"after {self.path.name} was saved"):
@@ -203,8 +203,9 @@ class AsyncSave:
         if reasons:
             self._remove_partial()
             return "; ".join(reasons)
-        with _logged(f"when {self.path.name} was saved"):
-            self._published()
+        if self._published is not None:
+            with _logged(f"when {self.path.name} was saved"):
+                self._published()
         return None
 
     def _remove_partial(self) -> None:

@@ -91,9 +91,7 @@ class MemorySave(AsyncSave):
     ) -> None:
         """Start the save; arguments as of :class:`AsyncSave`, and ``copies``: less than the number of hosts."""
         self._publication, self._hosts, self._copies = publication, hosts, copies
-        super().__init__(
-            snapshot, publication, step=step, is_best=False, manifest_of=manifest_of, published=int, afterwards=int
-        )
+        super().__init__(snapshot, publication, step=step, is_best=False, manifest_of=manifest_of)
 
     def _conclude(self, report: Report) -> str | None:
         decision = self._group.gather_decide(report, self._manifest)
