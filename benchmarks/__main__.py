@@ -31,6 +31,7 @@ NAMES = (
     "control",
     "planning",
     "layouts",
+    "switches",
     "load",
     "resume_data",
     "rewind",
