@@ -9,6 +9,7 @@ import pytest
 import dalsegno as ds
 from callbacks.scripted import trainer
 from dalsegno.callbacks import InfoCallback, JsonLogger, ProgressCallback
+from dalsegno.checkpoint.format import memory_dir
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.contexts import StepEndContext
 
@@ -45,6 +46,17 @@ def test_before_and_after_a_training(tmp_path: Path, capsys: pytest.CaptureFixtu
         f"output     {tmp_path}",
         "finished   at step 3; newest checkpoint checkpoints/step-00000003",
     ]
+
+
+def test_the_size_of_memory_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the first step, and only in a leg that saves in memory."""
+    trainer(tmp_path, [1.0] * 2, quiet(), save_steps=2, save_in_memory="Every(steps=1)").train()
+    output, size, finished = printed(capsys)[4:]
+    assert output.startswith("output ") and finished.startswith("finished ")
+    place = re.escape(str(memory_dir.root()))
+    assert re.fullmatch(rf"memory     two slots of [\d.]+ kB in {place}/\w+, where [\d.]+ \wB are free", size), size
+    trainer(tmp_path, [1.0] * 3, quiet()).train()
+    assert not [line for line in printed(capsys) if line.startswith("memory")]
 
 
 def test_what_a_checkpoint_gave_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -14,13 +15,16 @@ from typing import Any
 import pytest
 
 import dalsegno as ds
+from checkpoint.remote.jobs import until
 from dalsegno.checkpoint.format import memory_dir
 from dalsegno.checkpoint.save import memory_room
+from dalsegno.checkpoint.save.memory_save import MemoryPublication
 from dalsegno.distributed import collectives, file_transfer
 from dalsegno.distributed.collectives import BackgroundGroup
 from dalsegno.distributed.file_transfer import Transfer
 from dalsegno.errors import DalsegnoError
 from dalsegno.logs import RunFile
+from dalsegno.system import progress
 from dalsegno.system.progress import Progress
 from dalsegno.testing import compare_runs, run_ranks
 from training.test_memory_checkpoints import origins, trainer
@@ -213,6 +217,30 @@ def test_a_wrong_number_of_copies_is_refused(tmp_path: Path, text: str) -> None:
     assert ds.TrainingArguments(
         tmp_path, save_in_memory="InMemory(steps=10, copies=1)"
     ).saving_in_memory == ds.InMemory(steps=10, copies=1)
+
+
+def leg_that_waits(folder: Path) -> str:
+    """On rank 0: the message about the wait for a save whose files are written and copied, but not published."""
+    messages, publish, reports = Messages(), MemoryPublication.publish, list[str]()
+    logging.getLogger("dalsegno").addHandler(messages)
+    progress.REPORT_EVERY = 0.05
+
+    def publish_late(publication: MemoryPublication, manifest: Any) -> None:
+        messages.texts.clear()
+        until(lambda: len(messages.texts) == 2)  # the first may have been on its way
+        reports.append(messages.texts[1])
+        publish(publication, manifest)
+
+    if collectives.rank() == 0:
+        MemoryPublication.publish = publish_late  # type: ignore[method-assign]
+    leg(folder, ["a", "b"], None, "fsdp", {"save_in_memory": "InMemory(steps=1, copies=1)", "max_steps": 2})
+    return reports[0] if reports else ""
+
+
+def test_a_wait_counts_what_is_sent_and_received(tmp_path: Path) -> None:
+    report, _ = run_ranks(leg_that_waits, 2, tmp_path)
+    numbers = re.fullmatch(r"waiting for step-00000001: (.+) of (.+) written", report)
+    assert numbers is not None and numbers[1] == numbers[2], report
 
 
 def queued_transfer(folder: Path) -> list[float]:

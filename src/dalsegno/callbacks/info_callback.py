@@ -63,6 +63,8 @@ class InfoCallback(Callback):
         _print("batch", _batch_line(ctx))
         _print("steps", _steps_line(ctx))
         _print("output", str(ctx.args.output_dir))
+        if ctx.memory_checkpoints is not None:
+            _print("memory", ctx.memory_checkpoints)
         if self._verbose:
             _print("arguments", "\n".join(f"{name} = {value!r}" for name, value in ctx.args.to_dict().items()))
             _print("modules", str(ctx.model))

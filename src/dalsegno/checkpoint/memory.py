@@ -69,6 +69,8 @@ class MemoryCheckpoints:
         self._in_progress: tuple[_Slot, MemorySave] | None = None
         self._prefault: BufferPrefault | None = None
         self._has_saved = False
+        self.room: str | None = None
+        """In words: size and place of this leg's checkpoints on this host, and the memory free there; None without."""
 
     @property
     def name(self) -> str | None:
@@ -145,7 +147,7 @@ class MemoryCheckpoints:
         Raises:
             ConfigurationError: on all ranks, if the checkpoints do not fit into the memory of a host.
         """
-        self._slots, self._captured, self._directory, self._has_saved = [], None, None, False
+        self._slots, self._captured, self._directory, self._has_saved, self.room = [], None, None, False, None
         former, hosts = self._former, self._known_hosts()
         name = collectives.broadcast(memory_dir.new_name(), "name of memory checkpoints")
 
@@ -173,9 +175,9 @@ class MemoryCheckpoints:
             self._directory = collectives.run_on_all_ranks(lambda: self._seen(name))
             self._create_slots(self._directory, hosts, base)
             self._slots[0].snapshotter.check_serializable(sharded, ())
-            room = self._check_room(sharded, self._directory)
+            self.room = self._check_room(sharded, self._directory)
             if collectives.rank() == 0:
-                logger.info("memory checkpoints: %s", room)
+                logger.info("memory checkpoints: %s", self.room)
         except BaseException:
             self._slots = []
             if self._directory is not None and hosts.leads:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     Number = float | torch.Tensor | None
 
 Outputs = MutableMapping[str, Any]
+Metrics = dict[str, Any]
 
 
 class TrainerLike(Protocol):
@@ -110,9 +111,11 @@ class LoadContext(Context):
 @dataclass(slots=True)
 class TrainBeginContext(Context):
     resumed_from: Path | None = field(init=False)
+    memory_checkpoints: str | None = field(init=False)
+    """Their size and place on this host, and the memory that is free there; None if the run saves none."""
 
-    def fill(self, resumed_from: Path | None) -> None:
-        self.resumed_from = resumed_from
+    def fill(self, resumed_from: Path | None, memory_checkpoints: str | None) -> None:
+        self.resumed_from, self.memory_checkpoints = resumed_from, memory_checkpoints
 
 
 @dataclass(slots=True)
@@ -266,9 +269,9 @@ class StepEndContext(LossContext):
 
 @dataclass(slots=True)
 class MetricsContext(Context):
-    metrics: dict[str, Any] = field(init=False)
+    metrics: Metrics = field(init=False)
 
-    def fill(self, metrics: dict[str, Any]) -> None:
+    def fill(self, metrics: Metrics) -> None:
         self.metrics = metrics
 
 
@@ -316,23 +319,18 @@ class PredictionStepContext(Context):
 
 @dataclass(slots=True)
 class EvaluateContext(Context):
-    metrics: dict[str, Any] = field(init=False)
+    metrics: Metrics = field(init=False)
     name: str = field(init=False)
     """``eval``, or the key of ``eval_dataset`` if that is a dict."""
     evaluated_weights: str | None = field(init=False)
     """The key of the callback whose averaged weights were measured; None: the model's own."""
-    all_metrics: dict[str, Any] = field(init=False)
+    all_metrics: Metrics = field(init=False)
     """Metrics of all sets measured so far in this evaluation, including those of a previous leg that it interrupted."""
     is_last: bool = field(init=False)
     """Whether this set is the evaluation's last."""
 
     def fill(
-        self,
-        metrics: dict[str, Any],
-        name: str,
-        evaluated_weights: str | None,
-        all_metrics: dict[str, Any],
-        is_last: bool,
+        self, metrics: Metrics, name: str, evaluated_weights: str | None, all_metrics: Metrics, is_last: bool
     ) -> None:
         self.metrics, self.name, self.evaluated_weights = metrics, name, evaluated_weights
         self.all_metrics, self.is_last = all_metrics, is_last
@@ -388,11 +386,11 @@ class ExceptionContext(Context):
 @dataclass(slots=True)
 class TrainEndContext(Context):
     reason: str = field(init=False)
-    metrics: dict[str, Any] = field(init=False)
+    metrics: Metrics = field(init=False)
     checkpoint: Path | None = field(init=False)
     """The newest of this run; after an exception, on_save did not fire for it."""
 
-    def fill(self, reason: str, metrics: dict[str, Any], checkpoint: Path | None = None) -> None:
+    def fill(self, reason: str, metrics: Metrics, checkpoint: Path | None = None) -> None:
         self.reason, self.metrics, self.checkpoint = reason, metrics, checkpoint
 
 

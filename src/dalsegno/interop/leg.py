@@ -216,7 +216,7 @@ class Leg:
         if saves:
             self._manager.check_serializable(self._tensors, self._components())
         self.state.clock.start()
-        on.train_begin.fire_with(folder)
+        on.train_begin.fire_with(folder, None)
 
     def end(self, reason: str, metrics: dict[str, Any]) -> None:
         """Fire on_train_end, once. Not collective.

@@ -104,7 +104,7 @@ class Session:
         self._leg_recorder.begin(self._resumed_from)
         try:
             self._commands.open()
-            self._dispatcher.train_begin.fire_with(self._resumed_from)
+            self._dispatcher.train_begin.fire_with(self._resumed_from, self._checkpointer.memory.checkpoints.room)
             self._dispatcher.leave_out_idle()
         except BaseException as error:
             self._close(error)

@@ -78,6 +78,7 @@ class AsyncSave:
         self._group = collectives.background_group()
         self._is_rank_zero = collectives.rank() == 0
         self._progress = Progress()
+        self._bytes_to_move = snapshot.length
         self._is_cancelled = self._is_published = False
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"dalsegno-save-{step}", daemon=True)
@@ -125,8 +126,8 @@ class AsyncSave:
 
     def _report(self) -> None:
         if self._is_rank_zero:
-            written, length = format_bytes(self._progress.bytes), format_bytes(self._snapshot.length)
-            logger.warning("waiting for %s: %s of %s written", self.path.name, written, length)
+            written, total = format_bytes(self._progress.bytes), format_bytes(self._bytes_to_move)
+            logger.warning("waiting for %s: %s of %s written", self.path.name, written, total)
 
     # -- on the thread ----------------------------------------------------------------------------------------------
 

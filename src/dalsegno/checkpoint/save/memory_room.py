@@ -37,7 +37,7 @@ def check_room(
         freed: bytes on this host that the first save frees.
 
     Returns:
-        Size and room, for a log.
+        In words: the size and the place on this host, and the memory that is free there.
 
     Raises:
         ConfigurationError: on all ranks, if they do not fit into the memory of a host.
@@ -59,7 +59,7 @@ def check_room(
     of_ranks = collectives.gather((left, is_disk), "room for memory checkpoints")
     about = "" if is_exact else ", and what the optimizer adds in the first step"
     shortest, is_disk = min(of_ranks)
-    host = hosts.of_rank[of_ranks.index((shortest, is_disk))] if shortest < 0 else 0
+    host = hosts.of_rank[of_ranks.index((shortest, is_disk))] if shortest < 0 else hosts.here
     text = f"two slots of {format_bytes(slots[host])}{about}"
     if copies:
         text += f" ({format_bytes(own[host])} of its own, the rest copies of other hosts' parts)"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from dalsegno.checkpoint.format import names
 from dalsegno.checkpoint.format.manifest import Manifest
+from dalsegno.distributed import collectives
 from dalsegno.distributed.file_transfer import Transfer, transfer
 from dalsegno.distributed.hosts import Hosts
 from dalsegno.system import filesystem
@@ -127,6 +128,7 @@ class MemorySave(AsyncSave):
         """Send this rank's files to the hosts that keep copies, and receive those of others."""
         lower_thread_priority()  # this takes processor time, unlike a write to a disk
         transfers, progress = self._transfers(manifest, files), self._progress
+        self._bytes_to_move += sum(each.size for each in transfers if collectives.rank() in (each.source, each.target))
         try:
             return transfer(transfers, self._destination.partial, self._group, self._advance, progress.pause)
         finally:
