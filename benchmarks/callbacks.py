@@ -125,7 +125,7 @@ def _scalars(rounds: int) -> Row:
         record.fill(logs, "train")
         run = Dispatcher(lambda kind: _context(kind, folder), is_rank_zero=True)
         run.bind([logger])
-        run.train_begin.fill(None)
+        run.train_begin.fill(None, None)
         run.train_begin.fire()
         theirs = SummaryWriter(f"{folder}/theirs")
 

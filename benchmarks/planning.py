@@ -33,7 +33,7 @@ from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.format.stored_tensors import ChunkReader
 from dalsegno.checkpoint.load.tensor_reader import planned_reads
 from dalsegno.checkpoint.save import planning
-from dalsegno.checkpoint.save.planning import Spread
+from dalsegno.checkpoint.save.planning import ShardLayout
 from dalsegno.checkpoint.state.contract import TensorsByComponent
 from dalsegno.testing import run_ranks
 
@@ -109,7 +109,7 @@ def _ours(world: int, tensors: int, rounds: int) -> dict[str, Figure]:
 
 
 def _planned(state: TensorsByComponent) -> planning.Plan:
-    Spread.of.cache_clear()
+    ShardLayout.of.cache_clear()
     return planning.plan(state, {}, {})
 
 

@@ -39,8 +39,8 @@ def test_what_a_record_exchanges_is_enough_while_it_comes_often(seconds: float, 
 @pytest.mark.parametrize(
     ("places", "names"),
     [
-        (("step", "record"), ("what a step's end shall do", "the loss of a record")),
-        (("step", "gather"), ("what a step's end shall do", "ExpertLoadBalance")),
+        (("step", "record"), ("the actions at a step's end", "the loss of a record")),
+        (("step", "gather"), ("the actions at a step's end", "ExpertLoadBalance")),
         (("record", "longer"), ("exchange 2, 2 numbers", "exchange 2, 3 numbers")),
     ],
 )

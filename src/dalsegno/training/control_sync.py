@@ -56,7 +56,7 @@ class ControlSync:
         self._each_step = each_step
         self._each_record = each_record
         self._steps, self._batches = _Pace(), _Pace()
-        self._own = Gathered(self._numbers, "what a step's end shall do")
+        self._own = Gathered(self._numbers, "the actions at a step's end")
 
     def poll(self, along: Sequence[Gathered] = ()) -> ControlRequests:
         """Requests that all ranks act on at this step's end; none if the ranks do not synchronize at this step.
