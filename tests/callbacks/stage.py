@@ -45,7 +45,7 @@ class Stage:
         )
 
     def begin(self) -> None:
-        self.on.train_begin.fill(None)
+        self.on.train_begin.fill(None, None)
         self.on.train_begin.fire()
 
     def log(self, step: int, kind: str = "train", **logs: object) -> None:
