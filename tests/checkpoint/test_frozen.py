@@ -24,6 +24,7 @@ from dalsegno.cli import main
 from dalsegno.logs import RunFile
 from dalsegno.system import filesystem
 from dalsegno.testing import TinyRegression, run_ranks
+from support.crash import Crash
 from support.small import small_trainer
 
 
@@ -89,17 +90,6 @@ def test_what_it_links_was_verified(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert inode(part.save(3)) == inode(second)
 
 
-class Crash(ds.Callback):
-    """Raises before the step after ``step``."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_begin(self, ctx: Any) -> None:
-        if ctx.state.global_step == self._step:
-            raise RuntimeError("crashed")
-
-
 def test_a_run_that_crashes_and_resumes_from_memory_has_one_base(tmp_path: Path) -> None:
     def leg(*callbacks: ds.Callback) -> None:
         model = TinyRegression()
@@ -108,7 +98,7 @@ def test_a_run_that_crashes_and_resumes_from_memory_has_one_base(tmp_path: Path)
         small_trainer(tmp_path, *callbacks, model=model, **settings).train()
 
     for step in (6, 10):
-        with pytest.raises(RuntimeError, match="crashed"):
+        with pytest.raises(RuntimeError, match="CUDA error"):
             leg(Crash(step))
     leg()
     run = RunFile(tmp_path).load()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -101,19 +100,20 @@ def test_an_error_of_a_copy_is_not_taken_for_a_lack_of_room(tmp_path: Path, monk
 def test_only_headers_are_reserved_while_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of which nothing was used before takes seconds for each 10 GB."""
     reserved: dict[str, int] = {}
+    is_prepared = threading.Event()
     reserve = filesystem.reserve
 
     def counted(path: Path, begin: int, length: int) -> None:
         thread = threading.current_thread().name
         reserved[thread] = reserved.get(thread, 0) + length
         reserve(path, begin, length)
+        if reserved.get("dalsegno-prepare", 0) >= 2 * 8_000_000:
+            is_prepared.set()
 
     monkeypatch.setattr(filesystem, "reserve", counted)
     leg = Leg(tmp_path / "run", size=1000)
     leg.memory.prepare(leg.states)
-    deadline = time.monotonic() + 60
-    while reserved.get("dalsegno-prepare", 0) < 2 * 8_000_000 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert is_prepared.wait(60)
     for step in (1, 2, 3):
         leg.save(step)
     assert reserved.keys() == {"dalsegno-prepare", threading.current_thread().name}

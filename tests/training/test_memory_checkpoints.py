@@ -28,22 +28,12 @@ from dalsegno.distributed.layout import Layout
 from dalsegno.logs import RunFile
 from dalsegno.system import filesystem
 from dalsegno.testing import TinyRegression, compare_runs
+from support.crash import Crash
 from support.listeners import Listener
 from support.runs import busy_trainer
 from support.small import small_trainer
 
 STEPS = 16
-
-
-class Crash(ds.Callback):
-    """Raises before the step after ``step``."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_begin(self, ctx: Any) -> None:
-        if ctx.state.global_step == self._step:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def trainer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dalsegno.args import TrainingArguments, answers
 from dalsegno.control import CommandQueue
-from dalsegno.data import TrainingData
+from dalsegno.data import ResumableLoader, TrainingData
 from dalsegno.data.build import Collator, eval_batches, evaluation_sets_from_args, train_loader_from_args
 from dalsegno.data.step_batch import LossWeight
 from dalsegno.distributed.layout import build_layout
@@ -31,8 +31,8 @@ from .evaluation import LossEvaluation
 from .forward import LossFunction
 from .lifecycle import RunLifecycle
 from .lr_schedule import PlateauStep, build_schedulers
-from .parts import build_parts
-from .placement import place
+from .parts import RunParts, build_parts
+from .placement import PlacedModel, place
 from .result import TrainResult
 from .resume import ResumeOptions
 from .run_dir import check_writable
@@ -101,24 +101,13 @@ class Trainer:
         sets = evaluation_sets_from_args(args, layout, eval_dataset, eval_dataloader, data_collator)
         _check_best(args, [each.name for each in sets])
         schedulers = build_schedulers(lr_scheduler, placed.optimizer, args, loader)
-        self._parts = build_parts(
-            args,
-            layout=layout,
-            model=placed.model,
-            loss_fn=placed.loss_module,
-            optimizer=placed.optimizer,
-            schedulers=schedulers,
-            loader=loader,
-            callbacks=callbacks,
-            core=[PlateauStep(schedulers, args.best_metric_name)] if PlateauStep.is_needed(schedulers) else [],
-            context_fields={
-                "processing_class": processing_class,
-                "train_dataloader": loader if train_dataloader is None else train_dataloader,
-                "eval_dataloader": eval_batches(sets, device) if eval_dataloader is None else eval_dataloader,
-                "trainer": self,
-            },
-            unsupported_events=unsupported_events(args, placed.parallel),
-        )
+        context_fields = {
+            "processing_class": processing_class,
+            "train_dataloader": loader if train_dataloader is None else train_dataloader,
+            "eval_dataloader": eval_batches(sets, device) if eval_dataloader is None else eval_dataloader,
+            "trainer": self,
+        }
+        self._parts = _build_parts(args, placed, schedulers, loader, callbacks, context_fields)
         self._train_step, forward = build_step(self._parts, placed)
         self._evaluation = partial(
             LossEvaluation,
@@ -305,6 +294,29 @@ def _check_best(args: TrainingArguments, sets: Sequence[str]) -> None:
     if sets != ["eval"]:
         names = ", ".join(f"eval_{name}_loss" for name in sets)
         raise ConfigurationError(f"load_best_model_at_end=True: set metric_for_best_model to one of {names}")
+
+
+def _build_parts(
+    args: TrainingArguments,
+    placed: PlacedModel,
+    schedulers: Sequence[Any],
+    loader: ResumableLoader,
+    callbacks: Sequence[object],
+    context_fields: Mapping[str, Any],
+) -> RunParts:
+    return build_parts(
+        args,
+        layout=placed.layout,
+        model=placed.model,
+        loss_fn=placed.loss_module,
+        optimizer=placed.optimizer,
+        schedulers=schedulers,
+        loader=loader,
+        callbacks=callbacks,
+        core=[PlateauStep(schedulers, args.best_metric_name)] if PlateauStep.is_needed(schedulers) else [],
+        context_fields=context_fields,
+        unsupported_events=unsupported_events(args, placed.parallel),
+    )
 
 
 def _training_data(
