@@ -1,4 +1,4 @@
-"""The rooms: who may import whom, how long a file may get, and what must not load torch.
+"""The rooms: who may import whom, how long a file may get, what must not load torch, and where the tests of each are.
 
 A room is a module or a package directly under ``dalsegno``. It imports only from lower floors, or from its own floor
 without a circle. Imports under ``TYPE_CHECKING`` count.
@@ -20,6 +20,7 @@ import dalsegno
 from support.imports import imports
 
 SOURCE = Path(dalsegno.__file__).parent
+TESTS = Path(__file__).parent
 LONGEST = 400  # lines
 IMPORTS_TORCHDATA = re.compile(r"^\s*(from|import) torchdata\b", re.MULTILINE)
 
@@ -56,6 +57,9 @@ FLOORS_WITHIN = {
     ],
 }
 MODULES_AT_THE_TOP = {"errors", "state"}
+
+TESTED_ELSEWHERE = {"checkpoint/inspect": "cli/checkpoints"}
+"""Folders within rooms, each with the folder of its tests."""
 
 MUST_NOT_KNOW = {
     "checkpoint": {"events", "state"},  # it saves whatever has a state
@@ -181,6 +185,46 @@ def test_nobody_imports_in_circles() -> None:
 def test_what_a_room_must_not_know(room: str) -> None:
     known = {room_of(other) for name, others in IMPORTS.items() if room_of(name) == room for other in others}
     assert known & MUST_NOT_KNOW[room] == set()
+
+
+def folders_within_rooms() -> Iterator[str]:
+    """Those that have modules, as ``checkpoint/format``; not those of a web page alone."""
+    for folder in SOURCE.glob("*/*/"):
+        if any(path.name != "__init__.py" for path in folder.glob("*.py")):
+            yield folder.relative_to(SOURCE).as_posix()
+
+
+def test_each_folder_within_a_room_has_its_tests() -> None:
+    tested = [TESTED_ELSEWHERE.get(folder, folder) for folder in folders_within_rooms()]
+    assert [folder for folder in tested if not any((TESTS / folder).glob("test_*.py"))] == []
+
+
+def test_a_folder_of_tests_is_that_of_a_room_or_within_one() -> None:
+    """Folders without a room are about the whole: ``docs``, ``durability`` and so on."""
+    mirrors = [path.parent for room in FLOOR_OF for path in TESTS.glob(f"{room}/**/test_*.py")]
+    assert sorted({path for path in mirrors if not (SOURCE / path.relative_to(TESTS)).is_dir()}) == []
+
+
+@pytest.mark.parametrize("room", sorted({folder.partition("/")[0] for folder in folders_within_rooms()}))
+def test_a_test_of_one_folder_within_a_room_is_in_that_folder(room: str) -> None:
+    """It is a test of one folder if it imports nothing else of its room."""
+    misplaced = []
+    for path in TESTS.glob(f"{room}/test_*.py"):
+        if len(parts := parts_imported(path, room)) == 1 and (SOURCE / room / (part := parts.pop())).is_dir():
+            misplaced.append(f"{path.name} belongs in tests/{room}/{part}")
+    assert misplaced == []
+
+
+def parts_imported(test: Path, room: str) -> set[str]:
+    """Names below ``dalsegno.<room>``: modules and folders, and what is imported of the room itself."""
+    found = set()
+    for node in imports(test):
+        if isinstance(node, ast.Import):
+            origins = [alias.name for alias in node.names]
+        else:
+            origins = [f"{node.module}.{alias.name}" for alias in node.names]
+        found |= {origin.split(".")[2] for origin in origins if origin.startswith(f"dalsegno.{room}.")}
+    return found
 
 
 def test_no_file_is_too_long() -> None:

@@ -54,8 +54,10 @@ def modules():
         if not name.endswith(".__main__"):  # which runs the command line
             yield name, path
 
+for test in Path("tests").absolute().glob("*/test_*.py"):
+    imports(test)  # which the tests of the rooms ask for, as what is next
 for name, path in modules():
-    imports(path)  # which the test of the rooms asks for
+    imports(path)
     if not name.startswith(("dalsegno.interop", "dalsegno.training.preloaded")):  # which imports all dialects
         importlib.import_module(name)
 assert sys.modules["dalsegno"].__file__.startswith(os.getcwd())

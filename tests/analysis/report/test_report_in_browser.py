@@ -13,7 +13,7 @@ import pytest
 from dalsegno.analysis import open_logs, write_report
 from support.chromium import PROGRAM, Chromium
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "logs"
+GOLDEN = Path(__file__).parents[2] / "golden" / "logs"
 HOSTILE = "</script><script>document.title='owned'</script>"
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium here (Debian's package: chromium)")

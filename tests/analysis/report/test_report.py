@@ -18,7 +18,7 @@ from dalsegno.analysis import ParameterSeries, open_log, open_logs, write_report
 from dalsegno.analysis.report.payload import payload
 from dalsegno.errors import ConfigurationError
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "logs"
+GOLDEN = Path(__file__).parents[2] / "golden" / "logs"
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
 
 

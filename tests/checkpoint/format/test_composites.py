@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from checkpoint.test_codec import through_json
+from checkpoint.format.test_codec import through_json
 from dalsegno.checkpoint import CheckpointManager, ModelState
 from dalsegno.checkpoint.format import composites
 from dalsegno.cli import main

@@ -12,10 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import dalsegno as ds
+from checkpoint import llama
 from dalsegno.callbacks import JsonLogger
 from dalsegno.logs import read_records
-
-from . import llama
 
 BATCH, SAMPLES, STEPS = 2, 48, 26
 BEGUN = 6
