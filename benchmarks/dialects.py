@@ -1,6 +1,7 @@
 """What a callback in Hugging Face's style costs here, beside the same one under their own ``CallbackHandler``.
 
-Both in this process, in turns: what the machine does besides falls on both.
+Both in this process, in turns: what the machine does besides falls on both. It needs transformers, and
+``dalsegno/interop/hf``.
 """
 
 from __future__ import annotations
@@ -40,9 +41,13 @@ OURS = {
 
 
 def run(rounds: int = ROUNDS) -> list[Row]:
-    theirs, their_names = hf()
+    try:
+        listeners = [ds.adapt(Listener(), "huggingface", name=f"listener {number}") for number in range(10)]
+        theirs, their_names = hf()
+    except (ImportError, ds.UnknownName) as missing:
+        return [Row(what, "", f"not measured: {str(missing)[:100]}") for what in OURS]
     with TemporaryDirectory() as folder:
-        names = {"dispatcher": _dispatcher(ds.TrainingArguments(folder)), **their_names}
+        names = {"dispatcher": _dispatcher(ds.TrainingArguments(folder), listeners), **their_names}
         seconds = seconds_each({**OURS, **theirs}, names, rounds)
     return [
         _row(what, seconds[what], seconds[their_name])
@@ -50,11 +55,11 @@ def run(rounds: int = ROUNDS) -> list[Row]:
     ]
 
 
-def _dispatcher(args: ds.TrainingArguments) -> Dispatcher:
+def _dispatcher(args: ds.TrainingArguments, callbacks: list[ds.Callback]) -> Dispatcher:
     context_fields: dict[str, Any] = {field.name: None for field in fields(Context)}
     context_fields |= {"args": args, "state": ds.TrainerState(), "control": ds.TrainerControl()}
     dispatcher = Dispatcher(lambda context: context(**context_fields))
-    dispatcher.bind([ds.adapt(Listener(), "huggingface", name=f"listener {number}") for number in range(10)])
+    dispatcher.bind(callbacks)
     return dispatcher
 
 

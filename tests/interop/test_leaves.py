@@ -18,7 +18,7 @@ LIBRARIES = sorted(path.parent.name for path in ROOT.glob("src/dalsegno/interop/
 FLAT_NAMES = ROOT / "src/dalsegno/__init__.py"
 """The one file that may know a library: it lists where public names are, and leaves out those that are not there."""
 BENCHMARK = ROOT / "benchmarks/dialects.py"
-"""Measures Hugging Face's dialect, and goes with its folder."""
+"""Measures Hugging Face's dialect where there is one."""
 
 PLACES = ("src/dalsegno/interop", "tests/interop")
 FORGET = """
@@ -135,10 +135,11 @@ def test_all_of_them_can_be_deleted(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "src" / "dalsegno", copy, ignore=shutil.ignore_patterns("*.pyc.*"))
     shutil.rmtree(copy / "interop")
     (tmp_path / "native_run.py").write_text(FORGET + NATIVE_RUN)
-    environment_of_copy = {**environment(), "PYTHONPATH": str(copy.parent)}
+    environment_of_copy = {**environment(), "PYTHONPATH": f"{copy.parent}{os.pathsep}{ROOT}"}
     done = warm.run(["native_run.py", "run"], folder=tmp_path, env=environment_of_copy)
     assert done.returncode == 0, done.stderr
     assert "Known dialects: none" in done.stdout
+    assert done.stdout.count("not measured: unknown dialect 'huggingface'") == 2
 
 
 NATIVE_RUN = """
@@ -161,4 +162,9 @@ try:
     trainer.add_callback(Foreign())
 except ds.UnknownDialect as error:
     print(error)
+
+from benchmarks import dialects
+
+for row in dialects.run(**dialects.SMALL):
+    print(row.peer)
 """
