@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -127,6 +128,16 @@ class EvalLoader(SourceView[MapLoader | UserLoader]):
         self._outside = self._outside or self._feed.own_generators.state_dict()
         self._feed.own_generators.load_state_dict(self._at_first)
         return iter(self._feed)
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Around an evaluation, which may end early: see :attr:`is_evaluated`."""
+        self.is_evaluated = True
+        try:
+            yield
+        finally:
+            self.close()
+            self.is_evaluated = False
 
     def close(self) -> None:
         """Stop the worker processes, if any."""

@@ -1,8 +1,13 @@
-"""Build the train step and the forward pass of evaluations, for the way in which the model is spread over the ranks."""
+"""Build the train step and the evaluations, for the way in which the model is spread over the ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from dalsegno.args import TrainingArguments
+from dalsegno.data import EvalLoader
+from dalsegno.data.step_batch import LossWeight
 from dalsegno.distributed.modes import parts_of_batch
 from dalsegno.distributed.parallel import FusedBackward, Pipelined
 from dalsegno.distributed.parallel.base import Parallel
@@ -11,6 +16,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.events.table import Event
 
 from .accumulation import Accumulation, MicrobatchAccumulation, PipelinedAccumulation
+from .evaluation import LossEvaluation
 from .forward import EvaluationForward, ForwardPass, PipelinedForward
 from .grad_scaler import grad_scaler
 from .parts import RunParts
@@ -35,7 +41,13 @@ def unsupported_events(args: TrainingArguments, parallel: Parallel) -> dict[Even
     return _UNSUPPORTED_IF_FUSED if args.fuse_optim_with_backward else {}
 
 
-def build_step(parts: RunParts, placed: PlacedModel) -> tuple[TrainStep, EvaluationForward]:
+MakeEvaluation = Callable[[str, str, EvalLoader], LossEvaluation]
+"""``(name, prefix, loader)``"""
+
+
+def build_step(
+    parts: RunParts, placed: PlacedModel, loss_weight: LossWeight | None
+) -> tuple[TrainStep, MakeEvaluation]:
     """Raises ConfigurationError for settings that the parallel mode does not support."""
     args, device, parallel = parts.args, placed.device, placed.parallel
     wants_norm = GradNormDemand(parts)
@@ -60,7 +72,8 @@ def build_step(parts: RunParts, placed: PlacedModel) -> tuple[TrainStep, Evaluat
         evaluated = PipelinedForward(parts.dispatcher, forward, parallel.runner)
     else:
         accumulate = MicrobatchAccumulation(parts.dispatcher, forward, parallel, data_size, scaler, device)
-    return TrainStep(parts, accumulate, parallel, wants_norm, scaler=scaler), evaluated
+    evaluation = partial(LossEvaluation, parts=parts, forward=evaluated, device=device, loss_weight=loss_weight)
+    return TrainStep(parts, accumulate, parallel, wants_norm, scaler=scaler), evaluation
 
 
 def _expect_pipelinable(args: TrainingArguments, parallel: Pipelined) -> None:

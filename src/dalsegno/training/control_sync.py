@@ -15,6 +15,7 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from functools import reduce
+from typing import NoReturn
 
 from dalsegno.distributed import collectives
 from dalsegno.distributed.gathered import Gathered, gather_together
@@ -91,21 +92,9 @@ class ControlSync:
             requests = _of_bits(reduce(operator.or_, map(int, present)))
         if requests is not NO_REQUESTS:
             if requests.lease_lost:
-                self._raise_lease_lost()
+                _raise_lease_lost(self._lease_loss())
             self._control.acknowledge(requests)
         return requests
-
-    def expect_lease(self) -> None:
-        """
-        Raises:
-            LeaseLost: on all ranks, if another process has taken the run over. Collective.
-        """
-        if collectives.all_reduce_max([self._lease_loss() is not None], "whether the run was taken over")[0]:
-            self._raise_lease_lost()
-
-    def _raise_lease_lost(self) -> None:
-        losses = collectives.gather(self._lease_loss(), "who has taken the run over")
-        raise LeaseLost(next(loss for loss in losses if loss is not None))
 
     def stop_requested_at_batch(self) -> bool:
         """As :meth:`stop_requested`, every k batches. To be called between two batches of an evaluation."""
@@ -120,17 +109,6 @@ class ControlSync:
         if stop:
             self._control.acknowledge(ControlRequests(stop=True))
         return bool(stop)
-
-    def called_off(self) -> ControlRequests:
-        """Requests of callbacks on any rank against a save: to end without a checkpoint, or to roll back. To be called
-        before one is captured. Collective."""
-        control = self._control
-        flags: list[int] = [control.should_abort_without_save, control.rollback_request is not None]
-        if not self._alone:
-            flags = collectives.all_reduce_max(flags, "whether to save at all")
-        requests = ControlRequests(abort=bool(flags[0]), roll_back=bool(flags[1]))
-        control.acknowledge(requests)
-        return requests
 
     def broadcast_reason(self) -> None:
         """Give every rank the reason for the stop, and who requested it: those of the lowest rank that has them.
@@ -153,6 +131,35 @@ class ControlSync:
             if (found := poll()) is not NO_REQUESTS:
                 requests = requests.merge(found)
         return requests
+
+
+def requests_against_save(control: TrainerControl) -> ControlRequests:
+    """Requests of callbacks on any rank against a save: to end without a checkpoint, or to roll back. To be called
+    before one is captured. Collective."""
+    flags: list[int] = [control.should_abort_without_save, control.rollback_request is not None]
+    if collectives.world_size() > 1:
+        flags = collectives.all_reduce_max(flags, "whether to save at all")
+    requests = ControlRequests(abort=bool(flags[0]), roll_back=bool(flags[1]))
+    control.acknowledge(requests)
+    return requests
+
+
+def expect_lease(loss: str | None) -> None:
+    """Collective.
+
+    Args:
+        loss: why this process must not write any more; None if it may.
+
+    Raises:
+        LeaseLost: on all ranks, if another process has taken the run over.
+    """
+    if collectives.all_reduce_max([loss is not None], "whether the run was taken over")[0]:
+        _raise_lease_lost(loss)
+
+
+def _raise_lease_lost(loss: str | None) -> NoReturn:
+    losses = collectives.gather(loss, "who has taken the run over")
+    raise LeaseLost(next(each for each in losses if each is not None))
 
 
 def _bits(requests: ControlRequests) -> int:

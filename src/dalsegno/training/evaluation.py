@@ -13,10 +13,9 @@ from dalsegno.data import EvalLoader, to_device
 from dalsegno.data.step_batch import LossWeight, iter_steps
 from dalsegno.distributed import accelerator
 from dalsegno.distributed.eval_mode import evaluating
-from dalsegno.distributed.layout import Layout
-from dalsegno.events.dispatcher import Dispatcher
 
 from .forward import EvaluationForward
+from .parts import RunParts
 
 BetweenBatches = Callable[[], None]
 """Called between two batches of an evaluation, equally often on all ranks. An exception that it raises interrupts the
@@ -45,31 +44,25 @@ class LossEvaluation:
         prefix: str,
         loader: EvalLoader,
         *,
-        dispatcher: Dispatcher,
+        parts: RunParts,
         forward: EvaluationForward,
-        layout: Layout,
         device: torch.device,
         loss_weight: LossWeight | None,
     ) -> None:
         self.name = name
         self._prefix = prefix
         self._loader = loader
-        self._dispatcher = dispatcher
+        self._dispatcher = parts.dispatcher
         self._forward = forward
-        self._layout = layout
+        self._layout = parts.layout
         self._device = device
         self._loss_weight = loss_weight
 
     def __call__(self, between_batches: BetweenBatches) -> dict[str, float]:
         """Run the model over the whole set, in evaluation mode. Collective."""
         began = time.monotonic()
-        self._loader.is_evaluated = True
-        try:
-            with evaluating(*self._forward.modules):
-                loss_sum, weight, samples = self._sums(between_batches)
-        finally:
-            self._loader.close()
-            self._loader.is_evaluated = False
+        with self._loader.evaluated(), evaluating(*self._forward.modules):
+            loss_sum, weight, samples = self._sums(between_batches)
         seconds = time.monotonic() - began
         (loss_sum,) = self._layout.sum_floats([loss_sum], "the loss of an evaluation")
         return {

@@ -16,7 +16,7 @@ from dalsegno.errors import SaveFailed
 from dalsegno.state import NO_REQUESTS, ControlRequests
 
 from .checkpointer import Checkpointer
-from .control_sync import ControlSync
+from .control_sync import expect_lease, requests_against_save
 from .parts import RunParts
 
 logger = logging.getLogger("dalsegno")
@@ -31,19 +31,16 @@ class SaveCoordinator:
         self._args = parts.args
         self._dispatcher = parts.dispatcher
         self._state = parts.state
+        self._control = parts.control
         self._checkpointer = checkpointer
         self._current: AsyncSave | None = None  # in progress, or done and not yet finalized
         self._captured_state = parts.state  # as of the save in progress
         self._best_before: str | None = None  # the best checkpoint before the save in progress
         self.set_latest(None)
+        self.begin_leg()
 
-    def begin_leg(self, control_sync: ControlSync) -> None:
-        """Forget the failures of the previous leg. To be called once before the first leg, too.
-
-        ``control_sync``: asked after on_before_save whether any rank calls the save off, and after a failure whether
-        another process has taken the run over.
-        """
-        self._control_sync = control_sync
+    def begin_leg(self) -> None:
+        """Forget the failures of the previous leg."""
         self._failures: list[SaveFailed] = []  # consecutive
         self._must_succeed = True
         self._is_prepared = not (self._args.saving and self._args.save_in_background)
@@ -60,7 +57,7 @@ class SaveCoordinator:
         return self._state.global_step <= (self._published_step or 0)
 
     def poll(self) -> ControlRequests:
-        """Request :meth:`finalize` once a save is done on this rank: a source for :class:`ControlSync`."""
+        """Request :meth:`finalize` once a save is done on this rank: a source for ``ControlSync``."""
         return _SAVE_DONE if self._current is not None and self._current.done else NO_REQUESTS
 
     def prepare(self) -> None:
@@ -128,7 +125,7 @@ class SaveCoordinator:
     def _announce(self, path: Path) -> ControlRequests:
         """Fire on_before_save; the requests against the save. Collective."""
         self._dispatcher.before_save.fire_with(path, self._state.global_step)
-        return self._control_sync.called_off()
+        return requests_against_save(self._control)
 
     def amend(self, metrics: Mapping[str, float]) -> None:
         """Add ``metrics`` to this step's checkpoint, if it was saved before its evaluation. Collective."""
@@ -161,7 +158,7 @@ class SaveCoordinator:
         self._current = None
         if save.failure is not None:
             self._checkpointer.memory.checkpoints.drop()  # that has the failed one as its best, perhaps
-            self._control_sync.expect_lease()
+            expect_lease(self._checkpointer.lease_loss())
             self._note_failure(save, save.failure)
             return
         self._note_success(save)

@@ -22,7 +22,7 @@ from dalsegno.state import NO_REQUESTS, ControlRequests
 
 from .checkpointer import Checkpointer
 from .commands import CommandExecutor
-from .control_sync import ControlSync, RequestSource
+from .control_sync import ControlSync, RequestSource, expect_lease
 from .evaluation import Evaluation
 from .evaluation_runner import EvaluationRunner
 from .parts import RunParts
@@ -80,7 +80,7 @@ class StepBoundary:
             each_record=self._dispatcher.may_request_in_records(),
             lease_loss=self._checkpointer.lease_loss,
         )
-        self.saves.begin_leg(self._control_sync)
+        self.saves.begin_leg()
         self.stopping = False
         """All ranks have agreed to stop."""
         self.begin_timeline()
@@ -188,7 +188,7 @@ class StepBoundary:
             SaveFailed: if the save has failed.
         """
         self.saves.finish()
-        self._control_sync.expect_lease()
+        expect_lease(self._checkpointer.lease_loss())
 
     def save_held(self, *, also: bool) -> None:
         """Run a held save when the loop is left before on_epoch_end. Collective.

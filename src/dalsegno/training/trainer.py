@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from dalsegno.system.tracebacks import short_traceback
 
 from . import loop
 from .build_step import build_step, unsupported_events
-from .evaluation import LossEvaluation
 from .forward import LossFunction
 from .lifecycle import RunLifecycle
 from .lr_schedule import PlateauStep, build_schedulers
@@ -108,15 +106,7 @@ class Trainer:
             "trainer": self,
         }
         self._parts = _build_parts(args, placed, schedulers, loader, callbacks, context_fields)
-        self._train_step, forward = build_step(self._parts, placed)
-        self._evaluation = partial(
-            LossEvaluation,
-            dispatcher=self._parts.dispatcher,
-            forward=forward,
-            layout=layout,
-            device=device,
-            loss_weight=loss_weight,
-        )
+        self._train_step, self._evaluation = build_step(self._parts, placed, loss_weight)
         self._lifecycle = RunLifecycle(
             self._parts,
             evaluations=[self._evaluation(*each) for each in sets],
