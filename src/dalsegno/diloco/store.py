@@ -35,11 +35,12 @@ from dalsegno.policies.retention import Latest
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
 
+from .frames import FrameReader
 from .journal import Journal
 from .outer import ALONE, BLOCK, GlobalModel, MakeOptimizer
 from .quantization import GROUP, dequantize, element_count
 from .signature import Specs, file_layout
-from .spool import Source, SpareFiles, SpooledTensors, spooled
+from .spool import SpareFiles, SpooledTensors, spooled
 from .state import ServerState, Submission
 from .versions import Versions
 
@@ -73,7 +74,6 @@ class ServerStore:
         self.versions = Versions(versions)
         self._manager = CheckpointManager(folder, keep=Latest(2))
         self._log = RecordLog("logs/train.jsonl", folder)
-        self._log_position: PositionState | None = None
         self._unlogged: deque[dict[str, Any]] = deque()
         self._spare = SpareFiles(self._submissions)
 
@@ -104,9 +104,9 @@ class ServerStore:
         Raises:
             StateMismatch: if the optimizer is another one than the saved.
         """
-        components = [Component(_STATE, _Saved({})), Component(_LOG, _LogPosition(self))]
-        self._manager.load(found, self._sharded(parts), components)
-        self._log.open(self._log_position)
+        position = _LogPosition(self._log)
+        self._manager.load(found, self._sharded(parts), [Component(_STATE, _Saved({})), Component(_LOG, position)])
+        self._log.open(position.loaded)
 
     def close(self) -> None:
         """Close the journal and the log, and delete the files that nothing refers to."""
@@ -147,7 +147,7 @@ class ServerStore:
             self.write_log()  # the checkpoint has its length
         except OSError as error:
             raise SaveFailed(f"no checkpoint of version {state.version}: its log cannot be written: {error}") from error
-        components = [Component(_STATE, _Saved(state.to_json())), Component(_LOG, _LogPosition(self))]
+        components = [Component(_STATE, _Saved(state.to_json())), Component(_LOG, _LogPosition(self._log))]
         self._manager.save(state.version, self._sharded(parts), components)
         return True
 
@@ -156,9 +156,9 @@ class ServerStore:
 
     # -- submissions ------------------------------------------------------------------------------------------------
 
-    def spooled(self, specs: Specs, source: Source) -> AbstractContextManager[SpooledTensors]:
+    def spooled(self, specs: Specs, frame: FrameReader) -> AbstractContextManager[SpooledTensors]:
         """Write tensors that arrive to a file: see :func:`.spool.spooled`."""
-        return spooled(self._spare, specs, source)
+        return spooled(self._spare, specs, frame)
 
     def keep(self, arrived: SpooledTensors, submission: Submission) -> None:
         """Give a complete submission its name."""
@@ -238,14 +238,15 @@ class _LogPosition:
 
     state_schema = PositionState
 
-    def __init__(self, store: ServerStore) -> None:
-        self._store = store
+    def __init__(self, log: RecordLog) -> None:
+        self._log = log
+        self.loaded: PositionState | None = None
 
     def state_dict(self) -> Any:
-        return self._store._log.state()
+        return self._log.state()
 
     def load_state_dict(self, state: Any) -> None:
-        self._store._log_position = state
+        self.loaded = state
 
     def make_durable(self) -> None:
-        self._store._log.make_durable()
+        self._log.make_durable()

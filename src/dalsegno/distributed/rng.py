@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NotRequired, TypedDict, cast, final
 
 import numpy as np
@@ -164,20 +164,24 @@ class RandomState:
     state_schema = SavedRandomState
     reshard_note = "each rank is seeded from (seed, data rank, step)"
 
-    def __init__(self, seed: int, layout: Layout | None = None) -> None:
-        """``layout``: which ranks read the same data; None: each its own."""
+    def __init__(self, seed: int, layout: Layout | None = None, finished_steps: Callable[[], int] = lambda: 0) -> None:
+        """
+        Args:
+            seed: of the run.
+            layout: which ranks read the same data; None: each its own.
+            finished_steps: returns the number that is saved with the state.
+        """
         self.seed = seed
         self._random_rank = collectives.rank() if layout is None else layout.random_rank
         self._stage = (0, 1) if layout is None else layout.stage
-        self.step = 0
-        """Finished steps, saved with the state."""
+        self._finished_steps = finished_steps
 
     def start(self) -> None:
         """Seed this rank's generators for the start of a run."""
         self._seed(mix(RANK, self.seed, self._random_rank, 0))
 
     def state_dict(self) -> SavedRandomState:
-        state: dict[str, Any] = {"seed": self.seed, "step": self.step, **capture_generators(), "cuda": []}
+        state: dict[str, Any] = {"seed": self.seed, "step": self._finished_steps(), **capture_generators(), "cuda": []}
         if (devices := capture_accelerator()) is not None:
             state |= {"cuda": devices["states"]} if devices["type"] == "cuda" else {"accelerator": devices}
         if self._stage != (0, 1):
@@ -185,8 +189,7 @@ class RandomState:
         return cast(SavedRandomState, state)
 
     def load_state_dict(self, state: SavedRandomState | DerivedState) -> None:
-        self.step = state["step"]
-        derived = mix(RANK, state["seed"], self._random_rank, self.step)
+        derived = mix(RANK, state["seed"], self._random_rank, state["step"])
         if "torch" not in state or state.get("stage", (0, 1)) != self._stage:
             self._seed(derived)
             return

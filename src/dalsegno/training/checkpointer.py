@@ -133,7 +133,6 @@ class Checkpointer:
         """
         self.memory.checkpoints.settle()  # its thread uses the same process group
         parts = self._parts
-        parts.random_state.step = step  # part of the captured state
         return self._manager.save_async(
             step,
             self._contents.sharded(),

@@ -84,7 +84,6 @@ class MemorySaves:
             SaveFailed: if the save before is stuck.
         """
         parts = self._parts
-        parts.random_state.step = step  # part of the captured state
         self.checkpoints.capture(
             step,
             self._contents.sharded(),

@@ -110,7 +110,7 @@ def build_parts(
         state=state,
         control=control,
         metrics=MetricAccumulator(layout, device_of(model)),
-        random_state=RandomState(args.seed, layout),
+        random_state=RandomState(args.seed, layout, lambda: state.global_step),
         buffers=SharedBuffers([model] if loss_fn is None else [model, loss_fn]),
         dispatcher=dispatcher,
         callbacks=CallbackSet(dispatcher, model, callbacks, core=core, report_to=args.report_to),

@@ -16,5 +16,5 @@ class SharedState(Measured):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self.trainer = Trainer(self)
-        self.module = self.trainer.lightning_module = Module(self, self.trainer)
+        self.trainer = Trainer(self, Module)
+        self.module = self.trainer.lightning_module

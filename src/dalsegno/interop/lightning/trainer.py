@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,12 +23,12 @@ class Trainer(OnRanks):
     datamodule = None
     min_epochs = min_steps = None
     num_nodes = 1
-    lightning_module: Any
 
-    def __init__(self, shared: Measured) -> None:
+    def __init__(self, shared: Measured, module: Callable[[Measured, Trainer], Any]) -> None:
         context = shared.context
         self._shared, self._context, self._state = shared, context, context.state
         self.model = context.model
+        self.lightning_module = module(shared, self)
         self.optimizers = [context.optimizer]
         self.strategy = Strategy(device_of(context.model))
         self.logger = Logger(shared)
