@@ -20,13 +20,14 @@ from dalsegno.errors import NotFound, NotRunning, StateMismatch
 from dalsegno.system.durability import NotDurable
 from dalsegno.web.growth import Growth
 
+from .frames import FrameReader
 from .patience import Closing, Patience
 from .presence import Presence
 from .rounds import Rounds
 from .rules import Rules
 from .run import OuterRun
 from .signature import Specs, check_same
-from .spool import Source, SpooledTensors
+from .spool import SpooledTensors
 from .state import Applied, Joined, Left, Member, Returned, ServerState, Settings, Submission
 from .status import status_of
 from .versions import Version
@@ -196,9 +197,9 @@ class Coordinator:
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
-    def spooled(self, specs: Specs, source: Source) -> AbstractContextManager[SpooledTensors]:
+    def spooled(self, specs: Specs, frame: FrameReader) -> AbstractContextManager[SpooledTensors]:
         """Write tensors that arrive to a file, on any thread: see :func:`.spool.spooled`."""
-        return self._run.store.spooled(specs, source)
+        return self._run.store.spooled(specs, frame)
 
     def initialize(self, arrived: SpooledTensors, num_fragments: int = 1) -> None:
         """Take a worker's parameters as the first version.

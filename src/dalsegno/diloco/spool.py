@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.system import filesystem
 from dalsegno.system.durability import NotDurable
 
-from .frames import in_file_order
+from .frames import FrameReader, in_file_order
 from .quantization import element_count
 from .signature import Specs, TensorSpec, file_layout
 
@@ -33,16 +33,6 @@ takes a quarter longer."""
 _PARTIAL = ".partial"
 _WRITE_BACK = 8 << 20
 """Bytes after which the disk begins with them."""
-
-
-class Source(Protocol):
-    """Where the bytes of tensors come from, in the order of :func:`.frames.in_file_order`."""
-
-    def fill(self, memory: memoryview) -> object:
-        """Fill a buffer with the next bytes."""
-
-    def end(self) -> object:
-        """Called after the last byte; raises if the bytes are not those that were sent."""
 
 
 class SpareFiles:
@@ -146,13 +136,13 @@ def removed_on_failure(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def spooled(files: SpareFiles, specs: Specs, source: Source) -> Iterator[SpooledTensors]:
+def spooled(files: SpareFiles, specs: Specs, frame: FrameReader) -> Iterator[SpooledTensors]:
     """Write tensors to a file of ``files``, which takes the file back at the end, unless it was kept.
 
     Args:
         files: of the directory.
         specs: of the tensors.
-        source: of their bytes.
+        frame: of their bytes.
 
     Raises:
         ConfigurationError: if a tensor has a NaN or an infinity; names it.
@@ -161,7 +151,7 @@ def spooled(files: SpareFiles, specs: Specs, source: Source) -> Iterator[Spooled
     tensors = SpooledTensors(files.take(), specs)
     try:
         with removed_on_failure(tensors.path):
-            _write(tensors, source)
+            _write(tensors, frame)
         yield tensors
     finally:
         tensors.close()
@@ -169,7 +159,7 @@ def spooled(files: SpareFiles, specs: Specs, source: Source) -> Iterator[Spooled
             files.give_back(tensors.path)
 
 
-def _write(tensors: SpooledTensors, source: Source) -> None:
+def _write(tensors: SpooledTensors, frame: FrameReader) -> None:
     path, descriptor, specs = tensors.path, tensors.descriptor, tensors.specs
     layout = file_layout(specs)
     buffer = torch.empty(PIECE, dtype=torch.uint8).numpy()
@@ -180,7 +170,7 @@ def _write(tensors: SpooledTensors, source: Source) -> None:
         for size, check in _sections(spec):
             for begin in range(0, size, PIECE):
                 piece = buffer[: min(PIECE, size - begin)]
-                source.fill(piece.data)
+                frame.fill(piece.data)
                 if not_finite is None and check is not None and not check(piece):
                     not_finite = spec.name
                 if not_finite is not None:
@@ -190,7 +180,7 @@ def _write(tensors: SpooledTensors, source: Source) -> None:
                 if end - done >= _WRITE_BACK:
                     filesystem.start_writeback(descriptor, done, end - done)
                     done = end
-    source.end()
+    frame.end()
     if not_finite is not None:
         raise ConfigurationError(f"{not_finite} contains NaN or infinity; nothing of this submission is used")
     if os.fstat(descriptor).st_size != layout.length:

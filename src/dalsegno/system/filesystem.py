@@ -15,9 +15,12 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from .posix import O_BINARY, O_DIRECT, O_DIRECTORY, O_NOFOLLOW, fcntl
+
+if TYPE_CHECKING:
+    from .lease import Lease  # not needed by commands that only read
 
 Buffer = bytes | bytearray | memoryview
 Watcher = Callable[[str, Path], None]
@@ -32,28 +35,18 @@ watcher: Watcher | None = None
 """Called with (operation, path) before each write, fsync, truncate, rename, link, mkdir and unlink. For tests."""
 
 
-class Fence(Protocol):
-    """Decides whether this process may still change the files of a directory."""
-
-    def is_certain(self) -> bool:
-        """Whether it may, as far as is known without a look at the disk. Fast."""
-
-    def confirm(self) -> None:
-        """Raises LeaseLost if it may not."""
+_fences: tuple[tuple[str, Lease], ...] = ()  # replaced, never changed: other threads iterate
 
 
-_fences: tuple[tuple[str, Fence], ...] = ()  # replaced, never changed: other threads iterate
-
-
-def add_fence(directory: Path, fence: Fence) -> None:
-    """From now on, change files below ``directory`` only while ``fence`` allows it."""
+def add_fence(directory: Path, lease: Lease) -> None:
+    """From now on, change files below ``directory`` only while this process holds ``lease``."""
     global _fences
-    _fences = (*_fences, *((root, fence) for root in {_root(directory), _root(directory.resolve())}))
+    _fences = (*_fences, *((root, lease) for root in {_root(directory), _root(directory.resolve())}))
 
 
-def remove_fence(fence: Fence) -> None:
+def remove_fence(lease: Lease) -> None:
     global _fences
-    _fences = tuple((root, each) for root, each in _fences if each is not fence)
+    _fences = tuple((root, each) for root, each in _fences if each is not lease)
 
 
 def _root(directory: Path) -> str:
@@ -68,9 +61,9 @@ def notify_watcher(operation: str, path: Path) -> None:
 
 def _ask_fences(operation: str, path: Path) -> None:
     """Raises LeaseLost if another process has taken over the directory of ``path``."""
-    for root, fence in _fences:  # a rename publishes: it is worth a look at the disk, which shows a takeover at once
-        if (operation == "rename" or not fence.is_certain()) and os.path.abspath(path).startswith(root):
-            fence.confirm()
+    for root, lease in _fences:  # a rename publishes: it is worth a look at the disk, which shows a takeover at once
+        if (operation == "rename" or not lease.is_certain()) and os.path.abspath(path).startswith(root):
+            lease.confirm()
 
 
 def _begin(operation: str, path: Path) -> None:

@@ -158,7 +158,7 @@ class Lease:
         return self._me.token
 
     def is_certain(self) -> bool:
-        """Whether the last renewal is so recent that no other process can have taken over."""
+        """Whether the last renewal is so recent that no other process can have taken over. Fast: files are not read."""
         return self.loss is None and _clock() < self._certain_until
 
     def confirm(self) -> None:

@@ -7,27 +7,16 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import UnknownName
-from dalsegno.events.contexts import Context
 from dalsegno.interop.stand_in import StandIn, TrainerStandIn
 from dalsegno.system import filesystem
 
-from .recorded import MERGES, REDUCTIONS, Recorded
-
-
-class Source(Protocol):
-    """What the trainer reports: the progress of a run, and the metrics of the step."""
-
-    context: Context
-    epoch: int
-    has_batch: bool
-    recorded: Recorded
-
-    def record(self, name: str, value: Any, reduction: str, merge: str) -> None: ...
+from .measured import Measured
+from .recorded import MERGES, REDUCTIONS
 
 
 class TrainModule(StandIn):
@@ -35,7 +24,7 @@ class TrainModule(StandIn):
 
     _stands_for = "trainer.train_module"
 
-    def __init__(self, shared: Source) -> None:
+    def __init__(self, shared: Measured) -> None:
         context = shared.context
         self.model = context.model
         self.optim = context.optimizer
@@ -51,7 +40,7 @@ class Trainer(TrainerStandIn):
     """The default group."""
     async_bookkeeping = False
 
-    def __init__(self, shared: Source) -> None:
+    def __init__(self, shared: Measured) -> None:
         context = shared.context
         super().__init__(context.state)
         self._shared, self._context = shared, context
