@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import dalsegno
 from dalsegno import analysis, callbacks, testing
+from support.docs_scripts import script
 
 ROOT = Path(__file__).parents[2]
-
-
-def script(name: str) -> Any:
-    """A script of docs/, as a module."""
-    spec = importlib.util.spec_from_file_location(f"docs_{name.replace('/', '_')}", ROOT / "docs" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("name", ["data", "events", "other-names", "own-loop", "trainer"])
 def test_a_page_made_from_the_code_is_up_to_date(name: str) -> None:
     module = script(name)
     assert module.PAGE.read_text() == module.page(), f"run: python docs/{name}.py"
-
-
-def test_the_pictures_of_the_rooms_show_them() -> None:
-    module = script("images/inside")
-    assert list(module.unknown()) == []
-    for path, draw in module.PICTURES.items():
-        assert path.read_text() == draw(), "run: python docs/images/inside.py"
 
 
 def test_the_table_and_the_picture_of_the_benchmarks_show_their_results() -> None:
@@ -93,14 +76,6 @@ def test_a_page_without_its_marks_is_left_as_it_is(text: str) -> None:
     module = script("images/benchmarks")
     with pytest.raises(ValueError, match="each once"):
         module.page(text.format(BEGIN=module.BEGIN, END=module.END), {})
-
-
-def test_files_that_the_page_about_the_rooms_names_exist() -> None:
-    page = (ROOT / "docs" / "inside.md").read_text()
-    named = re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", page)
-    rooms = ROOT / "src" / "dalsegno"
-    assert len(named) > 15
-    assert [name for name in named if not ((rooms / name).exists() or (ROOT / name).exists())] == ["rewound/"]
 
 
 def test_every_public_name_can_be_had_and_is_announced() -> None:
