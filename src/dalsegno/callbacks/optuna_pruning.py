@@ -74,10 +74,7 @@ class OptunaPruning(Callback):
         return values
 
     def raise_if_pruned(self, result: Result) -> None:
-        """
-        Raises:
-            optuna.TrialPruned: if this callback has stopped the run, in this leg or an earlier one.
-        """
+        """Raises optuna.TrialPruned if this callback has stopped the run, in this leg or an earlier one."""
         if result.stopped_by == self.key:
             raise _optuna().TrialPruned(result.why)
 

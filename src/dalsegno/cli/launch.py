@@ -61,10 +61,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """
-    Raises:
-        ConfigurationError: for an invalid option or file.
-    """
+    """Raises ConfigurationError for an invalid option or file."""
     sys.path.insert(0, str(Path.cwd()))
 
     from dalsegno.launcher.launch import run_job

@@ -165,7 +165,7 @@ def or_another_kind(own: Form, kind: str) -> Form:
 
 
 def expect_kind(state: Mapping[str, Any], kind: str) -> None:
-    """Raise StateMismatch if ``state`` was saved by another kind of loader."""
+    """Raises StateMismatch if ``state`` was saved by another kind of loader."""
     if state["kind"] != kind:
         raise StateMismatch(
             f"the saved position is in {KINDS.get(state['kind'], state['kind'])}, but now the data is "

@@ -148,10 +148,7 @@ class Mixture(IterableDataset[Any]):
         }
 
     def load_state_dict(self, state: Any) -> None:
-        """
-        Raises:
-            StateMismatch: if the state is of a mixture of other datasets.
-        """
+        """Raises StateMismatch if the state is of a mixture of other datasets."""
         check(state, MixtureState, "mixture")
         if state["taken"].keys() != self.datasets.keys() or sum(state["taken"].values()) != state["drawn"]:
             raise StateMismatch(

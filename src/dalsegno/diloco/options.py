@@ -19,10 +19,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """
-    Raises:
-        ConfigurationError: for a value that cannot work.
-    """
+    """Raises ConfigurationError for a value that cannot work."""
 
     server_addr: str | None = None
     """``HOST:PORT`` or ``https://HOST:PORT``; None: no DiLoCo."""

@@ -23,7 +23,11 @@ def write_private(path: Path, tree: State) -> None:
 
 
 def read_private(path: Path) -> State:
-    """Read what :func:`write_private` wrote. Raises FileNotFoundError."""
+    """Read what :func:`write_private` wrote.
+
+    Raises:
+        FileNotFoundError: if nothing was.
+    """
     content = json.loads(path.read_bytes())
     stored = safetensors.torch.load(_tensors(path).read_bytes())
 

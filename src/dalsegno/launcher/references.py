@@ -42,7 +42,11 @@ def reference_to(thing: Any, where: str) -> str:
 
 
 def resolve(reference: str) -> Any:
-    """Import what :func:`reference_to` named. Raises ImportError or AttributeError if it is not there."""
+    """Import what :func:`reference_to` named.
+
+    Raises:
+        ImportError, AttributeError: if it is not there.
+    """
     module, _, path = reference.partition(":")
     found: Any = importlib.import_module(module)
     for name in path.split("."):

@@ -30,7 +30,11 @@ def encode(record: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> Any:
-    """Decode the output of :func:`encode`, non-finite floats included. Raises ValueError if it is not JSON."""
+    """Decode the output of :func:`encode`, non-finite floats included.
+
+    Raises:
+        ValueError: if it is not JSON.
+    """
     try:
         value = json.loads(line.decode())
     except RecursionError as error:

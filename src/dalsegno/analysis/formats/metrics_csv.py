@@ -13,10 +13,7 @@ from .source import Skipped, Source
 
 
 class MetricsCsv(Source):
-    """
-    Raises:
-        ConfigurationError: on reading, if it has no column with the name of a step.
-    """
+    """Raises ConfigurationError on reading, if it has no column with the name of a step."""
 
     program = "Lightning"
 

@@ -48,7 +48,7 @@ class ShardedState(Capturable, Protocol):
     """One that can be loaded, too."""
 
     def check_rest(self, stored: Index, rest: State, where: str) -> None:
-        """Raise StateMismatch if a component of this kind cannot have saved ``rest``."""
+        """Raises StateMismatch if a component of this kind cannot have saved ``rest``."""
 
     def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
         """Differences from the stored state, one line each; empty if it fits.

@@ -25,10 +25,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """
-    Raises:
-        OSError: if one cannot be removed.
-    """
+    """Raises OSError if one cannot be removed."""
     from dalsegno.checkpoint.format import memory_dir
 
     wanted = [path.resolve() for path in arguments.runs]

@@ -40,10 +40,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """
-    Raises:
-        NotFound: if there is no checkpoint.
-    """
+    """Raises NotFound if there is no checkpoint."""
     from dalsegno.checkpoint.inspect.disk_usage import added_bytes
     from dalsegno.checkpoint.inspect.listing import CheckpointStatus, directory_of, is_checkpoint, list_checkpoints
     from dalsegno.cli.tables import Column, number, print_json, print_table, size

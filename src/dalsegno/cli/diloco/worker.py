@@ -57,10 +57,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """
-    Raises:
-        ConfigurationError: for an invalid option, or without a command.
-    """
+    """Raises ConfigurationError for an invalid option, or without a command."""
     from dalsegno import cli
     from dalsegno.diloco.options import WorkerOptions
 

@@ -21,10 +21,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """
-    Raises:
-        NotRunning: if nothing answers at --remote.
-    """
+    """Raises NotRunning if nothing answers at --remote."""
     from dalsegno.cli.tables import Column, moment, print_json, print_table, text
 
     rows = _remote_rows(arguments) if arguments.remote else _rows()

@@ -40,10 +40,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """
-    Raises:
-        ConfigurationError: if the interval is not positive.
-    """
+    """Raises ConfigurationError if the interval is not positive."""
     if not arguments.interval > 0:
         raise ConfigurationError(f"--interval {arguments.interval}: must be a positive number of seconds")
     updates = _updates(arguments.interval, arguments.updates)

@@ -31,10 +31,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """
-    Raises:
-        NotFound: if there is no run.
-    """
+    """Raises NotFound if there is no run."""
     from dalsegno.analysis import open_log
     from dalsegno.cli.tables import Column, moment, number, print_json, print_table
 
