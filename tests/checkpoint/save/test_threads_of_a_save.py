@@ -17,8 +17,8 @@ import xxhash
 from torch import nn
 
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, read_tensors
+from dalsegno.checkpoint.save import async_save, window
 from dalsegno.checkpoint.save import checksum as checksum_module
-from dalsegno.checkpoint.save import window
 from dalsegno.checkpoint.save.checksum import checksum_beside
 from dalsegno.errors import SaveFailed
 from dalsegno.system import filesystem
@@ -82,6 +82,44 @@ def test_what_is_copied_is_written_before_the_rest_is_copied(tmp_path: Path, mon
     checkpoint.verify(checkpoint.manifest.files)
     read = read_tensors(checkpoint)["model"]
     assert all(torch.equal(read[name], each) for name, each in expected.items())
+
+
+def test_the_copy_waits_for_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps the processors busy: beside those of two ranks, the first write came 20 ms later."""
+    is_copied = threading.Event()
+    is_first: list[bool] = []
+    copy = torch._foreach_copy_
+
+    def copy_small(*tensors: object) -> None:
+        is_copied.set()
+        copy(*tensors)  # type: ignore[arg-type]
+
+    def watch(operation: str, path: Path) -> None:
+        if operation == "mkdir" and path.name == "step-00000001.partial":
+            is_first.append(not is_copied.wait(0.3))
+
+    monkeypatch.setattr(async_save, "_HEAD_START", 30.0)
+    monkeypatch.setattr(torch, "_foreach_copy_", copy_small)
+    monkeypatch.setattr(filesystem, "watcher", watch)
+    save = CheckpointManager(tmp_path).save_async(1, [ModelState(nn.Linear(300, 300))], [])
+    save.join()
+    assert save.failure is None
+    assert is_first == [True]
+
+
+def test_training_does_not_wait_for_a_disk_that_is_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_back = threading.Event()
+
+    def stuck(operation: str, path: Path) -> None:
+        if operation == "mkdir" and path.name == "step-00000001.partial":
+            assert is_back.wait(30)
+
+    monkeypatch.setattr(filesystem, "watcher", stuck)
+    save = CheckpointManager(tmp_path).save_async(1, [ModelState(large_and_then_small())], [])
+    assert not save.done
+    is_back.set()
+    save.join()
+    assert save.failure is None
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()])

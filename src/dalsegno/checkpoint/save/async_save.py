@@ -32,6 +32,10 @@ STUCK = 600.0
 
 _GRACE = 2.0  # seconds: for the buffer that is being written when a save is cancelled
 
+_HEAD_START = 0.01
+"""Seconds at most that the copy waits for the ranks' first exchange and the directory, which take two. The copies of
+several ranks keep all processors busy: beside them, each message waits for a turn, and the first write for 20 ms."""
+
 Records = Mapping[str, FileRecord]
 Report = tuple[Records, str | None]
 """Files that a rank wrote, and why it did not write all of them."""
@@ -80,11 +84,12 @@ class AsyncSave:
         self._progress = Progress()
         self._bytes_to_move = snapshot.length
         self._is_cancelled = self._is_published = False
-        self._finished = threading.Event()
+        self._has_begun, self._finished = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"dalsegno-save-{step}", daemon=True)
         try:
             self._thread.start()
             if snapshot.copying is not None:
+                self._has_begun.wait(_HEAD_START)
                 snapshot.copying.run()
             else:
                 self.wait()  # the thread reads the live tensors
@@ -134,6 +139,7 @@ class AsyncSave:
     def _run(self) -> None:
         try:
             reason = self._group.gather_decide(self._snapshot.length, self._make_room)
+            self._has_begun.set()
             reason = reason or self._conclude(self._write())
             failure = None if reason is None else f"{self.path.name} was not saved: {reason}"
         except BaseException as error:  # wait() must end, whatever happened here
