@@ -28,69 +28,50 @@ from typing import TYPE_CHECKING
 from dalsegno.system.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .format.keys import CALLBACKS, LOSS, SETTINGS
-    from .format.manifest import Checkpoint, Manifest
-    from .inspect.contents import read_tensors, saved_states
-    from .interchange.adapters import export_adapters
-    from .interchange.export import Exported, export_model
-    from .interchange.exporting import ExportedRun, export_checkpoint
-    from .interchange.importing import Imported, import_checkpoint
-    from .interchange.weights import load_weights, weights_are_at
-    from .load.restore import load_parts
-    from .load.states import LoadReport
-    from .manager import CheckpointManager
-    from .memory import MemoryCheckpoints
-    from .state.callback_tensors import CallbackTensors
-    from .state.contract import ShardedState
-    from .state.model import ModelState, unwrapped
-    from .state.optimizer import OptimizerState
+    from .format.keys import CALLBACKS as CALLBACKS
+    from .format.keys import LOSS as LOSS
+    from .format.keys import SETTINGS as SETTINGS
+    from .format.manifest import Checkpoint as Checkpoint
+    from .format.manifest import Manifest as Manifest
+    from .inspect.contents import read_tensors as read_tensors
+    from .inspect.contents import saved_states as saved_states
+    from .interchange.adapters import export_adapters as export_adapters
+    from .interchange.export import Exported as Exported
+    from .interchange.export import export_model as export_model
+    from .interchange.exporting import ExportedRun as ExportedRun
+    from .interchange.exporting import export_checkpoint as export_checkpoint
+    from .interchange.importing import Imported as Imported
+    from .interchange.importing import import_checkpoint as import_checkpoint
+    from .interchange.weights import load_weights as load_weights
+    from .interchange.weights import weights_are_at as weights_are_at
+    from .load.restore import load_parts as load_parts
+    from .load.states import LoadReport as LoadReport
+    from .manager import CheckpointManager as CheckpointManager
+    from .memory import MemoryCheckpoints as MemoryCheckpoints
+    from .state.callback_tensors import CallbackTensors as CallbackTensors
+    from .state.contract import ShardedState as ShardedState
+    from .state.model import ModelState as ModelState
+    from .state.model import unwrapped as unwrapped
+    from .state.optimizer import OptimizerState as OptimizerState
 
 _HOMES = {
+    "format.keys": ("CALLBACKS", "LOSS", "SETTINGS"),
+    "format.manifest": ("Checkpoint", "Manifest"),
+    "inspect.contents": ("read_tensors", "saved_states"),
     "interchange.adapters": ("export_adapters",),
     "interchange.export": ("Exported", "export_model"),
     "interchange.exporting": ("ExportedRun", "export_checkpoint"),
     "interchange.importing": ("Imported", "import_checkpoint"),
-    "state.callback_tensors": ("CallbackTensors",),
-    "inspect.contents": ("read_tensors", "saved_states"),
-    "format.keys": ("CALLBACKS", "LOSS", "SETTINGS"),
+    "interchange.weights": ("load_weights", "weights_are_at"),
+    "load.restore": ("load_parts",),
     "load.states": ("LoadReport",),
     "manager": ("CheckpointManager",),
     "memory": ("MemoryCheckpoints",),
-    "format.manifest": ("Checkpoint", "Manifest"),
-    "load.restore": ("load_parts",),
+    "state.callback_tensors": ("CallbackTensors",),
     "state.contract": ("ShardedState",),
     "state.model": ("ModelState", "unwrapped"),
     "state.optimizer": ("OptimizerState",),
-    "interchange.weights": ("load_weights", "weights_are_at"),
 }
-
-__all__ = [
-    "CALLBACKS",
-    "LOSS",
-    "SETTINGS",
-    "CallbackTensors",
-    "Checkpoint",
-    "CheckpointManager",
-    "Exported",
-    "ExportedRun",
-    "Imported",
-    "LoadReport",
-    "Manifest",
-    "MemoryCheckpoints",
-    "ModelState",
-    "OptimizerState",
-    "ShardedState",
-    "export_adapters",
-    "export_checkpoint",
-    "export_model",
-    "import_checkpoint",
-    "load_parts",
-    "load_weights",
-    "read_tensors",
-    "saved_states",
-    "unwrapped",
-    "weights_are_at",
-]
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

@@ -46,7 +46,7 @@ def outermost_blocks(model: nn.Module, apart: Collection[nn.Module] = ()) -> lis
     return found
 
 
-def unshared(model: nn.Module, names: Iterable[str] | None = None) -> list[nn.Module]:
+def unshared(model: nn.Module, names: Iterable[str] | None) -> list[nn.Module]:
     """The modules of these names (None: all blocks) with parameters that share none with the rest of the model; inner
     ones first, as fully_shard requires.
 

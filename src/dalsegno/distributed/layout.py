@@ -23,7 +23,6 @@ from .modes import (
     REPLICATE,
     SHARD,
     STAGES,
-    Mode,
     Parallelized,
     Pipeline,
     Setting,
@@ -90,7 +89,7 @@ class Layout:
         modes = modes_of(checked(parallel))
         if modes and isinstance(modes[0], Parallelized):
             return cls.of_mesh(modes[0].mesh, modes[0].data)
-        if _are_copies(modes):
+        if all(isinstance(mode, DDP) for mode in modes):  # every rank has the whole model
             return cls.flat()
         sizes = mesh_dimensions(modes, collectives.world_size())
         ranks = torch.arange(collectives.world_size()).view(tuple(sizes.values()))
@@ -170,11 +169,6 @@ def _data_ranks(ranks: torch.Tensor, names: Sequence[str], data: Sequence[str]) 
     return tuple(numbers[rank] for rank in sorted(numbers))
 
 
-def _are_copies(modes: Sequence[Mode]) -> bool:
-    """Whether every rank has the whole model."""
-    return all(isinstance(mode, DDP) for mode in modes)
-
-
 def data_dimensions(sizes: Mapping[str, int]) -> list[str]:
     """Names, of those of a mesh's dimensions, over which the data are split."""
     return [name for name in (REPLICATE, SHARD) if name in sizes]
@@ -201,7 +195,7 @@ def build_layout(parallel: Setting, device: torch.device) -> Layout:
     modes = modes_of(parallel)
     if modes and isinstance(modes[0], Parallelized):
         return Layout.of_mesh(modes[0].mesh, modes[0].data)
-    if _are_copies(modes):
+    if all(isinstance(mode, DDP) for mode in modes):  # every rank has the whole model
         return Layout.flat()
     dimensions = mesh_dimensions(modes, collectives.world_size())
     if collectives.world_size() == 1:

@@ -60,7 +60,7 @@ class Latest(Retention):
     count: int
 
     def __post_init__(self) -> None:
-        _check_whole("Latest", count=self.count)
+        _check_count("Latest", "count", self.count)
 
     def __call__(self, entries: Sequence[Entry]) -> set[int]:
         return {entry.step for entry in entries[-self.count :]}
@@ -81,7 +81,7 @@ class Best(Retention):
     mode: Literal["min", "max"] | None = None
 
     def __post_init__(self) -> None:
-        _check_whole("Best", count=self.count)
+        _check_count("Best", "count", self.count)
         if self.mode not in (None, "min", "max"):
             raise ConfigurationError(f"Best(mode={self.mode!r}): allowed are 'min', 'max' and None")
 
@@ -105,7 +105,7 @@ class EveryNth(Retention):
     steps: int
 
     def __post_init__(self) -> None:
-        _check_whole("EveryNth", steps=self.steps)
+        _check_count("EveryNth", "steps", self.steps)
 
     def __call__(self, entries: Sequence[Entry]) -> set[int]:
         return {entry.step for entry in entries if entry.step % self.steps == 0}
@@ -153,7 +153,6 @@ def rules_of(rule: Retention) -> tuple[Retention, ...]:
     return rule.parts if isinstance(rule, AnyRetention) else (rule,)
 
 
-def _check_whole(rule: str, **argument: int) -> None:
-    ((name, value),) = argument.items()
+def _check_count(rule: str, name: str, value: int) -> None:
     if type(value) is not int or value < 1:
         raise ConfigurationError(f"{rule}({name}={value!r}): needs an integer of at least 1")

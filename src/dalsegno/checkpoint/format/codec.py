@@ -76,7 +76,7 @@ def inside(where: str, key: object) -> str:
     return f"{where}.{key}" if isinstance(key, str) and key.isidentifier() else f"{where}[{key!r}]"
 
 
-# --- encoding: one function per exact type; subclasses are refused --------------------------------------------------
+# --- encoding: by exact type; subclasses are refused --------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,6 @@ class _Found:
         return name
 
 
-_NO_ARRAYS = _Found("", {})  # of keys
-
-
 def _encode(value: State, where: str, found: _Found, depth: int) -> Json:
     if depth > DEEPEST:
         raise CannotSave(f"{where}: nested deeper than {DEEPEST} levels, or contains itself")
@@ -112,22 +109,14 @@ def _encode(value: State, where: str, found: _Found, depth: int) -> Json:
     return encoder(value, where, found, depth)
 
 
-def _encode_str(value: str, where: str, found: _Found, depth: int) -> Json:
+def _encode_str(value: str, *_: object) -> Json:
     if value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value):
         return value
     return {"$str": base64.b64encode(value.encode("utf-8", "surrogatepass")).decode()}
 
 
-def _encode_int(value: int, where: str, found: _Found, depth: int) -> Json:
+def _encode_int(value: int, *_: object) -> Json:
     return value if -(1 << 63) <= value < 1 << 64 else {"$int": hex(value)}
-
-
-def _encode_float(value: float, where: str, found: _Found, depth: int) -> Json:
-    return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
-
-
-def _encode_bytes(value: bytes, where: str, found: _Found, depth: int) -> Json:
-    return {"$bytes": base64.b64encode(value).decode()}
 
 
 def _encode_dict(value: dict[Any, Any], where: str, found: _Found, depth: int) -> Json:
@@ -141,15 +130,7 @@ def _encode_dict(value: dict[Any, Any], where: str, found: _Found, depth: int) -
 
 
 def _key_as_json(key: str | int) -> Json:
-    return _encode_str(key, "", _NO_ARRAYS, 0) if isinstance(key, str) else _encode_int(key, "", _NO_ARRAYS, 0)
-
-
-def _encode_ordered_dict(value: OrderedDict[Any, Any], where: str, found: _Found, depth: int) -> Json:
-    return {"$ordered": _encode_dict(value, where, found, depth)}
-
-
-def _encode_counter(value: Counter[Any], where: str, found: _Found, depth: int) -> Json:
-    return {"$counter": _encode_dict(dict(value), where, found, depth)}  # MultiStepLR's milestones are one
+    return _encode_str(key) if isinstance(key, str) else _encode_int(key)
 
 
 def _encode_list(value: list[Any], where: str, found: _Found, depth: int) -> Json:
@@ -159,23 +140,11 @@ def _encode_list(value: list[Any], where: str, found: _Found, depth: int) -> Jso
     return [_encode(each, f"{where}[{number}]", found, depth + 1) for number, each in enumerate(value)]
 
 
-def _encode_tuple(value: tuple[Any, ...], where: str, found: _Found, depth: int) -> Json:
-    return {"$tuple": _encode_list(list(value), where, found, depth)}
-
-
 def _encode_size(value: torch.Size, where: str, found: _Found, depth: int) -> Json:
     sizes = [int(size) for size in value]
     if not is_shape(sizes):
         raise CannotSave(f"{where}: cannot save a torch.Size of {sizes}, which no tensor can have; save a tuple")
     return {"$size": sizes}
-
-
-def _encode_dtype(value: torch.dtype, where: str, found: _Found, depth: int) -> Json:
-    return {"$dtype": name_of(value)}
-
-
-def _encode_device(value: torch.device, where: str, found: _Found, depth: int) -> Json:
-    return {"$device": str(value)}
 
 
 def _encode_numpy_scalar(value: np.generic[Any], where: str) -> Json:
@@ -217,16 +186,16 @@ def _encode_tensor(value: torch.Tensor, where: str, found: _Found, depth: int) -
 _ENCODERS: dict[type, Callable[[Any, str, _Found, int], Json]] = {
     str: _encode_str,
     int: _encode_int,
-    float: _encode_float,
-    bytes: _encode_bytes,
+    float: lambda value, *_: value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()},
+    bytes: lambda value, *_: {"$bytes": base64.b64encode(value).decode()},
     dict: _encode_dict,
-    OrderedDict: _encode_ordered_dict,
-    Counter: _encode_counter,
+    OrderedDict: lambda value, *place: {"$ordered": _encode_dict(value, *place)},
+    Counter: lambda value, *place: {"$counter": _encode_dict(dict(value), *place)},  # MultiStepLR's milestones are one
     list: _encode_list,
-    tuple: _encode_tuple,
+    tuple: lambda value, *place: {"$tuple": _encode_list(list(value), *place)},
     torch.Size: _encode_size,
-    torch.dtype: _encode_dtype,
-    torch.device: _encode_device,
+    torch.dtype: lambda value, *_: {"$dtype": name_of(value)},
+    torch.device: lambda value, *_: {"$device": str(value)},
     np.ndarray: _encode_array,
 }
 
@@ -273,22 +242,6 @@ def _decode(json: Json, read_array: ReadArray, where: str, depth: int) -> State:
         raise DamagedCheckpoint(f"{where}: invalid {tag!r} ({error!r})") from error
 
 
-def _decode_str(json: Json, read_array: ReadArray, where: str, depth: int) -> str:
-    return base64.b64decode(json["$str"], validate=True).decode("utf-8", "surrogatepass")
-
-
-def _decode_int(json: Json, read_array: ReadArray, where: str, depth: int) -> int:
-    return int(json["$int"], 16)
-
-
-def _decode_float(json: Json, read_array: ReadArray, where: str, depth: int) -> float:
-    return float(struct.unpack(">d", bytes.fromhex(json["$float"]))[0])
-
-
-def _decode_bytes(json: Json, read_array: ReadArray, where: str, depth: int) -> bytes:
-    return base64.b64decode(json["$bytes"], validate=True)
-
-
 def _decode_dict(json: Json, read_array: ReadArray, where: str, depth: int) -> dict[Any, Any]:
     result = {}
     for key, each in json["$dict"]:
@@ -299,28 +252,11 @@ def _decode_dict(json: Json, read_array: ReadArray, where: str, depth: int) -> d
     return result
 
 
-def _decode_ordered_dict(json: Json, read_array: ReadArray, where: str, depth: int) -> OrderedDict[Any, Any]:
-    items = _decode(json["$ordered"], read_array, where, depth)
-    if type(items) is not dict:
-        raise TypeError("not a dict")
-    return OrderedDict(items)
-
-
-def _decode_counter(json: Json, read_array: ReadArray, where: str, depth: int) -> Counter[Any]:
-    counts = _decode(json["$counter"], read_array, where, depth)
-    if type(counts) is not dict:
-        raise TypeError("not a dict")
-    return Counter(counts)
-
-
-def _decode_tuple(json: Json, read_array: ReadArray, where: str, depth: int) -> tuple[Any, ...]:
-    if not isinstance(json["$tuple"], list):
-        raise TypeError("not a list")
-    return tuple(_decode(json["$tuple"], read_array, where, depth))
-
-
-def _decode_size(json: Json, read_array: ReadArray, where: str, depth: int) -> torch.Size:
-    return torch.Size(_shape(json["$size"]))
+def _decode_as(kind: type, json: Json, read_array: ReadArray, where: str, depth: int) -> Any:
+    decoded = _decode(json, read_array, where, depth)
+    if type(decoded) is not kind:
+        raise TypeError(f"not a {kind.__name__}")
+    return decoded
 
 
 def _decode_dtype(json: Json, read_array: ReadArray, where: str, depth: int) -> torch.dtype:
@@ -328,10 +264,6 @@ def _decode_dtype(json: Json, read_array: ReadArray, where: str, depth: int) -> 
     if not isinstance(found, torch.dtype):
         raise ValueError("not a dtype of this torch")
     return found
-
-
-def _decode_device(json: Json, read_array: ReadArray, where: str, depth: int) -> torch.device:
-    return torch.device(json["$device"])
 
 
 def _decode_numpy_scalar(json: Json, read_array: ReadArray, where: str, depth: int) -> np.generic[Any]:
@@ -346,30 +278,26 @@ def _decode_array(json: Json, read_array: ReadArray, where: str, depth: int) -> 
     return np.frombuffer(raw, dtype=dtype).reshape(shape).copy()
 
 
-def _decode_tensor(json: Json, read_array: ReadArray, where: str, depth: int) -> torch.Tensor:
-    return read_array(json["$tensor"], DTYPES[json["dtype"]], _shape(json["shape"])).clone()
-
-
 def _decode_composite(json: Json, read_array: ReadArray, where: str, depth: int) -> torch.Tensor:
     values = _decode(json["values"], read_array, where, depth + 1)
     return composites.put_together(json["$composite"], _shape(json["shape"]), values)
 
 
 _DECODERS: dict[str, Callable[[Any, ReadArray, str, int], State]] = {
-    "$str": _decode_str,
-    "$int": _decode_int,
-    "$float": _decode_float,
-    "$bytes": _decode_bytes,
+    "$str": lambda json, *_: base64.b64decode(json["$str"], validate=True).decode("utf-8", "surrogatepass"),
+    "$int": lambda json, *_: int(json["$int"], 16),
+    "$float": lambda json, *_: struct.unpack(">d", bytes.fromhex(json["$float"]))[0],
+    "$bytes": lambda json, *_: base64.b64decode(json["$bytes"], validate=True),
     "$dict": _decode_dict,
-    "$ordered": _decode_ordered_dict,
-    "$counter": _decode_counter,
-    "$tuple": _decode_tuple,
-    "$size": _decode_size,
+    "$ordered": lambda json, *place: OrderedDict(_decode_as(dict, json["$ordered"], *place)),
+    "$counter": lambda json, *place: Counter(_decode_as(dict, json["$counter"], *place)),
+    "$tuple": lambda json, *place: tuple(_decode_as(list, json["$tuple"], *place)),
+    "$size": lambda json, *_: torch.Size(_shape(json["$size"])),
     "$dtype": _decode_dtype,
-    "$device": _decode_device,
+    "$device": lambda json, *_: torch.device(json["$device"]),
     "$scalar": _decode_numpy_scalar,
     "$array": _decode_array,
-    "$tensor": _decode_tensor,
+    "$tensor": lambda json, read, *_: read(json["$tensor"], DTYPES[json["dtype"]], _shape(json["shape"])).clone(),
     "$composite": _decode_composite,
 }
 

@@ -13,26 +13,28 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 import torch
 import xxhash
 
 from dalsegno.errors import DamagedCheckpoint
-from dalsegno.stateful.schema import Must, check
+from dalsegno.stateful.schema import check
 from dalsegno.system import filesystem
 
 from . import names
 from .index import Index
-from .layout import as_bytes, is_shape
+from .layout import Shape, as_bytes
 from .manifest import Checkpoint, read_json
+from .sharding import Box
+from .stored_tensors import part
 
 FORMAT = 1
 
 
 class FingerprintEntry(TypedDict):
-    offsets: Annotated[list[Any], Must("a list of dimensions", is_shape)]
-    shape: Annotated[list[Any], Must("a list of dimensions", is_shape)]
+    offsets: Shape
+    shape: Shape
     xxh3: str
 
 
@@ -45,18 +47,14 @@ class FingerprintFile(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Checksum of the box of ``shape`` at ``offsets`` in a tensor."""
+    """Checksum of a part of a tensor."""
 
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
+    box: Box
     xxh3: str
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether that box of a full tensor has this checksum."""
-        box = tensor
-        for dimension, (begin, length) in enumerate(zip(self.offsets, self.shape, strict=True)):
-            box = box.narrow(dimension, begin, length)
-        return checksum_of(box) == self.xxh3
+        """Whether that part of a full tensor has this checksum."""
+        return checksum_of(part(tensor, self.box)) == self.xxh3
 
 
 def checksum_of(tensor: torch.Tensor) -> str:
@@ -70,7 +68,8 @@ def checksum_of(tensor: torch.Tensor) -> str:
 def to_bytes(fingerprints: Mapping[str, Fingerprint]) -> bytes:
     """Content of a file, by the names of the tensors in their component."""
     tensors = {
-        name: {"offsets": each.offsets, "shape": each.shape, "xxh3": each.xxh3} for name, each in fingerprints.items()
+        name: {"offsets": each.box.offsets, "shape": each.box.shape, "xxh3": each.xxh3}
+        for name, each in fingerprints.items()
     }
     return json.dumps({"format": FORMAT, "tensors": tensors}, separators=(",", ":")).encode()
 
@@ -87,17 +86,11 @@ def read_fingerprints(checkpoint: Checkpoint, index: Index) -> dict[str, Sequenc
         content = read_json(path)
         check(content, FingerprintFile, str(path), DamagedCheckpoint)
         for name, entry in content["tensors"].items():
-            fingerprint = Fingerprint(tuple(entry["offsets"]), tuple(entry["shape"]), entry["xxh3"])
+            fingerprint = Fingerprint(Box(tuple(entry["offsets"]), tuple(entry["shape"])), entry["xxh3"])
             found.setdefault(f"{file.partition('/')[0]}.{name}", []).append(fingerprint)
     for name, stored in index.absent.items():
-        boxes = found.get(name, [])
-        elements = sum(math.prod(each.shape) for each in boxes)
-        if elements != math.prod(stored.shape) or not all(_is_inside(each, stored.shape) for each in boxes):
+        boxes = [each.box for each in found.get(name, [])]
+        elements = sum(math.prod(box.shape) for box in boxes)
+        if elements != math.prod(stored.shape) or not all(box.is_inside(stored.shape) for box in boxes):
             raise DamagedCheckpoint(f"{checkpoint.path}: the fingerprints of {name} do not cover it")
     return {name: found.get(name, []) for name in index.absent}
-
-
-def _is_inside(box: Fingerprint, whole: tuple[int, ...]) -> bool:
-    return len(box.offsets) == len(box.shape) == len(whole) and all(
-        begin + size <= limit for begin, size, limit in zip(box.offsets, box.shape, whole, strict=True)
-    )

@@ -13,12 +13,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Literal, NotRequired, TypedDict
 
 from dalsegno.stateful.schema import Must
 
 from .chunks import ListedChunks, StoredChunk
-from .layout import DTYPES, is_shape
+from .layout import DTYPES, Shape
 from .names import component_and_name
 from .sharding import Box
 from .stored_tensors import StoredTensor
@@ -26,8 +26,6 @@ from .stored_tensors import StoredTensor
 FORMAT = 1
 
 _MOST_CUTS = 8  # dimensions along which a tensor may be sharded
-
-Shape = Annotated[list[Any], Must("a list of dimensions", is_shape)]
 
 
 class PieceEntry(TypedDict):
@@ -68,18 +66,12 @@ def _tensor(name: str, entry: TensorEntry) -> StoredTensor:
     chunks = []
     for piece in entry["pieces"]:
         box = Box(tuple(piece["offsets"]), tuple(piece["shape"]))
-        if not _is_inside(box, whole):
+        if not box.is_inside(whole):
             raise ValueError(f"a chunk of {name} is outside the tensor")
         chunks.append(StoredChunk(piece["file"], own_name, box))
     if not _cover([chunk.box for chunk in chunks], whole):
         raise ValueError(f"the chunks of {name} do not cover it")
     return StoredTensor(DTYPES[entry["dtype"]], whole, ListedChunks(tuple(chunks)))
-
-
-def _is_inside(box: Box, whole: Sequence[int]) -> bool:
-    return len(box.offsets) == len(box.shape) == len(whole) and all(
-        begin + size <= limit for begin, size, limit in zip(box.offsets, box.shape, whole, strict=True)
-    )
 
 
 def _cover(boxes: Sequence[Box], whole: tuple[int, ...]) -> bool:

@@ -30,7 +30,7 @@ from dalsegno.stateful.schema import Must, check
 from . import former_index, names
 from .chunks import ListedChunks, ShardedChunks
 from .former_index import FormEntry, FormerIndexFile
-from .layout import DTYPES, is_shape, name_of
+from .layout import DTYPES, Shape, is_shape, name_of
 from .manifest import FORMAT, Checkpoint, read_json
 from .sharding import Sharding
 from .stored_tensors import StoredTensor
@@ -48,7 +48,7 @@ def _is_cut(value: object) -> bool:
 
 class ShardingEntry(TypedDict):
     ranks: Annotated[list[Any], Must("a list of ranks", _is_ranks)]
-    mesh: Annotated[list[Any], Must("a list of dimensions", is_shape)]
+    mesh: Shape
     cuts: list[Annotated[list[Any], Must("a pair of dimensions", _is_cut)]]
 
 

@@ -14,11 +14,12 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from dalsegno.errors import CannotSave, DamagedCheckpoint, StateMismatch
+from dalsegno.stateful.schema import Must
 from dalsegno.system import filesystem
 
 from .header import METADATA, HeaderEntry, read_header
@@ -74,6 +75,10 @@ def is_shape(value: object) -> bool:
         and len(value) <= _MOST_DIMENSIONS
         and all(type(size) is int and 0 <= size < _LARGEST_SIZE for size in value)
     )
+
+
+Shape = Annotated[list[Any], Must("a list of dimensions", is_shape)]
+"""A shape or offsets in a file of JSON."""
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

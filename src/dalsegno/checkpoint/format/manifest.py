@@ -102,7 +102,7 @@ class Manifest:
             "dalsegno": self.dalsegno,
             "created": self.created,
             "metrics": {
-                name: _json_number(value)
+                name: float(value) if math.isfinite(value) else repr(float(value))
                 for name, value in self.metrics.items()
                 if hasattr(value, "__float__")  # others, such as curves, are only in the log
             },
@@ -326,10 +326,6 @@ def _whole(value: Any, name: str) -> int:
 def _text(value: Any) -> str:
     _expect(type(value) is str, f"{value!r} instead of a text")
     return str(value)
-
-
-def _json_number(value: float) -> float | str:
-    return float(value) if math.isfinite(value) else repr(float(value))
 
 
 def _file_record(name: str, entry: Any) -> FileRecord:

@@ -40,6 +40,12 @@ class Box:
         sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
         return Box(tuple(begins), sizes) if all(size > 0 for size in sizes) else None
 
+    def is_inside(self, whole: Sequence[int]) -> bool:
+        """Whether a tensor of the shape ``whole`` has all of these elements."""
+        return len(self.offsets) == len(self.shape) == len(whole) and all(
+            begin + size <= limit for begin, size, limit in zip(self.offsets, self.shape, whole, strict=True)
+        )
+
     def relative_to(self, other: Box) -> Box:
         """This box with offsets within ``other``, which contains it."""
         offsets = (here - there for here, there in zip(self.offsets, other.offsets, strict=True))

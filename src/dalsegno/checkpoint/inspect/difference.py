@@ -73,7 +73,7 @@ def tensor_differences(first: Checkpoint, second: Checkpoint) -> Iterator[Tensor
     readers = [ChunkReader(each) for each in (first, second)]
     yield from _base_differences(*zip((first, second), indexes, strict=True))
     one, other = (each.tensors for each in indexes)
-    for name in _union(one, other):
+    for name in {**one, **other}:
         forms = (_stored_form(one.get(name)), _stored_form(other.get(name)))
         if forms[0] != forms[1]:
             yield TensorDifference(name, forms)
@@ -99,9 +99,9 @@ def state_differences(first: Checkpoint, second: Checkpoint) -> Iterator[StateDi
         DamagedCheckpoint: if a sidecar has content that dalsegno cannot have written.
     """
     one, other = saved_states(first), saved_states(second)
-    for key in _union(one, other):
+    for key in {**one, **other}:
         here, there = _leaves_of(one.get(key, [])), _leaves_of(other.get(key, []))
-        for path in _union(here, there):
+        for path in {**here, **there}:
             yield from _leaf_differences(key, path, here.get(path, MISSING), there.get(path, MISSING))
 
 
@@ -138,10 +138,6 @@ def _leaves(state: State, path: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{path}[{number}]")
     else:
         yield path, state
-
-
-def _union(one: Any, other: Any) -> list[str]:
-    return list(dict.fromkeys([*one, *other]))
 
 
 def _stored_form(stored: StoredTensor | None) -> str | None:

@@ -176,37 +176,13 @@ def _numbers(value: Any, count: int | None = None) -> list[int]:
     return value
 
 
-def _pairs(json: Json) -> Json:
-    return {str(json_view(key)): json_view(value) for key, value in json["$dict"]}
-
-
 def _float(json: Json) -> str:
     value: float = struct.unpack(">d", bytes.fromhex(json["$float"]))[0]
     return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
 
 
-def _int(json: Json) -> int:
-    return int(json["$int"], 16)
-
-
-def _scalar(json: Json) -> Json:
-    return f"numpy {json['$scalar']} {json['hex']}"
-
-
-def _of_array(json: Json) -> str:
-    return f"array {json['dtype']} {json['shape']}"
-
-
-def _of_tensor(json: Json) -> str:
-    return f"tensor {json['dtype']} {json['shape']}"
-
-
-def _of_composite(json: Json) -> str:
-    return f"tensor {json['$composite']} {json['shape']}"
-
-
 _SHOWN: dict[str, Callable[[Any], Json]] = {
-    "$dict": _pairs,
+    "$dict": lambda json: {str(json_view(key)): json_view(value) for key, value in json["$dict"]},
     "$tuple": lambda json: json_view(json["$tuple"]),
     "$ordered": lambda json: json_view(json["$ordered"]),
     "$counter": lambda json: json_view(json["$counter"]),
@@ -216,9 +192,9 @@ _SHOWN: dict[str, Callable[[Any], Json]] = {
     "$bytes": lambda json: f"bytes {json['$bytes']}",
     "$str": lambda json: f"text {json['$str']}",
     "$float": _float,
-    "$int": _int,
-    "$scalar": _scalar,
-    "$array": _of_array,
-    "$tensor": _of_tensor,
-    "$composite": _of_composite,
+    "$int": lambda json: int(json["$int"], 16),
+    "$scalar": lambda json: f"numpy {json['$scalar']} {json['hex']}",
+    "$array": lambda json: f"array {json['dtype']} {json['shape']}",
+    "$tensor": lambda json: f"tensor {json['dtype']} {json['shape']}",
+    "$composite": lambda json: f"tensor {json['$composite']} {json['shape']}",
 }

@@ -19,6 +19,8 @@ from torch.distributed.checkpoint import metadata as descriptions
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from dalsegno.checkpoint.format.layout import as_bytes
+from dalsegno.checkpoint.format.sharding import Box
+from dalsegno.checkpoint.format.stored_tensors import part
 
 from .pickle_process import main
 
@@ -67,10 +69,8 @@ def load_folder(folder: Path) -> dict[str, Any]:
 def _tensor(folder: Path, metadata: Metadata, name: str, description: TensorStorageMetadata) -> torch.Tensor:
     full = torch.empty(description.size, dtype=description.properties.dtype)
     for chunk in description.chunks:
-        box = full
-        for dimension, (begin, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            box = box.narrow(dimension, begin, length)
-        box.copy_(_item(folder, metadata.storage_data[MetadataIndex(name, chunk.offsets)]))
+        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        part(full, box).copy_(_item(folder, metadata.storage_data[MetadataIndex(name, chunk.offsets)]))
     return full
 
 

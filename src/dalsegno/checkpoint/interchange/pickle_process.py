@@ -117,7 +117,7 @@ def _plain(value: Any, where: str, drop: Callable[[str], object], depth: int = 0
             return {
                 key: inner
                 for key, each in value.items()
-                if (inner := _plain(each, f"{where}.{key}", drop, depth + 1)) is not DROPPED and _is_key(key)
+                if (inner := _plain(each, f"{where}.{key}", drop, depth + 1)) is not DROPPED and type(key) in (str, int)
             }
         if isinstance(value, list):
             return list(_kept(value, where, drop, depth))
@@ -135,10 +135,6 @@ def _kept(values: Any, where: str, drop: Callable[[str], object], depth: int) ->
     for number, each in enumerate(values):
         inner = _plain(each, f"{where}[{number}]", drop, depth + 1)
         yield None if inner is DROPPED else inner
-
-
-def _is_key(key: object) -> bool:
-    return type(key) in (str, int)
 
 
 DROPPED = object()

@@ -80,6 +80,9 @@ END_OF_SCHEDULE = "max_steps of the schedule"
 
 _OTHER_BITS = "sums are rounded differently: the run is no longer bitwise equal to one without this change"
 
+_OTHER_TENSORS = Rule(
+    "error", "tensors that fit are loaded, cast if needed, with their optimizer state; all others stay as built"
+)
 _OTHER_SCHEDULE = Rule("warning", "the learning rate jumps to its value in the new schedule")
 
 RULES: dict[str, Rule] = {
@@ -89,12 +92,8 @@ RULES: dict[str, Rule] = {
         "resumes after the same number of samples, in the new order: some come twice, some never",
         fingerprint.same,
     ),
-    "model": Rule(
-        "error", "tensors that fit are loaded, cast if needed, with their optimizer state; all others stay as built"
-    ),
-    "loss_fn": Rule(
-        "error", "tensors that fit are loaded, cast if needed, with their optimizer state; all others stay as built"
-    ),
+    "model": _OTHER_TENSORS,
+    "loss_fn": _OTHER_TENSORS,
     "optimizer": Rule("error", "starts without state, at the learning rate that it was built with"),
     # what makes the run differ from one that was never interrupted
     "samples per step": Rule(

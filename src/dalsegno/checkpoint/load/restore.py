@@ -12,7 +12,7 @@ from dalsegno.checkpoint.format.keys import SETTINGS
 from dalsegno.checkpoint.format.layout import name_of
 from dalsegno.checkpoint.format.manifest import Checkpoint
 from dalsegno.checkpoint.format.stored_tensors import Files
-from dalsegno.checkpoint.state.contract import LoadTarget, ShardedState
+from dalsegno.checkpoint.state.contract import LoadTarget, ShardedState, short_class_name
 from dalsegno.checkpoint.state.optimizer import OptimizerState
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
@@ -20,8 +20,8 @@ from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import Component, State
 
 from . import tensor_reader
-from .base import find_other_base
 from .compatibility import Change, Value, compare, raise_if_incompatible
+from .frozen_base import find_other_base
 from .states import (
     LoadReport,
     SavedStates,
@@ -49,7 +49,7 @@ def restore(
     report.changes.extend(
         collectives.run_on_all_ranks(lambda: [*find_mismatches(stored, sharded), *changed_settings(saved, settings)])
     )
-    report.changes.extend(stored.find_other_base(saved.checkpoint, sharded))
+    report.changes.extend(find_other_base(saved.checkpoint, stored.index, stored.rests, sharded))
     raise_if_incompatible(report.changes, allowed, saved.path)
     _restore(saved, stored, sharded, components, report, adapt)
     for key in stored.rests:
@@ -75,7 +75,7 @@ def load_parts(
     saved, report = SavedStates(checkpoint, layout), LoadReport()
     stored = StoredTensors.of(saved)
     report.changes.extend(collectives.run_on_all_ranks(lambda: find_mismatches(stored, sharded, any_dtype=True)))
-    report.changes.extend(stored.find_other_base(saved.checkpoint, sharded))
+    report.changes.extend(find_other_base(saved.checkpoint, stored.index, stored.rests, sharded))
     raise_if_incompatible(report.changes, allowed, checkpoint.path)
     _restore(saved, stored, sharded, components, report, {})
     return report
@@ -148,11 +148,6 @@ class StoredTensors:
 
         return collectives.run_on_all_ranks(read)
 
-    def find_other_base(self, checkpoint: Checkpoint, sharded: Sequence[ShardedState]) -> list[Change]:
-        """As :func:`dalsegno.checkpoint.load.base.find_other_base`, of the components that are in the checkpoint."""
-        known = [(each, self.rests[each.key]) for each in sharded if each.key in self.rests]
-        return find_other_base(checkpoint, self.index, known)
-
 
 def find_mismatches(stored: StoredTensors, sharded: Sequence[ShardedState], *, any_dtype: bool = False) -> list[Change]:
     """Components that do not fit their stored state, tensor by tensor. ``any_dtype``: another dtype fits too."""
@@ -162,11 +157,12 @@ def find_mismatches(stored: StoredTensors, sharded: Sequence[ShardedState], *, a
             continue
         was, now = stored.classes.get(each.key, each.class_name), each.class_name
         rest, where = stored.rests[each.key], f"{stored.origin}: {each.key}"
+        is_same_class = short_class_name(was) == short_class_name(now)
         with add_context(where):
-            if _kind(was) == _kind(now):
+            if is_same_class:
                 each.check_rest(stored.index, rest, where)
             lines = each.differences(stored.index, rest, any_dtype=any_dtype)
-        if each.key == OptimizerState.key and _kind(was) != _kind(now):
+        if each.key == OptimizerState.key and not is_same_class:
             found.append(Change.of_part(each.key, was, now))
         elif lines and not found:  # an optimizer of a model that does not fit does not fit either
             found.append(Change.of_part(each.key, now, now, lines))
@@ -211,8 +207,3 @@ def _casts(key: str, target: LoadTarget, index: Index) -> list[str]:
         for (was, now), count in pairs.items()
         if was != now
     ]
-
-
-def _kind(class_name: str) -> str:
-    """Class name without the modules between, which a library may rename: ``torch.AdamW``."""
-    return f"{class_name.partition('.')[0]}.{class_name.rpartition('.')[2]}"

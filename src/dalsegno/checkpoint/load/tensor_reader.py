@@ -36,18 +36,12 @@ def load(tensors: TensorsByComponent, files: Files, index: Index) -> None:
     """
     reader = ChunkReader(files)
 
-    def plan_reads() -> list[Read]:
-        return sorted(planned_reads(tensors, index), key=lambda read: read.chunk.file)
-
-    reads = collectives.run_on_all_ranks(plan_reads)
+    reads = collectives.run_on_all_ranks(
+        lambda: sorted(planned_reads(tensors, index), key=lambda read: read.chunk.file)
+    )
     files.require({read.chunk.file for read in reads})
 
-    def check_all() -> None:
-        for read in reads:
-            reader.span(read.chunk, read.dtype)
-
-    collectives.run_on_all_ranks(check_all)
-
+    collectives.run_on_all_ranks(lambda: [reader.span(read.chunk, read.dtype) for read in reads])  # raises
     collectives.run_on_all_ranks(lambda: _read_all(reads, reader))
 
 

@@ -7,7 +7,7 @@ killed, and follows every change of the directory: saves, deletions, manual edit
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -77,7 +77,7 @@ class Uploader:
 
         ``moved``: called with the number of bytes of each piece that was sent.
         """
-        while (path := self._next()) is not None:
+        while (path := next(self._missing(), None)) is not None:
             try:
                 self._send_checkpoint(path, moved)
             except FileNotFoundError:  # deleted here before all of its files were linked
@@ -91,12 +91,9 @@ class Uploader:
 
     def missing(self) -> list[str]:
         """Names of the checkpoints here that the store lacks."""
-        return [checkpoint_path(self._here, step).name for step in self._steps_here() if self._is_missing(step)]
+        return [path.name for path in self._missing()]
 
     # -- sending ----------------------------------------------------------------------------------------------------
-
-    def _next(self) -> Path | None:
-        return next((checkpoint_path(self._here, step) for step in self._steps_here() if self._is_missing(step)), None)
 
     def _send_checkpoint(self, path: Path, moved: Moved | None) -> None:
         checkpoint = checkpoint_dir.open_checkpoint(path)
@@ -162,8 +159,11 @@ class Uploader:
         """Newest first."""
         return [step for path in checkpoint_dir.newest_first(self._here) if (step := step_of(path)) is not None]
 
-    def _is_missing(self, step: int) -> bool:
-        return self._there.get(step) != self._manifest_here(step)
+    def _missing(self) -> Iterator[Path]:
+        """Checkpoints here that the store lacks, or has with another manifest; newest first."""
+        for step in self._steps_here():
+            if self._there.get(step) != self._manifest_here(step):
+                yield checkpoint_path(self._here, step)
 
     def _manifest_here(self, step: int) -> bytes | None:
         """The store's manifest if the checkpoint here is missing or damaged: then it is not sent."""

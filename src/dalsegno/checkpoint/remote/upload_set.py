@@ -46,7 +46,8 @@ def of_run_files(run: Path, known: Marks, checkpoint: Checkpoint | None = None) 
     """
     lengths: Mapping[str, int] = {}
     if checkpoint is not None:
-        lengths = {position.path: position.offset for position in _positions(checkpoint)}
+        states = [*readable_states(checkpoint).values()]
+        lengths = {position.path: position.offset for position in _positions_in(states)}
     collected, staging = UploadSet(), _fresh(run) / "rest"
     for name in run_files(run):
         try:
@@ -106,11 +107,6 @@ def _run_files(run: Path, directory: Path) -> Iterator[str]:
             yield from _run_files(run, path)
         elif path.is_file():
             yield path.relative_to(run).as_posix()
-
-
-def _positions(checkpoint: Checkpoint) -> Iterator[Position]:
-    for states in readable_states(checkpoint).values():
-        yield from _positions_in(states)
 
 
 def _positions_in(state: Any) -> Iterator[Position]:

@@ -18,6 +18,7 @@ from dalsegno.checkpoint.format.fingerprints import Fingerprint, to_bytes
 from dalsegno.checkpoint.format.layout import FileLayout, TensorChunk
 from dalsegno.checkpoint.format.manifest import ComponentRecord, FileRecord, Manifest
 from dalsegno.checkpoint.format.names import SHARED, rank_sidecar
+from dalsegno.checkpoint.format.sharding import Box
 from dalsegno.checkpoint.format.sidecar import SavedState, sidecar_arrays, sidecar_json
 from dalsegno.checkpoint.state.contract import Capturable, TensorsByComponent
 from dalsegno.distributed import collectives
@@ -320,7 +321,9 @@ class Snapshotter:
         own = [InlineFile(names.sidecar_states(rank_sidecar(rank)), sidecar_json(states.own))]
         for component, chunks in self._plan.absent.items():
             checksums = states.base[component]
-            prints = {chunk.name: Fingerprint(chunk.offsets, chunk.shape, checksums[chunk.name]) for chunk in chunks}
+            prints = {
+                chunk.name: Fingerprint(Box(chunk.offsets, chunk.shape), checksums[chunk.name]) for chunk in chunks
+            }
             own.append(InlineFile(names.fingerprints(component, rank), to_bytes(prints)))
         if rank != 0:
             return own

@@ -70,3 +70,8 @@ class LoadTarget:
 
 def class_name_of(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def short_class_name(class_name: str) -> str:
+    """A class name without the modules inside its package, which a library may rename: ``torch.AdamW``."""
+    return f"{class_name.partition('.')[0]}.{class_name.rpartition('.')[2]}"

@@ -16,7 +16,7 @@ import torch
 
 from dalsegno.errors import CannotSave
 
-from .contract import Tensors
+from .contract import Tensors, short_class_name
 
 DEEPEST = 16
 """Levels of wrappers, and of a context."""
@@ -70,7 +70,7 @@ def describe_mismatch(saved: Mapping[str, Any] | None, here: Mapping[str, Any] |
     """
     if saved is None or here is None:
         return "" if saved is here else f"saved as {_shown(saved)}, here {_shown(here)}"
-    if _short(saved["class"]) != _short(here["class"]):
+    if short_class_name(saved["class"]) != short_class_name(here["class"]):
         return f"saved as {_shown(saved)}, here {_shown(here)}{_hint(saved, here)}"
     for key in ("shape", "dtype", "context"):
         if saved[key] != here[key]:
@@ -117,10 +117,6 @@ def _hint(*forms: Form | Mapping[str, Any]) -> str:
 
 def _shown(form: Mapping[str, Any] | None) -> str:
     return "a plain tensor" if form is None else str(form["class"])
-
-
-def _short(class_name: str) -> str:
-    return f"{class_name.partition('.')[0]}.{class_name.rpartition('.')[2]}"
 
 
 def _name(thing: type | FunctionType) -> str:

@@ -64,7 +64,8 @@ class ModelState:
         in_mismatches = {part for mismatch in mismatches for part in mismatch.parts}
         here = {**tensors, **{alias: tensors[name] for alias, name in tied.items()}}
         here = {name: each for name, each in here.items() if name not in in_mismatches}
-        there = _with_aliases(known, {**rest["tied"], **sources})
+        aliases = {**rest["tied"], **sources}
+        there = known | {alias: known[name] for alias, name in aliases.items() if name in known}
         there = {name: each for name, each in there.items() if name not in in_mismatches}
         lines = [
             *(f"{mismatch.name}: {mismatch.difference}" for mismatch in mismatches),
@@ -185,10 +186,6 @@ class ModelState:
 
     def _sorted(self) -> NamedTensors:
         return NamedTensors.of(self._raw(), self.key)
-
-
-def _with_aliases(stored: Mapping[str, StoredTensor], sources: Mapping[str, str]) -> dict[str, StoredTensor]:
-    return {**stored, **{alias: stored[name] for alias, name in sources.items() if name in stored}}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -10,10 +10,9 @@ import torch
 from dalsegno.distributed import collectives
 from dalsegno.distributed.stage_places import like_parameter
 
+from .contract import Tensors
 from .forms import Form
 from .optimizer_rows import OptimizerRows
-
-Tensors = dict[str, torch.Tensor]
 
 
 def of_all_stages(

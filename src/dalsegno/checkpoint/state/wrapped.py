@@ -88,7 +88,8 @@ def _parts_of(tensor: torch.Tensor, where: str, depth: int) -> Parts:
 
 
 def _take_apart(tensor: torch.Tensor) -> TakenApart | None:
-    if (of_library := _of_library(type(tensor))) is not None and (found := of_library(tensor)) is not None:
+    of_library: OfLibrary | None = getattr(_library_of(type(tensor)), "take_apart", None)
+    if of_library is not None and (found := of_library(tensor)) is not None:
         return TakenApart(*found)
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
@@ -113,13 +114,8 @@ def _attributes_of(tensor: torch.Tensor) -> TakenApart | None:
     return TakenApart(parts, {name: each for name, each in attributes.items() if f".{name}" not in parts})
 
 
-def _of_library(kind: type) -> OfLibrary | None:
-    """``take_apart`` of the library that defines ``kind`` or one of its bases."""
-    found: OfLibrary | None = getattr(_library_of(kind), "take_apart", None)
-    return found
-
-
 def _library_of(kind: type) -> ModuleType | None:
+    """``dalsegno.interop.<library>.tensors`` of the library that defines ``kind`` or one of its bases; None without."""
     packages = (each.__module__.partition(".")[0] for each in kind.__mro__)
     return next((found for package in packages if (found := _module_for(package)) is not None), None)
 

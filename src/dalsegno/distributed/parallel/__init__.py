@@ -29,13 +29,12 @@ from .ddp import DataParallel
 from .fsdp import FullySharded
 from .fused_backward import FusedBackward
 from .pipeline import Pipelined
-from .single import Single
 from .spread import Spread
 from .tensor import TensorSharded
 from .torchrun import require_launch
 from .trained_loss import WithTrainedLoss, has_own_parameters
 
-__all__ = ["DataParallel", "FullySharded", "FusedBackward", "Parallel", "Pipelined", "Single", "parallelize"]
+__all__ = ["FusedBackward", "Parallel", "Pipelined", "parallelize"]
 
 _COPIES = FSDP(reshard_after_forward=False)
 """DDP in a composition: ``fully_shard`` over groups of one rank, which average their gradients."""
@@ -84,7 +83,7 @@ def _spread(model: nn.Module, modes: Sequence[Mode], layout: Layout, device: tor
         sharding = _COPIES
     mesh = layout.mesh
     if not modes:
-        return Single(model)
+        return Parallel(model)
     if mesh is None:
         return DataParallel(model, device)
     if isinstance(modes[0], Parallelized):

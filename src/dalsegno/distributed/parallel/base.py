@@ -14,7 +14,10 @@ from dalsegno.errors import ConfigurationError
 
 
 class Parallel:
-    """A distributed model. The backward pass of the last micro-batch averages gradients over the ranks."""
+    """A model, which this class leaves whole in one process; the others distribute it.
+
+    The backward pass of the last micro-batch averages gradients over the ranks.
+    """
 
     module: nn.Module
     """The module to call with a batch."""

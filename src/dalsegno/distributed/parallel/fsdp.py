@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -43,9 +42,9 @@ class FullySharded(ReplacedParameters):
         model: nn.Module,
         mode: FSDP,
         mesh: DeviceMesh,
-        layers: TensorParallel | None = None,
-        layer_mesh: DeviceMesh | None = None,
-        dtype: torch.dtype | None = None,
+        layers: TensorParallel | None,
+        layer_mesh: DeviceMesh | None,
+        dtype: torch.dtype | None,
     ) -> None:
         super().__init__(model)
         if isinstance(model, FSDPModule):
@@ -80,15 +79,12 @@ def shard(
 
     ``reshard_after_forward``: unless ``mode`` has it. The other arguments are those of :class:`FullySharded`.
     """
-    given = mode.reshard_after_forward
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "reshard_after_forward": reshard_after_forward if given is None else given,
-    }
+    if mode.reshard_after_forward is not None:
+        reshard_after_forward = mode.reshard_after_forward
     policy, of_root = _policies(mode, dtype)
     for unit in unshared(model, units):
-        fully_shard(unit, mp_policy=policy, **options)
-    fully_shard(model, mp_policy=of_root, **options)
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=of_root, reshard_after_forward=reshard_after_forward)
 
 
 def _policies(mode: FSDP, dtype: torch.dtype | None) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:

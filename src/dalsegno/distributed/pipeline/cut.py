@@ -80,8 +80,8 @@ def _even_entries(model: nn.Module, stages: int) -> list[str]:
         if len(blocks) > 1:
             what = (
                 f"the model's longest list of layers, {longest!r}, has {len(blocks)} blocks with parameters: from 2 to "
+                f"{len(blocks)} stages fit"
             )
-            what += f"{len(blocks)} stages fit"
         raise ConfigurationError(f"Pipeline(stages={stages}): {what}")
     return [blocks[round(number * len(blocks) / stages)] for number in range(1, stages)]
 

@@ -106,7 +106,7 @@ class PipelineRunner:
     def share_outputs(self, outputs: Any) -> Any:
         """Return the last stage's outputs on every rank: the tensors and plain values in a tree of mappings, lists and
         tuples, and None in place of all else, such as a cache of which each stage has a part. Collective."""
-        leaves, form = tree_flatten(outputs, is_leaf=_is_leaf)
+        leaves, form = tree_flatten(outputs, is_leaf=lambda part: not isinstance(part, Mapping | list | tuple))
         box: list[Any] = [(form, [_form_of_leaf(leaf) for leaf in leaves])] if self.has_last else [None]
         dist.broadcast_object_list(box, src=self._last, group=self._group)
         form, kinds = box[0]
@@ -230,10 +230,6 @@ class _TensorForm:
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-
-def _is_leaf(part: Any) -> bool:
-    return not isinstance(part, Mapping | list | tuple)
 
 
 def _form_of_leaf(leaf: Any) -> Any:

@@ -8,7 +8,6 @@ masks, positions and the like, which the forward computes between the modules, n
 
 from __future__ import annotations
 
-import enum
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,11 +38,6 @@ def running_microbatch() -> int | None:
     return _running
 
 
-class _Position(enum.Enum):
-    BEFORE = "before the stage's first module"
-    INSIDE = "after it"
-
-
 @dataclass(slots=True)
 class StageRun:
     """What a stage runs, and how far it is. (A module's own attributes take microseconds to set.)"""
@@ -60,8 +54,8 @@ class StageRun:
     """Of the last stage: loss and outputs of each micro-batch that was run."""
     number: int = 0
     """Index of the present micro-batch."""
-    position: _Position = _Position.BEFORE
-    """In the forward pass."""
+    is_inside: bool = False
+    """Whether the forward pass has reached the stage's first module."""
     received: Tensor | None = None
     """The activation from the stage before."""
     missing: Missing | None = None
@@ -142,7 +136,7 @@ class StageModule(nn.Module):
     def _call(self, run: StageRun, received: Tensor | None) -> Tensor | tuple[Tensor, Any]:
         """Call the model on the present micro-batch. Returns the activation; of the last stage the loss and outputs."""
         assert run.forward is not None, "the runner sets it"
-        run.position, run.received = _Position.BEFORE if self._index else _Position.INSIDE, received
+        run.is_inside, run.received = self._index == 0, received
         originals = [parent._modules[key] for parent, key, _ in self._substitutes]
         for parent, key, substitute in self._substitutes:
             parent._modules[key] = substitute
@@ -162,7 +156,7 @@ class StageModule(nn.Module):
             run.received = None
             for (parent, key, _), original in zip(self._substitutes, originals, strict=True):
                 parent._modules[key] = original
-        if run.position is _Position.BEFORE:
+        if not run.is_inside:
             raise ConfigurationError(f"Pipeline: the forward did not call the first module of stage {self._index}")
         if self._index and has_missing(result):
             raise ConfigurationError(
@@ -214,8 +208,8 @@ class _Entry(_Substitute):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run: StageRun = self._stage.run
-        if run.position is _Position.BEFORE:
-            run.position = _Position.INSIDE
+        if not run.is_inside:
+            run.is_inside = True
             position, key, _ = _activation(args, kwargs)
             if key is None:
                 args = (*args[:position], run.received, *args[position + 1 :])
@@ -240,7 +234,7 @@ class _Absent(_Substitute):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run: StageRun = self._stage.run
-        if run.position is _Position.INSIDE or run.received is None:
+        if run.is_inside or run.received is None:
             raise ConfigurationError(
                 f"{self._complaint}; list the modules of each stage in the order in which the forward calls them"
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from torch.distributed.tensor import DTensor
@@ -21,7 +21,7 @@ from .compatibility import Change
 
 
 def find_other_base(
-    checkpoint: Checkpoint, index: Index, sharded: Sequence[tuple[ShardedState, State]]
+    checkpoint: Checkpoint, index: Index, rests: Mapping[str, State], sharded: Sequence[ShardedState]
 ) -> list[Change]:
     """Compare the frozen parameters that the checkpoint omits with the models'. Collective: a sharded parameter is
     gathered, one at a time. Returns a change for each model that differs, with its first differing parameter.
@@ -29,7 +29,8 @@ def find_other_base(
     Args:
         checkpoint: verified.
         index: of its tensors.
-        sharded: the components to load, each with its saved rest.
+        rests: saved rest of each component, by its key. A component without one is not compared.
+        sharded: the components to load.
 
     Raises:
         StateMismatch: on all ranks, if a parameter is in uneven shards.
@@ -38,8 +39,10 @@ def find_other_base(
         return []
     fingerprints = collectives.run_on_all_ranks(lambda: read_fingerprints(checkpoint, index))
     changes = []
-    for component, rest in sharded:
-        if isinstance(component, ModelState) and (absent := component.absent(index, rest)):
+    for component in sharded:
+        if not isinstance(component, ModelState) or component.key not in rests:
+            continue
+        if absent := component.absent(index, rests[component.key]):
             of_component = {name: fingerprints[f"{component.key}.{name}"] for name in absent}
             collectives.run_on_all_ranks(partial(_check_even, component.key, absent))
             others = _differing(absent, of_component)
