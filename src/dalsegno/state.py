@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypedDict
 
 from .errors import ConfigurationError
@@ -15,20 +15,6 @@ from .stateful.schema import Count, Must
 
 Handler = Callable[[Any], "TrainerControl | None"]
 """A callback's method for one event: takes the context, may return a control whose flags are then copied."""
-
-_NOT_SAVED = {
-    "num_input_tokens_seen",  # between two records it is each rank's own estimate; the meter saves the exact count
-    "max_steps",
-    "num_train_epochs",
-    "is_local_process_zero",
-    "is_world_process_zero",
-    "will_log",
-    "will_evaluate",
-    "will_save",
-    "data_seconds",
-    "clock",  # a separate component
-}
-
 
 _CHECKPOINT = re.compile(r"checkpoints/step-\d{8,}")
 
@@ -85,14 +71,15 @@ class SavedTrainerState(TypedDict):
 
 @dataclass(slots=True)
 class TrainerState:
-    """Progress of the run. Checkpoints contain all fields except those of the current leg."""
+    """Progress of the run. Checkpoints contain the fields of :class:`SavedTrainerState`; the others are the leg's."""
 
     global_step: int = 0
     """Finished optimizer steps."""
     epoch: float = 0.0
     """Passes over the data, including the fraction of the current pass if its length is known."""
     num_input_tokens_seen: int = 0
-    """Tokens trained on, on all ranks. Exact at each record; in between, extrapolated from this rank's count."""
+    """Tokens trained on, on all ranks. Exact at each record; in between, extrapolated from this rank's count. Not saved
+    here: the meter saves the exact count."""
     samples_seen: int = 0
     """Samples trained on, on all ranks."""
     total_flos: float = 0.0
@@ -132,7 +119,7 @@ class TrainerState:
         return replace(self, clock=self.clock.stopped(), evaluations_owed=list(self.evaluations_owed))
 
     def state_dict(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_SAVED}
+        return {name: getattr(self, name) for name in SavedTrainerState.__annotations__}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in state.items():

@@ -24,7 +24,7 @@ _SMALL = 1 << 20  # bytes; smaller buffers are broadcast together
 
 
 class SharedBuffers:
-    """The persistent buffers of ``modules``, which checkpoints contain. Free of cost for a model without any."""
+    """The persistent buffers of ``modules``, which checkpoints contain. Costs nothing for a model without any."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)

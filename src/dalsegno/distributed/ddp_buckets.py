@@ -1,6 +1,6 @@
-"""DDP's buckets of gradients: whether a process's first step rounds their sums otherwise than all later ones.
+"""DDP's buckets of gradients: whether the first step of a process rounds sums differently from all later steps.
 
-Torch's reducer puts the gradients into other buckets once the first step is done, in the order in which they came. Of
+After the first step, torch's reducer puts the gradients into other buckets, in the order in which they arrived. With
 three or more ranks, the position of a gradient in its bucket determines the order in which its sum over the ranks is
 rounded. ``distributed/parallel/ddp.py`` has a DDP without this.
 """

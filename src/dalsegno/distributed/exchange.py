@@ -4,9 +4,9 @@ A collective pairs with whatever the other ranks call next; neither NCCL nor glo
 collective is skipped on some ranks, or called on some only, the others receive numbers with another meaning. So each
 row contains its exchange's number and purpose, which must be equal in all rows.
 
-Every exchange is a sum over a table with one row per rank, in which each rank fills its own row. So all exchanges have
-the same kind and size, so that a program's own misplaced ``all_reduce`` pairs with one and is detected; and results
-computed from the rows (e.g. a sum of floats) are equal on all ranks and with any backend.
+Every exchange is a sum over a table with one row per rank, in which each rank fills its own row. All exchanges have the
+same kind and size, so a program's own misplaced ``all_reduce`` pairs with one and is detected. Results computed from
+the rows (e.g. a sum of floats) are equal on all ranks and with any backend.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def transfer(
     queue: Callable[[], object] | None = None,
 ) -> str | None:
     """Send and receive this rank's part of ``transfers``, from and to files in ``directory``. A failure here does not
-    keep other ranks waiting: the rest is sent and received all the same.
+    keep other ranks waiting: the rest is sent and received anyway.
 
     Args:
         transfers: the same on all ranks.

@@ -43,7 +43,7 @@ class Hosts:
 
     @property
     def position(self) -> int:
-        """Of this rank among those of its host, from 0."""
+        """Number of this rank among those of its host, from 0."""
         return self.ranks(self.here).index(collectives.rank())
 
     def ranks(self, host: int) -> list[int]:
@@ -63,5 +63,5 @@ class Hosts:
         return self.by_host(collectives.gather(result, "results of all hosts"))
 
     def by_host(self, of_ranks: Sequence[T]) -> list[T]:
-        """Of one value for each rank, those of the lowest rank of each host."""
+        """Pick, from one value for each rank, that of the lowest rank of each host."""
         return [of_ranks[self.ranks(host)[0]] for host in range(self.count)]

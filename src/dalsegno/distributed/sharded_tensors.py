@@ -125,7 +125,7 @@ def dense(tensor: Tensor) -> Tensor:
 def own_part(parameter: Tensor, tensor: Tensor) -> Tensor:
     """Return this rank's part of ``tensor``, which is placed like ``parameter``, dense and real.
 
-    It has no rows where another pipeline stage stores the parameter, or stands for it in sums over the ranks.
+    It has no rows where another pipeline stage stores the parameter, or counts it in sums over the ranks.
     """
     place = place_of(parameter)
     if place is None or place.counts:

@@ -1,9 +1,8 @@
-"""Where the tensors of a model are that is cut into pipeline stages.
+"""Which ranks store each tensor of a model that is cut into pipeline stages.
 
-Every rank keeps the whole model: its names, shapes and dtypes. The values of other stages' parameters and buffers are
-elsewhere: here these tensors are on the meta device. This registry has, for each tensor of such a model, the ranks that
-store it. What measures or saves a model looks here, so that it covers all stages and never takes a meta tensor for
-weights.
+Every rank keeps the whole model: its names, shapes and dtypes. Parameters and buffers of other stages are on the meta
+device here; their values are on other ranks. This registry has the ranks that store each tensor. Code that measures or
+saves a model looks it up, so that it covers all stages and never takes a meta tensor for weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""StepTotals: what a step comes to over all ranks that hold parts of one model: its loss, and its gradients' norm."""
+"""StepTotals: loss and gradient norm of a step, over all ranks that hold parts of one model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Runs whose ``output_dir`` is a URL: written locally, uploaded in the background, downloaded by a new host."""
 
-from .mirror import Mirror, NoMirror, mirror_of
+from .mirror import Mirror, mirror_of
 
-__all__ = ["Mirror", "NoMirror", "mirror_of"]
+__all__ = ["Mirror", "mirror_of"]

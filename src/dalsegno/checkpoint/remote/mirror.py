@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 from dalsegno.policies.retention import Keep
 
 
-class Mirror(Protocol):
-    """Keeps a copy of a run elsewhere."""
+class Mirror:
+    """Keeps a copy of a run elsewhere. This class, for a run without a URL, keeps none."""
 
     def claim(self, *, take_over: bool) -> None:
         """Lock the URL until :meth:`end`, so that no other process trains there. Collective.
@@ -36,6 +35,7 @@ class Mirror(Protocol):
             DamagedCheckpoint: if the newest at the URL is damaged, and ``strict``.
             OSError: if the URL cannot be read. Training all the same could fork the run.
         """
+        return False
 
     def begin(self, step: int | None) -> None:
         """Start the uploads of a leg that resumes from ``step``; None: from nothing. Archives later checkpoints."""
@@ -45,27 +45,10 @@ class Mirror(Protocol):
 
     def loss(self) -> str | None:
         """Why this process must not train any more: another one has taken over the URL. None if it may."""
+        return None
 
     def end(self) -> None:
         """Wait until everything is sent, as long as bytes move, and unlock the URL. No collective."""
-
-
-class NoMirror:
-    """Used if ``output_dir`` is not a URL."""
-
-    def claim(self, *, take_over: bool) -> None: ...
-
-    def fetch_newer(self, newest_here: int | None, *, strict: bool) -> bool:
-        return False
-
-    def begin(self, step: int | None) -> None: ...
-
-    def poll(self) -> None: ...
-
-    def loss(self) -> str | None:
-        return None
-
-    def end(self) -> None: ...
 
 
 def mirror_of(url: str | None, run: Path, keep: Keep | None) -> Mirror:
@@ -75,7 +58,7 @@ def mirror_of(url: str | None, run: Path, keep: Keep | None) -> Mirror:
         ConfigurationError: if no filesystem for such a URL is installed.
     """
     if url is None:
-        return NoMirror()
+        return Mirror()
     from .store_mirror import StoreMirror  # imports fsspec, for which a run without a URL need not wait
 
     return StoreMirror(url, run, keep)

@@ -19,6 +19,7 @@ from dalsegno.system.lease import TTL_S
 
 from . import download
 from .lock import RemoteLock
+from .mirror import Mirror
 from .store import Store
 from .upload import Uploader
 from .upload_thread import UploadThread
@@ -28,8 +29,8 @@ logger = logging.getLogger("dalsegno")
 T = TypeVar("T")
 
 
-class StoreMirror:
-    """Mirrors the run in a directory to a store: a :class:`.mirror.Mirror`."""
+class StoreMirror(Mirror):
+    """Mirrors the run in a directory to a store."""
 
     def __init__(self, url: str, run: Path, keep: Keep | None) -> None:
         """Raises ConfigurationError if no filesystem for such a URL is installed."""

@@ -14,9 +14,8 @@ from .base import Parallel
 class _SameBuckets(DistributedDataParallel):
     """DDP with the same buckets in each step.
 
-    Torch's own puts the gradients into other buckets, in the order in which they came, once the first step is done. Of
-    three or more ranks, where a gradient lies in its bucket decides in which order its sum is rounded: a resumed run,
-    whose next step is its leg's first, would not take the step that the killed one would have taken.
+    Torch's own rebuilds them after the first step (:mod:`dalsegno.distributed.ddp_buckets`). So a resumed run, whose
+    next step is the first of its leg, would not take the same step as the run that was killed.
     """
 
     def __init__(self, model: nn.Module, devices: list[torch.device] | None) -> None:
