@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from dalsegno.policies.retention import Keep
-
 
 class Mirror:
     """Keeps a copy of a run elsewhere. This class, for a run without a URL, keeps none."""
@@ -49,16 +45,3 @@ class Mirror:
 
     def end(self) -> None:
         """Wait until everything is sent, as long as bytes move, and unlock the URL. No collective."""
-
-
-def mirror_of(url: str | None, run: Path, keep: Keep | None) -> Mirror:
-    """Mirror at ``url`` of the run in the directory ``run``; without a URL, one that does nothing.
-
-    Raises:
-        ConfigurationError: if no filesystem for such a URL is installed.
-    """
-    if url is None:
-        return Mirror()
-    from .store_mirror import StoreMirror  # imports fsspec, for which a run without a URL need not wait
-
-    return StoreMirror(url, run, keep)
