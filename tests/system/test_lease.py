@@ -252,7 +252,7 @@ def test_a_holder_that_was_cut_off_continues_unless_another_has_taken_over(monke
         held.confirm()  # leaves the file of its own succession
     files.is_cut_off = False
     other = lease.Lease(files, "there")
-    other.acquire(lease.read_entry(files).holder)
+    other.acquire(lease.read_holder(files))
     with pytest.raises(ds.LeaseLost, match="there: was taken over by process"):
         held.confirm()
     assert not held.release()

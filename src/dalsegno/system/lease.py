@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Protocol
 
 from dalsegno.errors import LeaseLost, Locked
 
@@ -62,21 +62,18 @@ class LeaseFiles(Protocol):
         """Delete files; missing ones are skipped."""
 
 
-class Entry(NamedTuple):
-    """Who holds a lock at present."""
-
-    holder: Holder | None
-    takings: list[str]
-    """Files of takeovers that ``.lock`` does not show yet."""
-
-
-def read_entry(files: LeaseFiles) -> Entry:
+def read_holder(files: LeaseFiles) -> Holder | None:
     """Read the present holder: that of ``.lock``, or the process that is succeeding it."""
+    return _read_succession(files)[0]
+
+
+def _read_succession(files: LeaseFiles) -> tuple[Holder | None, list[str]]:
+    """Return the present holder, and the files of takeovers that ``.lock`` does not show yet."""
     holder, takings = Holder.parse(files.read(LOCK)), list[str]()
     while (name := _taking(holder)) not in takings and (successor := Holder.parse(files.read(name))) is not None:
         holder = successor
         takings.append(name)
-    return Entry(holder, takings)
+    return holder, takings
 
 
 def outlast(files: LeaseFiles, place: str, holder: Holder) -> Holder | None:
@@ -95,7 +92,7 @@ def outlast(files: LeaseFiles, place: str, holder: Holder) -> Holder | None:
     seen, began = files.read(LEASE), _clock()
     while True:
         is_over = _clock() >= began + holder.lease  # before the look: this process may have been suspended
-        lease, present = files.read(LEASE), read_entry(files).holder
+        lease, present = files.read(LEASE), read_holder(files)
         if present is None:
             return None
         if present.token != holder.token:
@@ -142,10 +139,9 @@ class Lease:
             Locked: if another process has been faster.
         """
         if not self._succeed(former):
-            other = read_entry(self._files).holder
-            who = "another process" if other is None else str(other)
+            other = read_holder(self._files) or "another process"
             raise Locked(
-                f"{self._place}: {who} has just acquired it; wait for it, stop it, or use another output_dir "
+                f"{self._place}: {other} has just acquired it; wait for it, stop it, or use another output_dir "
                 f"(if there is no such process, delete {_taking(former)} there)"
             )
         assert self._me is not None
@@ -229,11 +225,11 @@ class Lease:
             return False
         obsolete = [taking]
         try:
-            present = read_entry(self._files)
-            if present.holder is None or present.holder.token != me.token:  # another process has succeeded ``former``
+            present, takings = _read_succession(self._files)
+            if present is None or present.token != me.token:  # another process has succeeded ``former``
                 return False
             self._files.write(LOCK, data)
-            obsolete = present.takings
+            obsolete = takings
         finally:
             self._files.delete(obsolete)
         if self._me is not None:
@@ -245,13 +241,12 @@ class Lease:
     def _expect_own(self) -> None:
         if self.loss is not None:
             raise LeaseLost(self.loss)
-        holder = read_entry(self._files).holder
+        holder = read_holder(self._files)
         if holder is None or self._me is None or holder.token != self._me.token:
             self._lose()
 
     def _lose(self) -> None:
-        holder = read_entry(self._files).holder
-        other = f"another process, which has ended since (or {LOCK} was deleted)" if holder is None else str(holder)
+        other = read_holder(self._files) or f"another process, which has ended since (or {LOCK} was deleted)"
         self.loss = (
             f"{self._place}: was taken over by {other}: this process did not renew its lease for {TTL_S:.0f} s, or "
             "the other was started with take_over_lock=True; nothing more is written from here"

@@ -16,7 +16,7 @@ from dalsegno.errors import Locked, NotSupported
 
 from .filesystem import add_fence, open_own, remove_fence
 from .holder import Holder
-from .lease import LOCK, Lease, outlast, read_entry
+from .lease import LOCK, Lease, outlast, read_holder
 from .posix import O_BINARY, O_NOFOLLOW, O_NONBLOCK, can_train, fcntl, pread
 
 VISIBLE_WITHIN_S = 60.0
@@ -130,13 +130,11 @@ class DirectoryLock:
             if error.errno not in (*_TAKEN, *_NO_LOCKS):
                 raise
             known = True if error.errno in _TAKEN else None
-        holder = read_entry(files).holder
+        holder = read_holder(files)
         if self._lives(self._path, holder) if known is None else known:
-            raise (
-                Locked(f"{place}: in use by another process; wait for it, stop it, or use another output_dir")
-                if holder is None
-                else holder.refuse(place)
-            )
+            if holder is None:
+                raise Locked(f"{place}: in use by another process; wait for it, stop it, or use another output_dir")
+            raise holder.refuse(place)
         if holder is None or holder.is_dead() or self._take_over:
             return holder
         if known is False and holder.shares_kernel():  # which has just granted its lock
@@ -253,18 +251,13 @@ def is_visible(directory: Path, token: str) -> bool:
     Waits for it, up to :data:`VISIBLE_WITHIN_S`. Not for the process that holds the lock.
     """
     deadline = time.monotonic() + VISIBLE_WITHIN_S
-    while (holder := _holder_of(directory)) is None or holder.token != token:
+    while True:
+        with contextlib.suppress(OSError):
+            if (holder := Holder.parse(_read_fresh(directory / LOCK))) is not None and holder.token == token:
+                return True
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.1)
-    return True
-
-
-def _holder_of(directory: Path) -> Holder | None:
-    try:
-        return Holder.parse(_read_fresh(directory / LOCK))
-    except OSError:
-        return None
 
 
 def _file_of(directory: Path) -> Path:

@@ -33,15 +33,11 @@ def short_traceback(function: Callable[P, T]) -> Callable[P, T]:
         try:
             return function(*args, **kwargs)
         except DalsegnoError as error:
-            if _is_wanted() and _is_internal(error.__traceback__):
+            if os.environ.get(SWITCH, "0") == "0" and _is_internal(error.__traceback__):
                 error.__traceback__ = None
             raise error  # to see all frames: DALSEGNO_FULL_TRACEBACK=1
 
     return call
-
-
-def _is_wanted() -> bool:
-    return os.environ.get(SWITCH, "0") == "0"
 
 
 def _is_internal(trace: TracebackType | None) -> bool:

@@ -82,7 +82,7 @@ class Worker:
                 self._changed.wait_for(self._has_room)
             elif len(self._waiting) >= self._size:
                 self._waiting.popleft()
-                self._drop(1)
+                self.counts.dropped += 1
             self._waiting.append((call, label))
             self._ensure_thread()
             self._changed.notify_all()
@@ -104,12 +104,9 @@ class Worker:
         with self._changed:
             left = len(self._waiting)
             self._waiting.clear()
-            self._drop(left)
+            self.counts.dropped += left
         if thread.is_alive():
             logger.warning("%s: not done after %g s; abandoned, %d calls dropped", self.name, timeout, left)
-
-    def _drop(self, calls: int) -> None:
-        self.counts.dropped += calls
 
     def _has_room(self) -> bool:
         self._ensure_thread()  # without a thread, no room would ever be made
@@ -151,7 +148,9 @@ class Worker:
     ) -> None:
         both = self.counts, self._by_label.setdefault(label, Counts())
         try:
-            _finish(call())
+            result: Any = call()
+            if inspect.isawaitable(result):
+                asyncio.run(_awaited(result))
         except survived as error:
             for counts in both:
                 counts.failed += 1
@@ -189,12 +188,6 @@ def lower_thread_priority(by: int = LOWEST) -> None:
         thread = threading.get_native_id()
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + by))
-
-
-def _finish(result: Any) -> None:
-    """Await ``result`` if it is awaitable."""
-    if inspect.isawaitable(result):
-        asyncio.run(_awaited(result))
 
 
 async def _awaited(result: Any) -> None:

@@ -6,7 +6,7 @@ the same pid namespace), it is known to be dead; elsewhere its lease expires, as
 
 from __future__ import annotations
 
-from dalsegno.system.lease import LOCK, Lease, outlast, read_entry
+from dalsegno.system.lease import LOCK, Lease, outlast, read_holder
 
 from .store import Store
 
@@ -27,7 +27,7 @@ class RemoteLock:
         Raises:
             Locked: if another process or this one holds the lock, or one that this process cannot see may hold it.
         """
-        holder = read_entry(self._store).holder
+        holder = read_holder(self._store)
         if holder is not None:
             if Lease.is_of_this_process(holder) if holder.is_me() else holder.lives_here():
                 raise holder.refuse(self._store.url)
