@@ -16,21 +16,21 @@ from __future__ import annotations
 from .docstrings import prose, summary
 from .entries import load_callbacks
 from .names import find_named
-from .registry import Entry, entries, find_callback
+from .registry import NamedCallback, find_callback, named_callbacks
 from .run_config import RunConfig
 from .signature import Argument, Signature, signature_of
 from .values import describe
 
 __all__ = [
     "Argument",
-    "Entry",
+    "NamedCallback",
     "RunConfig",
     "Signature",
     "describe",
-    "entries",
     "find_callback",
     "find_named",
     "load_callbacks",
+    "named_callbacks",
     "prose",
     "signature_of",
     "summary",

@@ -157,10 +157,6 @@ def _toml_value(text: str) -> Any:
     return tables["value"] if len(tables) == 1 else text
 
 
-def _read_json(text: str) -> Any:
-    return from_json(json.loads(text))
-
-
 def _read_yaml(text: str) -> Any:
     try:
         import yaml
@@ -178,5 +174,5 @@ _READERS: dict[str, Callable[[str], Any]] = {
     ".toml": tomllib.loads,
     ".yaml": _read_yaml,
     ".yml": _read_yaml,
-    ".json": _read_json,
+    ".json": lambda text: from_json(json.loads(text)),
 }

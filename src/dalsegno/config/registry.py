@@ -18,7 +18,7 @@ GROUP = "dalsegno.callbacks"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class NamedCallback:
     """A callback that can be used by its short name."""
 
     name: str
@@ -45,7 +45,7 @@ class Entry:
         return made  # type: ignore[no-any-return]
 
 
-def entries() -> list[Entry]:
+def named_callbacks() -> list[NamedCallback]:
     """Every callback with a short name: built-in ones, then those of packages."""
     return [*_builtins(), *(_provided(each) for each in sorted(entry_points(group=GROUP), key=lambda each: each.name))]
 
@@ -59,21 +59,21 @@ def find_callback(use: str) -> Callable[..., Any]:
     """
     if ":" in use:
         return find_named(use, "class", "my_package.hooks:Beat")  # type: ignore[no-any-return]
-    found = [entry for entry in entries() if entry.name == use]
+    found = [entry for entry in named_callbacks() if entry.name == use]
     if not found:
-        raise UnknownName("callback", use, {entry.name for entry in entries()})
+        raise UnknownName("callback", use, {entry.name for entry in named_callbacks()})
     if len(found) > 1:
         origins = " and ".join(entry.origin for entry in found)
         raise ConfigurationError(f"{use!r} is provided by {origins}; name one of them as module:Class")
     return found[0].load()
 
 
-def _builtins() -> Iterator[Entry]:
+def _builtins() -> Iterator[NamedCallback]:
     for name in sorted(callbacks.__all__):
         found = getattr(callbacks, name)
         if isinstance(found, type) and issubclass(found, Callback):
-            yield Entry(name, "built-in", lambda found=found: found)  # type: ignore[misc]
+            yield NamedCallback(name, "built-in", lambda found=found: found)  # type: ignore[misc]
 
 
-def _provided(entry: EntryPoint) -> Entry:
-    return Entry(entry.name, entry.dist.name if entry.dist else entry.module, entry.load)
+def _provided(entry: EntryPoint) -> NamedCallback:
+    return NamedCallback(entry.name, entry.dist.name if entry.dist else entry.module, entry.load)

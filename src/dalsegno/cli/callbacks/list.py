@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dalsegno.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from dalsegno.config import Entry
+    from dalsegno.config import NamedCallback
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -19,9 +19,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """A callback that cannot be imported is listed with the error."""
     from dalsegno.cli.tables import Column, print_json, print_table
-    from dalsegno.config import entries
+    from dalsegno.config import named_callbacks
 
-    rows = [_row(entry) for entry in entries()]
+    rows = [_row(each) for each in named_callbacks()]
     if arguments.json:
         print_json(rows)
     else:
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _row(entry: Entry) -> dict[str, Any]:
+def _row(entry: NamedCallback) -> dict[str, Any]:
     from dalsegno.config import summary
 
     try:
