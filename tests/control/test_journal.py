@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dalsegno.control.journal import Entry, Journal
+from dalsegno.control.journal import Journal, JournalEntry
 from dalsegno.system import filesystem
 
 
-def entry(id: str, command: str = "set", **data: object) -> Entry:
-    return Entry(id, 1.5, "me", command, dict(data))
+def entry(id: str, command: str = "set", **data: object) -> JournalEntry:
+    return JournalEntry(id, 1.5, "me", command, dict(data))
 
 
 def written(output_dir: Path) -> Journal:

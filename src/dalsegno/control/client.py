@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
@@ -170,7 +170,7 @@ def send_command(
     return {"status": status, "command": command, "id": answer.id, "step": answer.step, "error": answer.error}
 
 
-def resolve(name: str, jobs: Sequence[Job] | None = None) -> Job:
+def resolve(name: str) -> Job:
     """The job that ``name`` names: by its id, by the beginning of the id of one running job, or by its output_dir.
 
     Raises:
@@ -179,8 +179,7 @@ def resolve(name: str, jobs: Sequence[Job] | None = None) -> Job:
     job = find_job(name)
     if job is not None:
         return job
-    jobs = list_jobs() if jobs is None else jobs
-    alive = [each for each in jobs if each.endpoint is not None and each.state == "running"]
+    alive = [each for each in list_jobs() if each.endpoint is not None and each.state == "running"]
     folder = os.path.realpath(name)
     in_folder = [each for each in alive if each.endpoint and os.path.realpath(each.endpoint.output_dir) == folder]
     found = in_folder or [each for each in alive if each.job_id.startswith(name)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,6 @@ class Command:
     name: str
     data: Mapping[str, Any]
     """JSON values."""
-
-    @property
-    def is_repeated(self) -> bool:
-        """Whether a leg that resumes from before the command's step carries it out again there."""
-        return COMMANDS[self.name].is_repeated
 
     def __str__(self) -> str:
         values = ", ".join(f"{name}={_shown(value)}" for name, value in self.data.items())
@@ -101,7 +96,10 @@ def parse_command(name: str, data: Mapping[str, Any], args: TrainingArguments) -
         if field not in fields:
             raise UnknownName(f"field of {name}", str(field)[:80], fields, answers(fields, "Trainer"))
         _check_plain(field, value)
-    _CHECKS.get(name, _check_nothing)(data, args)
+    if name == "set":
+        _check_set(data, args)
+    elif name == "switch":
+        _check_switch(data)
     return Command(name, copy.deepcopy(dict(data)))
 
 
@@ -140,33 +138,18 @@ def _check_set(data: Mapping[str, Any], args: TrainingArguments) -> None:
     if not data:
         raise ConfigurationError(f"set: names no setting; known are {', '.join(COMMANDS['set'].fields)}")
     if LEARNING_RATE in data:
-        _check_learning_rate(data[LEARNING_RATE])
+        value = data[LEARNING_RATE]
+        number = value["factor"] if isinstance(value, Mapping) else value
+        if type(number) not in (int, float) or number <= 0:
+            raise ConfigurationError(f"{LEARNING_RATE}={_shown(value)}; needs a number over 0")
     with_settings(args, data)
 
 
-def _check_learning_rate(value: Any) -> None:
-    number = value
-    if isinstance(value, Mapping):
-        number = value["factor"]
-    if type(number) not in (int, float) or number <= 0:
-        raise ConfigurationError(f"{LEARNING_RATE}={_shown(value)}; needs a number over 0")
-
-
-def _check_switch(data: Mapping[str, Any], args: TrainingArguments) -> None:
+def _check_switch(data: Mapping[str, Any]) -> None:
     if not isinstance(data.get("callback"), str) or not isinstance(data.get("on"), bool):
         raise ConfigurationError(
             'switch: needs {"callback": key, "on": true or false}, with the key of a callback, such as "JsonLogger"'
         )
-
-
-def _check_nothing(data: Mapping[str, Any], args: TrainingArguments) -> None:
-    """For a command without fields."""
-
-
-_CHECKS: Mapping[str, Callable[[Mapping[str, Any], TrainingArguments], None]] = {
-    "set": _check_set,
-    "switch": _check_switch,
-}
 
 
 def _shown(value: Any) -> str:

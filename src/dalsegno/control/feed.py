@@ -21,6 +21,7 @@ from dalsegno.errors import CannotSave
 from dalsegno.logs.formats import strip_line
 from dalsegno.logs.reader import record_in
 from dalsegno.logs.values import Record, to_json
+from dalsegno.state import TrainerState
 
 from .queue import CommandQueue
 
@@ -29,17 +30,6 @@ CHUNK = 1 << 20
 
 REMEMBERED = 10_000
 """Records kept in memory if the run writes no log, and events kept in any case."""
-
-
-class Progress(Protocol):
-    """What the status shows of the run's state: plain numbers, each read at once."""
-
-    @property
-    def global_step(self) -> int: ...
-    @property
-    def epoch(self) -> float: ...
-    @property
-    def max_steps(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +70,7 @@ class LogFile:
             return Chunk([], [], position, is_reset=False, has_more=False)
         try:
             is_known = not position or _is_in(descriptor, position)
-            begin = _offset(position) if is_known and position else 0
+            begin = int(position.partition(".")[0]) if is_known and position else 0
             records, positions = _records_after(descriptor, begin)
             has_more = len(records) > 0 and os.fstat(descriptor).st_size > begin + CHUNK
             last = positions[-1] if positions else position if is_known else ""
@@ -118,9 +108,6 @@ class LiveJob:
     """A running job, as its server sees it.
 
     Args:
-        job_id: its id.
-        commands: where its commands go.
-        progress: the run's state.
         callbacks: returns the list of its callbacks, as JSON values.
         history: returns its legs, checkpoints and commands, as JSON values.
         log_path: the JSON log that the run writes; None: it writes none, so this leg's records are kept in memory.
@@ -130,7 +117,7 @@ class LiveJob:
         self,
         job_id: str,
         commands: CommandQueue,
-        progress: Progress,
+        state: TrainerState,
         *,
         callbacks: Callable[[], list[dict[str, Any]]],
         history: Callable[[], dict[str, Any]],
@@ -141,7 +128,7 @@ class LiveJob:
         self.callbacks = callbacks
         self.history = history
         self.events = MemoryLog()
-        self._progress = progress
+        self._state = state
         self._recent = MemoryLog()
         self.records: Records = self._recent if log_path is None else LogFile(log_path)
         self._logs: dict[str, Any] = {}
@@ -152,12 +139,12 @@ class LiveJob:
         now, shown = time.time(), _shown(logs)
         self._logged_at, self._logs = now, {**self._logs, **shown}  # replaced, never changed: the server reads it
         if self.records is self._recent:
-            place = {"timestamp": now, "global_step": self._progress.global_step, "epoch": self._progress.epoch}
+            place = {"timestamp": now, "global_step": self._state.global_step, "epoch": self._state.epoch}
             self._recent.append({**place, **({} if kind == "train" else {"kind": kind}), **shown})
 
     def note_event(self, event: str, **details: Any) -> None:
         """Add an event to the stream. On the training thread."""
-        now = {"event": event, "timestamp": time.time(), "global_step": self._progress.global_step}
+        now = {"event": event, "timestamp": time.time(), "global_step": self._state.global_step}
         self.events.append({**now, **_shown(details)})
 
     def status(self) -> dict[str, Any]:
@@ -168,9 +155,9 @@ class LiveJob:
             "status": "running",
             "timestamp": time.time(),
             "logged_at": self._logged_at,
-            "global_step": self._progress.global_step,
-            "epoch": self._progress.epoch,
-            "max_steps": self._progress.max_steps,
+            "global_step": self._state.global_step,
+            "epoch": self._state.epoch,
+            "max_steps": self._state.max_steps,
         }
 
 
@@ -204,10 +191,6 @@ def _records_after(descriptor: int, begin: int) -> tuple[list[Record], list[str]
                 positions.append(f"{end}.{len(text)}.{xxhash.xxh3_64_hexdigest(text)}")
         place += len(line)
     return records, positions
-
-
-def _offset(position: str) -> int:
-    return int(position.partition(".")[0])
 
 
 def _is_in(descriptor: int, position: str) -> bool:

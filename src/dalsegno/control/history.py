@@ -8,7 +8,7 @@ from typing import Any
 from dalsegno.errors import StateMismatch
 from dalsegno.logs import RunFile
 
-from .journal import Entry, Journal
+from .journal import Journal, JournalEntry
 
 MOST_COMMANDS = 1000
 """The newest are returned."""
@@ -23,7 +23,7 @@ class RunHistory:
     def __init__(self, output_dir: Path) -> None:
         self._run = RunFile(output_dir)
         self._journal = Journal(output_dir)
-        self._read: tuple[int, list[Entry]] = 0, []  # the journal's size, and its commands
+        self._read: tuple[int, list[JournalEntry]] = 0, []  # the journal's size, and its commands
 
     def __call__(self) -> dict[str, Any]:
         """Legs and commands, oldest first; empty where a file is missing or damaged."""
@@ -37,7 +37,7 @@ class RunHistory:
             "commands": [{name: getattr(entry, name) for name in _COMMAND} for entry in commands],
         }
 
-    def _commands(self) -> list[Entry]:
+    def _commands(self) -> list[JournalEntry]:
         """Read the journal only when it has grown: it warns of each damaged line whenever it is read."""
         try:
             size = self._journal.path.stat().st_size

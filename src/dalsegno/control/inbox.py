@@ -73,12 +73,7 @@ class Answer:
 
 
 class Inbox:
-    """Serves the folder on a thread of its own, from :meth:`start` to :meth:`close`.
-
-    Args:
-        output_dir: of the run.
-        queue: of the run.
-    """
+    """Serves the folder on a thread of its own, from :meth:`start` to :meth:`close`."""
 
     def __init__(self, output_dir: Path, queue: CommandQueue) -> None:
         self._folder = output_dir / INBOX

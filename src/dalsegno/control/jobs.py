@@ -20,12 +20,13 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from dalsegno.errors import ConfigurationError, Locked, NotFound
+from dalsegno.logs.values import decode
+from dalsegno.stateful.schema import check
 from dalsegno.system import filesystem
 from dalsegno.system.kernel import boot_id
 
@@ -110,8 +111,6 @@ class Registration:
 
     Args:
         job_id: unique among this user's running jobs.
-        output_dir: of the run.
-        logging_dir: of the run.
 
     Raises:
         Locked: if a running job has the same id.
@@ -243,35 +242,11 @@ def _read(path: Path) -> bytes:
 
 def _parse(data: bytes) -> Endpoint:
     """Raises ValueError if ``data`` is not the content of an endpoint file."""
-    try:
-        content = json.loads(data)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-    if not isinstance(content, dict):
-        raise ValueError("not an object")
-    return Endpoint(**{name: _checked(name, content) for name in Endpoint.__slots__})
-
-
-_KINDS: Mapping[str, tuple[type, ...]] = {
-    "job_id": (str,),
-    "host": (str,),
-    "port": (int, type(None)),
-    "pid": (int,),
-    "started_at": (int, float),
-    "output_dir": (str,),
-    "logging_dir": (str,),
-    "hostname": (str,),
-    "process_start": (int, type(None)),
-    "boot_id": (str, type(None)),
-    "certificate": (str, type(None)),
-}
-
-
-def _checked(name: str, content: Mapping[str, Any]) -> Any:
-    value = content.get(name)
-    if not isinstance(value, _KINDS[name]) or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}")
-    return value
+    content = decode(data)
+    check(content, dict[str, Any], ENDPOINT)
+    fields = {name: content.get(name) for name in Endpoint.__slots__}  # another version may write more, or fewer
+    check(fields, Endpoint, ENDPOINT)
+    return Endpoint(**fields)
 
 
 def _state_of(endpoint: Endpoint) -> JobState:

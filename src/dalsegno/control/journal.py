@@ -22,13 +22,15 @@ from typing import Any, TypedDict
 from dalsegno.logs.line_file import LineFile, parser_of
 from dalsegno.stateful.schema import Count
 
+from .commands import COMMANDS
+
 logger = logging.getLogger("dalsegno")
 
 JOURNAL = "control.jsonl"
 
 
 @dataclass(slots=True)
-class Entry:
+class JournalEntry:
     """A command in the journal, and what became of it."""
 
     id: str
@@ -51,6 +53,11 @@ class Entry:
     def is_pending(self) -> bool:
         """Whether it has neither taken effect nor been dropped."""
         return self.step is None and self.error is None
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether a leg that resumes from before the command's step carries it out again there."""
+        return self.command in COMMANDS and COMMANDS[self.command].is_repeated
 
 
 class _Accepted(TypedDict):
@@ -104,16 +111,16 @@ class Journal:
         self._file = LineFile(output_dir / JOURNAL, parser_of(_FORMS))
         self.path = self._file.path
 
-    def read(self) -> list[Entry]:
+    def read(self) -> list[JournalEntry]:
         """Return the commands: those that took effect in the order of doing so, then all others as accepted.
 
         A line that is torn, damaged, or of a kind that a newer version writes is skipped with a warning.
         """
-        entries: dict[str, Entry] = {}
-        acted: dict[str, Entry] = {}
+        entries: dict[str, JournalEntry] = {}
+        acted: dict[str, JournalEntry] = {}
         for kind, line in self._file.read():
             if kind == "accepted":
-                entries[line["id"]] = Entry(**line)
+                entries[line["id"]] = JournalEntry(**line)
             elif kind == "rewound":
                 abandon(entries.values(), line["step"])
             elif (entry := entries.get(line["id"])) is None:
@@ -127,22 +134,12 @@ class Journal:
                 entry.error = line["error"]
         return [*acted.values(), *(entry for entry in entries.values() if entry.id not in acted)]
 
-    def accept(self, entry: Entry) -> None:
+    def accept(self, entry: JournalEntry) -> None:
         """Record that a command is accepted."""
-        self._file.append(
-            [
-                {
-                    "kind": "accepted",
-                    "id": entry.id,
-                    "time": entry.time,
-                    "by": entry.by,
-                    "command": entry.command,
-                    "data": entry.data,
-                }
-            ]
-        )
+        values = {name: getattr(entry, name) for name in _Accepted.__annotations__}
+        self._file.append([{"kind": "accepted", **values}])
 
-    def act(self, entries: Iterable[Entry], step: int) -> None:
+    def act(self, entries: Iterable[JournalEntry], step: int) -> None:
         """Record at which step commands take effect, before they do."""
         self._file.append(_now("acted", id=entry.id, step=step, script=entry.script) for entry in entries)
 
@@ -164,7 +161,7 @@ def _now(kind: str, **values: Any) -> dict[str, Any]:
     return {"kind": kind, "time": time.time(), **values}
 
 
-def abandon(entries: Iterable[Entry], step: int) -> None:
+def abandon(entries: Iterable[JournalEntry], step: int) -> None:
     """Mark the commands that are of an abandoned timeline, since the user went back to ``step``."""
     for entry in entries:
         if entry.error is None and (entry.step is None or entry.step > step):

@@ -11,15 +11,15 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dalsegno.args import TrainingArguments
 from dalsegno.errors import ConfigurationError, NotFound, NotRunning
 
-from .commands import COMMANDS, Command, parse_command
-from .journal import Entry, Journal, abandon
+from .commands import Command, parse_command
+from .journal import Journal, JournalEntry, abandon
 
 logger = logging.getLogger("dalsegno")
 
@@ -77,10 +77,8 @@ class CommandQueue:
     """The commands of one ``Trainer`` or ``Run``, over all legs in this process. Usable from any thread of rank 0.
 
     Args:
-        journal: of the run.
         args: the settings in force.
         check: raises for a command that this run cannot carry out.
-        rank: of this process.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class CommandQueue:
         self._rank = rank
         self._lock = threading.Lock()  # held while a line is written, so that the file has the queue's order
         self._closed: str | None = "no leg is running"
-        self._waiting: list[Entry] = []
+        self._waiting: list[JournalEntry] = []
         self._tickets: dict[str, Ticket] = {}
 
     def submit(self, name: str, data: Mapping[str, Any] | None = None, *, by: str) -> Ticket:
@@ -122,7 +120,7 @@ class CommandQueue:
                 raise NotRunning(f"{command}: {self._closed}")
             if len(self._waiting) >= _MOST_WAITING:
                 raise ConfigurationError(f"{command}: {len(self._waiting)} commands are waiting already")
-            entry = Entry(uuid.uuid4().hex[:16], time.time(), by, command.name, dict(command.data))
+            entry = JournalEntry(uuid.uuid4().hex[:16], time.time(), by, command.name, dict(command.data))
             self._journal.accept(entry)
             self._waiting.append(entry)
             return self._ticket(entry.id)
@@ -145,7 +143,7 @@ class CommandQueue:
         """Whether accepted commands wait for their effect. Called at every step."""
         return bool(self._waiting)
 
-    def read(self, rewind_to: int | None = None) -> list[Entry]:
+    def read(self, rewind_to: int | None = None) -> list[JournalEntry]:
         """Return the commands of earlier legs that have taken effect, in this order. Changes nothing.
 
         Args:
@@ -171,7 +169,7 @@ class CommandQueue:
             self._journal.rewind(rewind_to)
         entries = self._journal.read()
         pending = [entry for entry in entries if entry.is_pending]
-        lost = [entry for entry in pending if not _is_repeated(entry)]
+        lost = [entry for entry in pending if not entry.is_repeated]
         for entry in lost:
             entry.error = "the leg was killed before it took effect"
         self._journal.drop({entry.id: str(entry.error) for entry in lost})
@@ -188,12 +186,12 @@ class CommandQueue:
         with self._lock:
             self._closed = None
 
-    def waiting(self) -> Sequence[Entry]:
+    def waiting(self) -> Sequence[JournalEntry]:
         """The accepted commands that have had no effect, in the order of acceptance."""
         with self._lock:
             return [*self._waiting]
 
-    def record(self, acting: Sequence[Entry], step: int) -> list[Entry]:
+    def record(self, acting: Sequence[JournalEntry], step: int) -> list[JournalEntry]:
         """Write to disk that commands take effect at ``step``. Returns those that may: on a full disk, only those that
         are never repeated; the others stay waiting, and the next call tries again."""
         try:
@@ -201,35 +199,29 @@ class CommandQueue:
                 self._journal.act(acting, step)
         except OSError as error:
             logger.warning("%s could not be written: %s; commands wait until it can", self._journal.path, error)
-            acting = [entry for entry in acting if not _is_repeated(entry)]
+            acting = [entry for entry in acting if not entry.is_repeated]
         for entry in acting:
             entry.step = step
         self._remove(acting)
         return [*acting]
 
-    def resolve(self, acted: Sequence[Entry]) -> None:
+    def resolve(self, acted: Sequence[JournalEntry]) -> None:
         """Answer those who wait for commands that have taken effect."""
         for entry in acted:
             self._tickets[entry.id]._resolve(Outcome(entry.step))
 
     def refuse(self, errors: Mapping[str, str]) -> None:
         """Drop waiting commands that cannot be carried out, by id with the reason."""
-        try:
-            with self._lock:
-                self._journal.drop(errors)
-        except OSError as error:
-            logger.warning("%s could not be written: %s", self._journal.path, error)
+        with self._tolerant():
+            self._journal.drop(errors)
         self._remove([entry for entry in self.waiting() if entry.id in errors])
         for id_, reason in errors.items():
             self._tickets[id_]._resolve(Outcome(None, reason))
 
     def override(self, settings: Mapping[str, Sequence[str]]) -> None:
         """Record, by id, the settings of commands that no longer apply, since a later command has set them."""
-        try:
-            with self._lock:
-                self._journal.override(settings)
-        except OSError as error:
-            logger.warning("%s could not be written: %s", self._journal.path, error)
+        with self._tolerant():
+            self._journal.override(settings)
 
     def close(self, step: int) -> None:
         """Accept no more commands: the leg has decided to end after ``step``. Answers those who still wait."""
@@ -240,16 +232,23 @@ class CommandQueue:
             left, self._waiting = self._waiting, []
         errors = {entry.id: f"the leg ended after step {step} first" for entry in left}
         for entry in left:
-            if _is_repeated(entry):
+            if entry.is_repeated:
                 errors[entry.id] += "; the next leg carries it out at the end of its first step"
-        try:
-            self._journal.drop({entry.id: errors[entry.id] for entry in left if not _is_repeated(entry)})
-        except OSError as error:
-            logger.warning("%s could not be written: %s", self._journal.path, error)
+        with self._tolerant():
+            self._journal.drop({entry.id: errors[entry.id] for entry in left if not entry.is_repeated})
         for entry in left:
             self._tickets[entry.id]._resolve(Outcome(None, errors[entry.id]))
 
-    def _remove(self, entries: Sequence[Entry]) -> None:
+    @contextlib.contextmanager
+    def _tolerant(self) -> Iterator[None]:
+        """Hold the lock while a line is written; log it if the disk refuses the line."""
+        try:
+            with self._lock:
+                yield
+        except OSError as error:
+            logger.warning("%s could not be written: %s", self._journal.path, error)
+
+    def _remove(self, entries: Sequence[JournalEntry]) -> None:
         ids = {entry.id for entry in entries}
         with self._lock:
             self._waiting = [entry for entry in self._waiting if entry.id not in ids]
@@ -269,8 +268,3 @@ def _check_sender(by: object) -> None:
         raise ConfigurationError(f"by={str(by)[:80]!r}: who sends it; needs 1 to {_LONGEST_NAME} printable characters")
     if by in _RESERVED:
         raise ConfigurationError(f"by={by!r}: who sends it; this name is reserved")
-
-
-def _is_repeated(entry: Entry) -> bool:
-    kind = COMMANDS.get(entry.command)
-    return kind is not None and kind.is_repeated

@@ -21,7 +21,6 @@ class ControlServer(ServerThread):
 
     Args:
         listener: a listening socket, which the server closes.
-        job: the job that it shows.
         host: address that the socket is bound to.
         token: bearer token; None: none is needed.
         tls: None: plain HTTP.

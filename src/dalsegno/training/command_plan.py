@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dalsegno.args import TrainingArguments
-from dalsegno.control.commands import COMMANDS, SETTINGS, Command, with_settings
-from dalsegno.control.journal import Entry
+from dalsegno.control.commands import SETTINGS, Command, with_settings
+from dalsegno.control.journal import JournalEntry
 from dalsegno.errors import ConfigurationError
 
-Parse = Callable[[Entry, TrainingArguments], Command]
+Parse = Callable[[JournalEntry, TrainingArguments], Command]
 """Checks an entry as if it were submitted now. Raises ConfigurationError."""
 
 
@@ -28,14 +28,14 @@ class CommandPlan:
     """In force as the leg begins, other than the script's."""
     switched_off: set[str] = field(default_factory=set)
     """Keys of callbacks, as the leg begins."""
-    repeated: dict[int, list[Entry]] = field(default_factory=dict)
+    repeated: dict[int, list[JournalEntry]] = field(default_factory=dict)
     """By the step at whose end they act."""
     overridden: dict[str, list[str]] = field(default_factory=dict)
     """Settings that no longer apply since the script has changed them, by the command's id."""
     notes: list[str] = field(default_factory=list)
     """Commands that cannot be carried out again, with the reason."""
 
-    def supersede(self, newer: Entry) -> dict[str, list[str]]:
+    def supersede(self, newer: JournalEntry) -> dict[str, list[str]]:
         """Do not repeat later what ``newer``, which acts now, sets otherwise. Returns this by the commands' ids."""
         superseded: dict[str, list[str]] = {}
         for step, entries in self.repeated.items():
@@ -47,7 +47,7 @@ class CommandPlan:
 
 
 def plan_commands(
-    entries: Iterable[Entry], step: int, args: TrainingArguments, script: Mapping[str, Any], parse: Parse
+    entries: Iterable[JournalEntry], step: int, args: TrainingArguments, script: Mapping[str, Any], parse: Parse
 ) -> CommandPlan:
     """
     Args:
@@ -59,7 +59,7 @@ def plan_commands(
     """
     plan = CommandPlan()
     for acted in sorted(entries, key=lambda entry: entry.step or 0):
-        if acted.command not in COMMANDS or not COMMANDS[acted.command].is_repeated:
+        if not acted.is_repeated:
             continue
         changed = [name for name, value in acted.script.items() if script.get(name, value) != value]
         if newly := sorted({*changed} & {*acted.data} - {*acted.overridden}):
@@ -101,12 +101,12 @@ def describe_plan(plan: CommandPlan, script: Mapping[str, Any]) -> str:
     return "\n  ".join([*lines, *plan.notes])
 
 
-def _targets(entry: Entry) -> set[str]:
+def _targets(entry: JournalEntry) -> set[str]:
     """Names that the command sets: settings, or a callback's key."""
     return {entry.data["callback"]} if entry.command == "switch" else {*entry.data}
 
 
-def _without(entry: Entry, names: Iterable[str]) -> Entry | None:
+def _without(entry: JournalEntry, names: Iterable[str]) -> JournalEntry | None:
     """The command without these targets; None if nothing is left of it."""
     if entry.command == "switch":
         return None if entry.data.get("callback") in [*names] else entry
@@ -116,7 +116,7 @@ def _without(entry: Entry, names: Iterable[str]) -> Entry | None:
     return replace(entry, data=data) if data else None
 
 
-def _kept_in_force(entry: Entry) -> Entry | None:
+def _kept_in_force(entry: JournalEntry) -> JournalEntry | None:
     """The part of the command that no checkpoint stores; None if there is none."""
     if entry.command == "switch":
         return entry
@@ -124,5 +124,5 @@ def _kept_in_force(entry: Entry) -> Entry | None:
     return replace(entry, data=data) if entry.command == "set" and data else None
 
 
-def _described(entry: Entry) -> str:
+def _described(entry: JournalEntry) -> str:
     return f"step {entry.step}: {Command(entry.command, entry.data)}, by {entry.by},"
