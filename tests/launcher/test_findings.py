@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.launcher.findings import Finding, OutOfMemoryKills, Progress, RankError, first_cause, judge
+from dalsegno.launcher.findings import Finding, OutOfMemoryKills, RankError, RestartProgress, first_cause, judge
 
 LOST = RankError("RuntimeError: Connection closed by peer", 2.0)
 BROKEN = RankError("ValueError: broken", 1.0)
@@ -55,5 +55,5 @@ def test_a_kill_for_lack_of_memory_is_seen_by_the_kernels_counter(tmp_path: Path
     ],
 )
 def test_three_legs_without_progress_are_enough(reached: list[int], goes_on: list[bool]) -> None:
-    progress = Progress()
+    progress = RestartProgress()
     assert [progress.note(step) for step in reached] == goes_on

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from dalsegno.logs import PreviousLeg
 from dalsegno.system.exit_status import ExitStatus
 
-from .findings import Finding, OutOfMemoryKills, Progress, RankError, first_cause, judge
+from .findings import Finding, OutOfMemoryKills, RankError, RestartProgress, first_cause, judge
 from .heartbeat import Heartbeats
 from .options import LaunchOptions
 from .rank import HEARTBEATS, RankStart
@@ -47,11 +47,8 @@ class RankAgent(SimpleElasticAgent):
     """Starts, watches and ends the ranks on this host. Rendezvous, restarts and their number are torch's.
 
     Args:
-        spec: of the ranks.
-        options: of the launch.
         folder: private to the launch.
         make: makes the start of a rank from its local rank and its environment.
-        signals: to the launcher.
     """
 
     def __init__(
@@ -73,7 +70,7 @@ class RankAgent(SimpleElasticAgent):
         self._folder = folder
         self._make = make
         self._signals = signals
-        self._progress = Progress()
+        self._progress = RestartProgress()
         self._out_of_memory = OutOfMemoryKills()
         self._ranks: Ranks | None = None
         self._beats: Heartbeats | None = None

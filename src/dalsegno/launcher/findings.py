@@ -119,7 +119,7 @@ def _counters() -> list[Path]:
     return [*(Path("/sys/fs/cgroup" + each) / "memory.events" for each in groups), Path("/proc/vmstat")]
 
 
-class Progress:
+class RestartProgress:
     """Whether restarts lead anywhere: each leg should get further than all before."""
 
     def __init__(self) -> None:

@@ -14,15 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dalsegno.events.callback import Binder, Callback
-from dalsegno.events.contexts import (
-    Context,
-    EvaluateContext,
-    LogContext,
-    SaveContext,
-    StepDoneContext,
-    TrainBeginContext,
-    TrainEndContext,
-)
+from dalsegno.events.contexts import Context, TrainEndContext
 from dalsegno.events.table import Event
 from dalsegno.state import Handler
 
@@ -74,23 +66,10 @@ class HeartbeatCallback(Callback):
         """Also handle an event that only some loops fire."""
         return [*super().bound_handlers(binder), (Event.PREDICTION_STEP, self._beat)]
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        self._beat(ctx)
+    def _beat(self, ctx: Context) -> None:
+        self._beats.write(self._local_rank, Beat(time.monotonic(), ctx.state.global_step))
 
-    def on_evaluate(self, ctx: EvaluateContext) -> None:
-        self._beat(ctx)
-
-    def on_log(self, ctx: LogContext) -> None:
-        self._beat(ctx)
-
-    def on_save(self, ctx: SaveContext) -> None:
-        self._beat(ctx)
-
-    def on_step_done(self, ctx: StepDoneContext) -> None:
-        self._beat(ctx)
+    on_train_begin = on_evaluate = on_log = on_save = on_step_done = _beat
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
         self._beats.write(self._local_rank, Beat(0.0, ctx.state.global_step))
-
-    def _beat(self, ctx: Context) -> None:
-        self._beats.write(self._local_rank, Beat(time.monotonic(), ctx.state.global_step))

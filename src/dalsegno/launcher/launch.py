@@ -142,7 +142,7 @@ def _run(target: Target, options: LaunchOptions, folder: Path) -> JobEnd:
     if not forks:
         write_private(folder / TARGET, to_tree(target))
     make = partial(
-        _rank_start,
+        RankStart,
         folder=str(folder),
         threads=_threads(options.nproc),
         ignored=[number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN],
@@ -178,20 +178,6 @@ def _run(target: Target, options: LaunchOptions, folder: Path) -> JobEnd:
     if not failed:
         return JobEnd(agent.statuses[0], "", read_outcome(folder, callbacks))
     return _failure(agent, signals)
-
-
-def _rank_start(
-    local_rank: int,
-    environment: Mapping[str, str],
-    *,
-    folder: str,
-    threads: int | None,
-    ignored: Sequence[int],
-    launched: float,
-    needs_gpu: bool,
-    target: Target | None,
-) -> RankStart:
-    return RankStart(folder, local_rank, environment, threads, ignored, launched, needs_gpu, target)
 
 
 def _failure(agent: RankAgent, signals: ForwardedSignals) -> JobEnd:

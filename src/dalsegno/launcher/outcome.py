@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,10 +21,8 @@ _NAME = "outcome.json"
 
 def write_outcome(folder: Path, result: TrainResult | None, callbacks: Sequence[Callback]) -> None:
     """Write the result, and each callback's state; without ``state_dict``, its attributes as far as they can travel."""
-    given = None if result is None else {each.name: getattr(result, each.name) for each in fields(result)}
-    write_private(
-        folder / _NAME, {"result": pack(given, "the result"), "callbacks": [_state(each) for each in callbacks]}
-    )
+    states = [_state(each) for each in callbacks]
+    write_private(folder / _NAME, {"result": pack(result, "the result"), "callbacks": states})
 
 
 def read_outcome(folder: Path, callbacks: Sequence[Callback]) -> TrainResult | None:
@@ -40,8 +37,7 @@ def read_outcome(folder: Path, callbacks: Sequence[Callback]) -> TrainResult | N
         bare = inspect.unwrap(cast(Any, callback))  # one of another library is behind its adapter
         for name, node in content["attributes"].items():
             setattr(bare, name, unpack(node))
-    given = unpack(outcome["result"])
-    return None if given is None else TrainResult(**given)
+    return cast(TrainResult | None, unpack(outcome["result"]))
 
 
 def _state(callback: Callback) -> dict[str, Any]:

@@ -42,7 +42,6 @@ _OWN_PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", 
 def pack(value: Any, where: str) -> Node:
     """
     Args:
-        value: what to pack.
         where: the path to it, for messages: ``callbacks.Beat(every=…)``.
 
     Raises:

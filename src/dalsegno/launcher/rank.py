@@ -37,10 +37,10 @@ HEARTBEATS = "heartbeats"
 class RankStart:
     """What a rank's process is started with."""
 
-    folder: str
-    """Private folder of the launch: holds the target, and what ranks report."""
     local_rank: int
     environment: Mapping[str, str]
+    folder: str
+    """Private folder of the launch: holds the target, and what ranks report."""
     threads: int | None
     """Threads of each operation; None: torch's own choice."""
     ignored: Sequence[int]

@@ -28,7 +28,6 @@ def print_stacks(folder: Path, ranks: Mapping[int, int]) -> None:
     """Print what the ranks wrote to standard error, each line with its rank.
 
     Args:
-        folder: of the launch.
         ranks: global rank of each local rank.
     """
     for local_rank, rank in ranks.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +58,7 @@ class ConfigTarget:
         return _ended(trainer.train(origin, **more), ())
 
     def to_tree(self) -> dict[str, Any]:
-        return {
-            "path": self.path,
-            "overrides": list(self.overrides),
-            "checkpoint": self.checkpoint,
-            "start_over": self.start_over,
-            "continue_stopped": self.continue_stopped,
-        }
+        return asdict(self)
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> ConfigTarget:
@@ -132,7 +126,7 @@ class ScriptTarget:
         return Ended(ExitStatus.DONE)
 
     def to_tree(self) -> dict[str, Any]:
-        return {"path": self.path, "arguments": list(self.arguments)}
+        return asdict(self)
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> ScriptTarget:
