@@ -42,7 +42,6 @@ class Coordinator:
 
     Args:
         run: the run, which this closes.
-        rules: how workers are treated.
         changed: called on any thread when a result may have become available.
     """
 
@@ -90,7 +89,6 @@ class Coordinator:
         """A worker joins, or comes back.
 
         Args:
-            worker_id: its name.
             settings: its model, and number of fragments.
             count: number of its newest submission whose result it has, if it resumes from a checkpoint; None: it has no
                 parameters yet.
@@ -299,7 +297,7 @@ class Coordinator:
         except BaseException as error:
             self._fail(error)
         finally:
-            self._run.abandon_versions(begun)  # not before it has failed: a worker must not register again
+            self._run.store.versions.abandon(begun)  # not before it has failed: a worker must not register again
 
     def _next_change(self) -> tuple[list[Version], ServerState | None] | None:
         """Wait until submissions are to be applied, or workers to begin, and do it.
@@ -372,7 +370,7 @@ class Coordinator:
         self._committed = self._run.state.version
         self._changed()
         self._patience.insist(partial(self._run.write_versions, begun))
-        self._patience.insist(self._run.write_log)
+        self._patience.insist(self._run.store.write_log)
         self._patience.insist(self._release_versions)
 
     def _release_versions(self) -> None:

@@ -14,7 +14,7 @@ from dalsegno.errors import ConfigurationError, NotRunning
 
 from .link import ServerLink, Verdict, retry_delay
 from .options import WorkerOptions
-from .progress import Progress
+from .progress import WorkerProgress
 from .shards import GlobalSnapshot
 from .signature import Specs, fragments_of
 from .state import Result, Settings, Submission
@@ -25,7 +25,7 @@ logger = logging.getLogger("dalsegno")
 class Exchange:
     """The server of ``options``, for the worker of ``snapshot`` and ``progress``, which results change."""
 
-    def __init__(self, options: WorkerOptions, snapshot: GlobalSnapshot, progress: Progress) -> None:
+    def __init__(self, options: WorkerOptions, snapshot: GlobalSnapshot, progress: WorkerProgress) -> None:
         self.snapshot = snapshot
         self.options = options
         self.progress = progress

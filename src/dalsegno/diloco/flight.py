@@ -23,8 +23,6 @@ class Flight:
     """A submission on its way, once it is made. Its methods are collective, but for :meth:`abandon`.
 
     Args:
-        exchange: of the worker.
-        submission: the worker's next one.
         local_steps: behind it.
         tensors: on rank 0, what it consists of; None: the server has it.
         errors_before: of quantization, by name, as they were without this submission.

@@ -106,7 +106,6 @@ class FrameReader:
 
     Args:
         read_into: fills a buffer; raises OSError if the frame ends before.
-        specs: of the tensors.
         length: of the frame, in bytes, if it is known.
 
     Raises:
@@ -119,10 +118,14 @@ class FrameReader:
         expected = file_layout(specs)
         head_length, file_length = _unpack(self._bytes(_PREFIX.size))
         self.head = _parse_head(self._bytes(head_length))
-        _check_file(file_length, expected.length)
+        if file_length != expected.length:
+            raise ConfigurationError(
+                f"the frame has {file_length} bytes of tensors, header included; expected are {expected.length}"
+            )
         if length not in (None, _PREFIX.size + head_length + file_length + _DIGEST):
             raise ConfigurationError(f"the frame is shorter or longer than {length} bytes")
-        _check_header(self._bytes(len(expected.header)), expected.header)
+        if self._bytes(len(expected.header)) != expected.header:
+            raise ConfigurationError("the frame has other tensors than those of this run: another name, dtype or shape")
         self.order = in_file_order(specs)
 
     def tensor(self, target: torch.Tensor) -> None:
@@ -141,7 +144,8 @@ class FrameReader:
         ours = self._digest.digest()
         theirs = bytearray(_DIGEST)
         self._read_into(memoryview(theirs))
-        _check_digest(ours, bytes(theirs))
+        if ours != theirs:
+            raise ConfigurationError("the frame's checksum differs: its bytes were changed on the way")
 
     def _bytes(self, length: int) -> bytes:
         data = bytearray(length)
@@ -193,18 +197,3 @@ def _parse_head(data: bytes) -> Head:
     if not isinstance(head, dict):
         raise ConfigurationError("a frame's head must be an object")
     return head
-
-
-def _check_file(length: int, expected: int) -> None:
-    if length != expected:
-        raise ConfigurationError(f"the frame has {length} bytes of tensors, header included; expected are {expected}")
-
-
-def _check_header(header: bytes, expected: bytes) -> None:
-    if header != expected:
-        raise ConfigurationError("the frame has other tensors than those of this run: another name, dtype or shape")
-
-
-def _check_digest(ours: bytes, theirs: bytes) -> None:
-    if ours != theirs:
-        raise ConfigurationError("the frame's checksum differs: its bytes were changed on the way")

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from dalsegno.logs.line_file import LineFile
 from dalsegno.logs.values import decode
 from dalsegno.system import filesystem
 
-from .state import Event, event_from_json, event_to_json
+from .state import Event, event_from_json
 
 logger = logging.getLogger("dalsegno")
 
@@ -54,7 +54,6 @@ class Journal:
         """Take the next event.
 
         Args:
-            event: that takes effect now.
             number: of the event: one more than that of the last one.
             make_durable: called before the event is written; what the event refers to is on disk when it returns.
         """
@@ -163,7 +162,7 @@ class Journal:
 def _lines(first: int, events: Iterable[Event]) -> Iterator[dict[str, Any]]:
     """Lines that are written together. ``first``: number of the first of the events."""
     for number, event in enumerate(events, first):
-        yield {"event": number, "batch": first, **event_to_json(event)}
+        yield {"event": number, "batch": first, **asdict(event)}
 
 
 def _parse(text: bytes) -> _Line:

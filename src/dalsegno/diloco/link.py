@@ -96,7 +96,6 @@ class ServerLink:
         """Describe a submission. Returns also whether it is to be sent.
 
         Args:
-            submission: the worker's next one.
             after: seconds to wait before.
         """
 

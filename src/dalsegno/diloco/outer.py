@@ -166,8 +166,6 @@ def outer_step(
     """Update the parameters ``specs`` by the weighted mean of the workers' pseudo-gradients; the others stay.
 
     Args:
-        model: the global parameters.
-        optimizer: of these.
         specs: a fragment, or all.
         weights: of each worker, such as its number of samples. Not all 0.
         open_reader: returns what reads the pseudo-gradients of the workers in ``weights``; called on each thread.

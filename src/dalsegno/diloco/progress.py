@@ -1,4 +1,4 @@
-"""Progress: where a worker is in its run, beside the global parameters; saved with its checkpoints."""
+"""WorkerProgress: where a worker is in its run, beside the global parameters; saved with its checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WorkerState(TypedDict):
 
 
 @dataclass(slots=True)
-class Progress:
+class WorkerProgress:
     """What a worker has done, and what it is to do next."""
 
     worker_id: str

@@ -36,8 +36,6 @@ class OuterRun:
     :meth:`commit`, and for :meth:`write_versions` and :meth:`save` beside other threads' events.
 
     Args:
-        folder: of the run.
-        make_optimizer: makes the outer optimizer.
         save_every: outer steps between two checkpoints.
 
     Raises:
@@ -117,7 +115,7 @@ class OuterRun:
         self.store.versions.release_damaged()
         for event in events:
             self._carry_out(event)
-        self.write_log()
+        self.store.write_log()
         self.keep_versions()
         logger.info(
             "DiLoCo run %s continues at version %d: %s, and %d events after it",
@@ -234,14 +232,6 @@ class OuterRun:
         self.records.append(record)
         self.store.log(record)
 
-    def write_log(self) -> None:
-        """Append the records of outer steps to the log.
-
-        Raises:
-            OSError: if the disk refuses it; the next call tries again.
-        """
-        self.store.write_log()
-
     def state_to_save(self) -> ServerState | None:
         """A copy of the state every ``save_every`` outer steps, for a checkpoint of this version; None otherwise."""
         return copy.deepcopy(self.state) if self.state.version % self._save_every == 0 else None
@@ -296,7 +286,7 @@ class OuterRun:
 
     def begin_versions(self) -> list[Version]:
         """The present parameters that workers will fetch, which are to be written: :meth:`write_versions`. They can be
-        fetched from now on. :meth:`abandon_versions` at the end, also of a failure. Changes nothing on the disk."""
+        fetched from now on. :meth:`.Versions.abandon` at the end, also of a failure. Changes nothing on the disk."""
         state, versions = self.state, self.store.versions
         present = {each for each in self._needed_versions() if each.number == state.version}
         missing = sorted((each for each in present if not versions.has(each)), key=lambda each: each.file_name)
@@ -312,10 +302,6 @@ class OuterRun:
         for each in begun:
             self.store.versions.write(each)
 
-    def abandon_versions(self, begun: Iterable[Version]) -> None:
-        """End the downloads of those that are not written."""
-        self.store.versions.abandon(begun)
-
     def release_versions(self) -> None:
         """Release versions that no worker needs."""
         self.store.versions.release(except_for=self._needed_versions())
@@ -326,7 +312,7 @@ class OuterRun:
         try:
             self.write_versions(begun)
         finally:
-            self.abandon_versions(begun)
+            self.store.versions.abandon(begun)
         self.release_versions()
 
     def _needed_versions(self) -> set[Version]:

@@ -60,11 +60,7 @@ class GlobalSnapshot:
             )
 
     def differences(self, sent: Specs) -> Iterator[Tensor]:
-        """Pseudo-gradients, full and on the CPU, in the order of a frame. Collective if sharded.
-
-        Args:
-            sent: names and dtypes.
-        """
+        """Pseudo-gradients, full and on the CPU, in the order of a frame. Collective if sharded."""
         for spec in in_file_order(sent):
             yield self._difference(spec)
 
@@ -132,7 +128,6 @@ class GlobalSnapshot:
         """Take the global value of a parameter from rank 0. Collective on several ranks.
 
         Args:
-            spec: of the parameter.
             whole: the full tensor on rank 0, on the CPU; elsewhere one of the same shape, whose values do not count.
         """
         if collectives.initialized():

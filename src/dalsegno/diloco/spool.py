@@ -139,11 +139,6 @@ def removed_on_failure(path: Path) -> Iterator[None]:
 def spooled(files: SpareFiles, specs: Specs, frame: FrameReader) -> Iterator[SpooledTensors]:
     """Write tensors to a file of ``files``, which takes the file back at the end, unless it was kept.
 
-    Args:
-        files: of the directory.
-        specs: of the tensors.
-        frame: of their bytes.
-
     Raises:
         ConfigurationError: if a tensor has a NaN or an infinity; names it.
         OSError: if the file cannot be written.

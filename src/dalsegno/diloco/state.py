@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from dalsegno.errors import ConfigurationError
-from dalsegno.stateful import schema
+from dalsegno.errors import ConfigurationError, StateMismatch
 from dalsegno.stateful.schema import Count, Finite, Must, check
 
 from .signature import Specs, TensorJson, as_sent, fragments_of, specs_from_json
@@ -247,16 +246,12 @@ class ServerState:
         return cls(**{**content, "settings": Settings(**content["settings"]), "members": members})
 
 
-def event_to_json(event: Event) -> dict[str, Any]:
-    return dataclasses.asdict(event)
-
-
 def event_from_json(content: Any) -> Event:
     """Raises StateMismatch if ``content`` is not an event."""
     check(content, dict[str, Any], "event")
     kind = EVENTS.get(str(content.get("kind")))
-    check(kind, Annotated[Any, Must("an event of a known kind", lambda kind: kind is not None)], "event.kind")
-    assert kind is not None, "it was checked"
+    if kind is None:
+        raise StateMismatch(f"event.kind: is {content.get('kind')!r}; must be an event of a known kind")
     check(content, kind, "event")
     if kind is Accepted:
         return Accepted(Submission(**content["submission"]))
@@ -271,5 +266,5 @@ def _member(content: dict[str, Any]) -> Member:
 
 def submission_from_json(content: Any) -> Submission:
     """Raises ConfigurationError if ``content``, sent by a worker, does not describe a submission."""
-    schema.check(content, Submission, "submission", ConfigurationError)
+    check(content, Submission, "submission", ConfigurationError)
     return Submission(**content)

@@ -42,12 +42,8 @@ class Transfer:
     """Sends a submission and fetches its result, from :meth:`start` on. Every rank has one.
 
     Args:
-        options: of the worker.
-        submission: to send.
         known: number of the newest submission that the server had when the worker joined.
-        sent: names and dtypes of its tensors.
         taken: specs of the parameters that it leads to, if the server does not return all of them.
-        whole: specs of all parameters.
         tensors: on rank 0, in the order of a frame; None: the server must have it.
     """
 

@@ -35,7 +35,7 @@ from .flight import Flight
 from .frames import length_limits
 from .heartbeat import Heartbeat
 from .options import WorkerOptions
-from .progress import FlightState, Progress, WorkerState
+from .progress import FlightState, WorkerProgress, WorkerState
 from .shards import GlobalSnapshot
 from .state import Result, Submission
 from .synchronization import Synchronization
@@ -73,7 +73,7 @@ class DiLoCoWorker:
         self.options = options
         self.snapshot = GlobalSnapshot(unwrapped(model), keeps_errors=options.int8_comm)
         name = options.worker_id or f"{os.uname().nodename}-{os.getpid()}"
-        self._progress = Progress(name, options.sync_every)
+        self._progress = WorkerProgress(name, options.sync_every)
         self._exchange = Exchange(options, self.snapshot, self._progress)
         self._optimizer = optimizer
         self._samples_per_step = samples_per_step
