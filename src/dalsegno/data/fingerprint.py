@@ -19,6 +19,7 @@ from dalsegno.distributed.rng import capture_generators, preserved_generators, s
 from dalsegno.stateful.component import Stateful
 
 from .generators import OwnGenerators
+from .loader import length_of
 
 SAMPLES = 4
 """Number of probed samples, spread over the whole length."""
@@ -55,7 +56,7 @@ def fingerprint(data: Any, probed: ProbeResult) -> dict[str, Any]:
     own = getattr(data, "_fingerprint", None)
     return {
         "type": type(data).__qualname__,
-        "length": _length(data),
+        "length": length_of(data),
         "fingerprint": own if isinstance(own, str) else None,
         "samples": probed.samples,
     }
@@ -73,7 +74,7 @@ def probe(data: Any, num_workers: int = 0, collate: Callable[[list[Any]], Any] |
         num_workers: as in training.
         collate: the collate function; called on each sample alone.
     """
-    length = _length(data)
+    length = length_of(data)
     if not length or not hasattr(data, "__getitem__") or isinstance(data, IterableDataset | Stateful):
         return ProbeResult()
     places = sorted({number * (length - 1) // (SAMPLES - 1) for number in range(SAMPLES)})
@@ -127,13 +128,6 @@ def _similar(saved: Sequence[Any], now: Sequence[Any]) -> bool:
     largest = max(square, other_square)
     is_near = abs(mean - other_mean) <= _TOLERANCE * math.sqrt(largest)
     return bool(text == other_text and is_near and abs(square - other_square) <= 2 * _TOLERANCE * largest)
-
-
-def _length(data: Any) -> int | None:
-    try:
-        return len(data)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 class _Probe(Dataset[tuple[str, float, float, str, bool]]):

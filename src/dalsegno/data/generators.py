@@ -212,12 +212,10 @@ def _state_of(generator: Generator) -> Any:
 
 
 def _set_state(generator: Generator, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
+    if isinstance(generator, torch.Generator | np.random.RandomState):
         generator.set_state(state)
     elif isinstance(generator, random.Random):
         generator.setstate(state)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
     else:
         _bit_generator_of(generator).state = state
 
@@ -228,14 +226,15 @@ def _seed(generator: Generator, seed: int) -> None:
     elif isinstance(generator, random.Random):
         generator.seed(seed)
     else:
-        bits = (
-            generator._bit_generator if isinstance(generator, np.random.RandomState) else _bit_generator_of(generator)
-        )
+        bits = _bit_generator_of(generator)
         bits.state = type(bits)(seed).state
 
 
-def _bit_generator_of(generator: np.random.Generator | np.random.BitGenerator) -> Any:
-    return generator if isinstance(generator, np.random.BitGenerator) else generator.bit_generator
+def _bit_generator_of(generator: Any) -> Any:
+    """Of a NumPy generator of any kind."""
+    if isinstance(generator, np.random.BitGenerator):
+        return generator
+    return generator._bit_generator if isinstance(generator, np.random.RandomState) else generator.bit_generator
 
 
 def _fits(generator: Generator, state: Any) -> bool:

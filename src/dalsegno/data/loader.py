@@ -34,24 +34,12 @@ class Microbatch:
         return Microbatch(pin_memory(self.batch), self.samples, self.global_samples)  # type: ignore[no-untyped-call]
 
 
-class ResumableLoader(Protocol):
-    """Micro-batches, epoch by epoch, from any position on.
-
-    Iterating yields the *rest* of the current epoch; after each micro-batch, ``state_dict()`` is the position behind
-    it, however far worker processes have read ahead. The loop calls :meth:`next_epoch` at the end of an epoch, early or
-    not.
-    """
-
-    @property
-    def state_scope(self) -> Scope: ...
+class Source(Protocol):
+    """A loader of training or evaluation data. Iterating yields the *rest* of the current epoch."""
 
     @property
     def lockstep(self) -> bool:
         """Whether all ranks reach their last micro-batch together, and know the global number of samples of each."""
-
-    @property
-    def epoch(self) -> int:
-        """The current epoch, from 0."""
 
     @property
     def position(self) -> float:
@@ -67,6 +55,24 @@ class ResumableLoader(Protocol):
         unknown or not needed."""
 
     def __iter__(self) -> Iterator[Microbatch]: ...
+
+    def length(self) -> int | None:
+        """Return the number of micro-batches of the current epoch on this rank; None if unknown."""
+
+
+class ResumableLoader(Source, Protocol):
+    """Micro-batches, epoch by epoch, from any position on.
+
+    After each micro-batch, ``state_dict()`` is the position behind it, however far worker processes have read ahead.
+    The loop calls :meth:`next_epoch` at the end of an epoch, early or not.
+    """
+
+    @property
+    def state_scope(self) -> Scope: ...
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, from 0."""
 
     def next_epoch(self) -> None:
         """Move to the start of the next epoch."""
@@ -95,9 +101,6 @@ class ResumableLoader(Protocol):
 
     def close(self) -> None:
         """Stop the worker processes, if any. Iterating again starts new ones."""
-
-    def length(self) -> int | None:
-        """Return the number of micro-batches of the current epoch on this rank; None if unknown."""
 
     def microbatches_per_epoch(self) -> int | None:
         """Return the largest number of micro-batches of any rank; None if unknown."""
@@ -205,6 +208,14 @@ def plain_batch(batch: Any) -> Any:
         parts = type(batch)(plain_batch(each) for each in batch)
         return parts if all(each is not None for each in parts) else None
     return None
+
+
+def length_of(data: Any) -> int | None:
+    """Return the length of a dataset or loader; None if it has none, or does not know it."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def sample_count(batch: Any) -> int:

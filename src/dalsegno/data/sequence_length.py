@@ -14,8 +14,8 @@ import torch
 
 from dalsegno.errors import ConfigurationError
 
-from .loader import Microbatch
-from .step_batch import Source, SourceView
+from .loader import Microbatch, Source
+from .step_batch import SourceView
 
 
 class ShortenedSequences(SourceView[Source]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
@@ -13,7 +13,7 @@ from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.component import Stateful
 
-from .loader import CountingCollate, Microbatch, ResumableLoader
+from .loader import CountingCollate, Microbatch, ResumableLoader, length_of
 from .map_loader import MapLoader
 from .order_check import keeps_its_order
 from .replay_loader import ReplayLoader
@@ -27,7 +27,6 @@ from .stream import RankShard, RestartedStream, StatefulRankShard
 from .user_loader import UserLoader
 
 Collate = Callable[[list[Any]], Any]
-StartMethod = Literal["fork", "forkserver", "spawn"]
 
 
 def train_loader(
@@ -44,7 +43,6 @@ def train_loader(
     pin_memory: bool = False,
     prefetch_factor: int | None = None,
     persistent_workers: bool = False,
-    multiprocessing_context: StartMethod | None = None,
 ) -> ResumableLoader:
     """Build the training data of one rank, resumable at any micro-batch. Collective, if ``source`` splits itself.
 
@@ -61,12 +59,7 @@ def train_loader(
         EmptyDataset: if there is no micro-batch.
         ConfigurationError: if ``source`` is not a dataset, or an argument is out of range.
     """
-    workers = {
-        "num_workers": num_workers,
-        "pin_memory": pin_memory,
-        "prefetch_factor": prefetch_factor,
-        "multiprocessing_context": multiprocessing_context,
-    }
+    workers = {"num_workers": num_workers, "pin_memory": pin_memory, "prefetch_factor": prefetch_factor}
     collate = collate_fn or default_collate
     if _is_stream(source):
         part = part_of_rank(source, rank, world_size)
@@ -160,8 +153,6 @@ def eval_loader(
     num_workers: int = 0,
     pin_memory: bool = False,
     prefetch_factor: int | None = None,
-    persistent_workers: bool = False,
-    multiprocessing_context: StartMethod | None = None,
 ) -> EvalLoader:
     """Build the evaluation data of one rank, in order, each sample once over all ranks; see :func:`train_loader`.
 
@@ -169,12 +160,7 @@ def eval_loader(
         EmptyDataset: if there is no sample.
         ConfigurationError: if ``source`` is not a dataset, or an argument is out of range.
     """
-    workers = {
-        "num_workers": num_workers,
-        "pin_memory": pin_memory,
-        "prefetch_factor": prefetch_factor,
-        "multiprocessing_context": multiprocessing_context,
-    }
+    workers = {"num_workers": num_workers, "pin_memory": pin_memory, "prefetch_factor": prefetch_factor}
     collate = collate_fn or default_collate
     if _is_stream(source):
         part = part_of_rank(source, rank, world_size)
@@ -185,10 +171,10 @@ def eval_loader(
         if part is not None:
             return EvalLoader(UserLoader(loader, seed=seed, world_size=world_size))
         return EvalLoader(
-            UserLoader(loader, seed=seed, world_size=world_size, samples=_length(source), one_stream=True)
+            UserLoader(loader, seed=seed, world_size=world_size, samples=length_of(source), one_stream=True)
         )
     sampler = ResumableSampler(_map_length(source), batch_size, rank, world_size, seed, shuffle=False)
-    return EvalLoader(_map_loader(source, sampler, collate, {**workers, "persistent_workers": persistent_workers}))
+    return EvalLoader(_map_loader(source, sampler, collate, workers))
 
 
 def resumable_eval_loader(loader: Iterable[Any], *, seed: int = 0, world_size: int = 1) -> EvalLoader:
@@ -241,7 +227,7 @@ def _is_stream(source: Any) -> bool:
 
 
 def _map_length(source: Any) -> int:
-    length = _length(source)
+    length = length_of(source)
     if length is None:
         raise ConfigurationError(
             f"{type(source).__name__} has __getitem__ but no length; give it __len__, or make it an IterableDataset"
@@ -249,15 +235,8 @@ def _map_length(source: Any) -> int:
     return length
 
 
-def _length(source: Any) -> int | None:
-    try:
-        return len(source)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def _stream_length(source: Any, complete: int) -> int | None:
-    length = _length(source)
+    length = length_of(source)
     return None if length is None else length - length % complete
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dalsegno.errors import ConfigurationError
 
-from .loader import Microbatch
-from .step_batch import Source, SourceView
+from .loader import Microbatch, Source
+from .step_batch import SourceView
 
 
 class SplitBatches(SourceView[Source]):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -24,31 +24,10 @@ from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError, EmptyDataset, StateMismatch
 
 from .fingerprint import digest
-from .loader import Microbatch, plain_batch
+from .loader import Microbatch, Source, plain_batch
 
 LossWeight = Callable[[Any], float]
 """Weight of a batch's mean loss within its step, e.g. its number of tokens."""
-
-
-class Source(Protocol):
-    """A loader of training or evaluation data."""
-
-    @property
-    def lockstep(self) -> bool: ...
-
-    @property
-    def position(self) -> float: ...
-
-    @property
-    def started(self) -> bool: ...
-
-    @property
-    def spare(self) -> Microbatch | None: ...
-
-    def length(self) -> int | None:
-        """Return the number of micro-batches of the epoch on this rank; None if unknown."""
-
-    def __iter__(self) -> Iterator[Microbatch]: ...
 
 
 FeedT = TypeVar("FeedT", bound=Source)

@@ -15,7 +15,7 @@ from dalsegno.stateful.component import Scope
 
 from .gaps import Gaps, Place
 from .generators import EpochGenerator, OwnGenerators
-from .loader import Microbatch, expect_kind, plain_batch, sample_count
+from .loader import Microbatch, expect_kind, length_of, plain_batch, sample_count
 from .stateful_dataloader import StatefulDataLoader
 from .workers import ignore_stop_signals
 
@@ -167,10 +167,7 @@ class UserLoader:
             self._loader._iterator = None  # torch keeps persistent workers here
 
     def length(self) -> int | None:
-        try:
-            return len(self._loader)  # type: ignore[arg-type]
-        except TypeError:  # no length, or an unknown one
-            return None
+        return length_of(self._loader)
 
     def microbatches_per_epoch(self) -> int | None:
         lengths = [self.length()] if self._lengths is None else self._lengths
