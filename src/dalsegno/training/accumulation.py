@@ -26,12 +26,7 @@ class Accumulation(ABC, Generic[P_co]):
     """Adds the gradients of a step's micro-batches.
 
     Args:
-        dispatcher: fires the events of micro-batches.
-        forward: computes the loss.
-        parallel: reduces the gradients.
         data_size: number of ranks with different data. Gradients are averaged over them; shares are to be summed.
-        scaler: for fp16.
-        device: of the model.
     """
 
     def __init__(

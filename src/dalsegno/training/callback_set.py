@@ -20,11 +20,9 @@ class CallbackSet:
     """The engine's own callbacks, then the defaults, the user's and the global ones.
 
     Args:
-        dispatcher: calls the handlers.
         model: passed to callbacks that hold sharded tensors.
         given: as the user passes them; those of other libraries are adapted.
         report_to: names of trackers, as in TrainingArguments.
-        core: the engine's own.
 
     Raises:
         ConfigurationError: for an object that is not a callback, a misspelt handler, or two callbacks with one key.

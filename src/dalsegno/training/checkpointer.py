@@ -46,8 +46,6 @@ class Checkpointer:
     """The checkpoints under ``output_dir``, their copies at its URL, and the newest state in shared memory.
 
     Args:
-        parts: of the run.
-        contents: what is saved and loaded.
         settings: compared with the saved ones at each load.
         run_file: records the step of each published checkpoint.
         time_limit: is given the duration of each save.
@@ -167,7 +165,7 @@ class Checkpointer:
         after = max(oldest - 1, -1 if on_disk is None else step)
         checkpoint = self.memory.newest(after) or self._newest_on_disk(oldest, strict=strict)
         if self._mirror.fetch_newer(None if checkpoint is None else checkpoint.step, strict=strict):
-            self.memory.end_leg(is_needed=False)
+            self.memory.checkpoints.close(remove=True)
             checkpoint = self._manager.find(strict=strict)
         return checkpoint
 
@@ -231,7 +229,7 @@ class Checkpointer:
     def archive_after(self, step: int | None, into: Path) -> list[Path]:
         """Move the checkpoints later than ``step`` (None: all) into that folder; their new paths. Those in memory are
         removed."""
-        self.memory.discard()
+        self.memory.checkpoints.discard()
         return self._manager.archive_after(step, into)
 
     # -- load ---------------------------------------------------------------------------------------------------
@@ -282,7 +280,6 @@ class Checkpointer:
 
         Args:
             path: a checkpoint of any run or, for the model, safetensors.
-            names: of the components.
             allowed: differences that do not raise.
 
         Raises:

@@ -16,7 +16,7 @@ from typing import Any
 
 from dalsegno.args import TrainingArguments
 from dalsegno.control.commands import LEARNING_RATE, SETTINGS, Command, parse_command, with_settings
-from dalsegno.control.journal import Entry, Journal
+from dalsegno.control.journal import Journal, JournalEntry
 from dalsegno.control.queue import CommandQueue
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, SaveFailed
@@ -41,13 +41,7 @@ _REQUESTS = {
 
 
 class CommandExecutor:
-    """Lives as long as the run's parts. ``queue`` accepts commands while a leg is running.
-
-    Args:
-        parts: of the run.
-        settings: of the run.
-        evaluates: whether there is an evaluation set.
-    """
+    """Lives as long as the run's parts. ``queue`` accepts commands while a leg is running."""
 
     def __init__(self, parts: RunParts, settings: RecordedSettings, *, evaluates: bool) -> None:
         self._args = parts.args
@@ -61,7 +55,7 @@ class CommandExecutor:
         self.queue = CommandQueue(Journal(parts.args.directory), parts.args, self._check, rank=collectives.rank())
         self._plan = CommandPlan()
         self._switched_off: frozenset[str] = frozenset()  # as of the step's end
-        self._acted: list[Entry] = []  # at the present step; on rank 0
+        self._acted: list[JournalEntry] = []  # at the present step; on rank 0
         self._script: dict[str, Any] = {}  # the script's values of settings that commands have changed
 
     # -- the leg ------------------------------------------------------------------------------------------------------
@@ -111,14 +105,6 @@ class CommandExecutor:
             self.queue.resume(rewind_to, self._plan.overridden)
         except OSError as error:
             raise SaveFailed(f"control.jsonl could not be written: {error}; nothing is trained") from error
-
-    @contextmanager
-    def undoing_settings(self) -> Iterator[None]:
-        """At the end, restore what the script has set up: the next leg puts the commands in force again."""
-        try:
-            yield
-        finally:
-            self.undo_settings()
 
     def undo_settings(self) -> None:
         """Restore what the script has set up."""
@@ -175,9 +161,9 @@ class CommandExecutor:
         self.queue.resolve(self._acted)
         self._acted = []
 
-    def _accept(self) -> list[Entry]:
+    def _accept(self) -> list[JournalEntry]:
         """On rank 0: record which of the waiting commands act now."""
-        acting: list[Entry] = []
+        acting: list[JournalEntry] = []
         refused: dict[str, str] = {}
         args = self._args
         for entry in self.queue.waiting():
@@ -194,7 +180,7 @@ class CommandExecutor:
             self.queue.refuse(refused)
         return self.queue.record(acting, self._state.global_step)
 
-    def _parsed(self, entry: Entry, args: TrainingArguments) -> Command:
+    def _parsed(self, entry: JournalEntry, args: TrainingArguments) -> Command:
         """Raises ConfigurationError if the command can no longer be carried out."""
         command = parse_command(entry.command, entry.data, args)
         self._check(command)
@@ -220,7 +206,7 @@ class CommandExecutor:
                 "which no factor turns into this one"
             )
 
-    def _carry_out(self, entry: Entry, why: str) -> ControlRequests:
+    def _carry_out(self, entry: JournalEntry, why: str) -> ControlRequests:
         name, data = entry.command, entry.data
         if collectives.rank() == 0:
             logger.info("at step %d, by %s: %s (%s)", self._state.global_step, entry.by, Command(name, data), why)

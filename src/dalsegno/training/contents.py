@@ -25,7 +25,6 @@ class CheckpointContents:
     """Sharded states (model, loss function, optimizer, tensors of callbacks) and components (everything else).
 
     Args:
-        parts: of the run.
         settings: saved beside them, to compare with those of a later leg.
         others: further objects with a state, by the key under which each is saved.
 

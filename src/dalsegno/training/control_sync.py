@@ -44,7 +44,6 @@ class ControlSync:
     ) -> None:
         """
         Args:
-            control: of the run.
             sources: of requests other than those of callbacks.
             each_step: synchronize at every step, since callbacks may set flags of the control there.
             each_record: synchronize after every record, likewise.

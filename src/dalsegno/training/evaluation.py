@@ -1,11 +1,11 @@
-"""Evaluation: the model's mean loss on one set of data."""
+"""Evaluation: how the model is measured on one set of data: by its mean loss, or by a function of the user's."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import repeat
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -13,6 +13,7 @@ from dalsegno.data import EvalLoader, to_device
 from dalsegno.data.step_batch import LossWeight, iter_steps
 from dalsegno.distributed import accelerator
 from dalsegno.distributed.eval_mode import evaluating
+from dalsegno.errors import ConfigurationError
 
 from .forward import EvaluationForward
 from .parts import RunParts
@@ -23,7 +24,7 @@ evaluation."""
 
 
 class Evaluation(Protocol):
-    """One evaluation set, and how the model is measured on it: :class:`LossEvaluation`, or a function of the user's."""
+    """One evaluation set, and how the model is measured on it: :class:`LossEvaluation` or :class:`UserEvaluation`."""
 
     @property
     def name(self) -> str: ...
@@ -87,3 +88,34 @@ class LossEvaluation:
             weight += step_batch.total
             samples += step_batch.samples
         return float(torch.stack(losses).sum()) if losses else 0.0, weight, samples
+
+
+class UserEvaluation:
+    """The argument ``evaluate`` of ``dalsegno.Run``."""
+
+    name = "eval"
+
+    def __init__(self, function: Callable[[], Mapping[str, float]]) -> None:
+        self._function = function
+
+    def __call__(self, between_batches: BetweenBatches) -> dict[str, float]:
+        """``between_batches`` is not called here: the function calls ``run.between_batches()``.
+
+        Raises:
+            ConfigurationError: if the function does not return numbers by name.
+        """
+        metrics: Any = self._function()
+        try:
+            return {str(name): _plain(value) for name, value in metrics.items()}
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise ConfigurationError(
+                f'evaluate= returned {metrics!r}; it must return numbers by name: {{"eval_loss": 0.7}}'
+            ) from error
+
+
+def _plain(value: Any) -> float:
+    """A Python number from a number, or from a tensor or an array of one element."""
+    number = value.item() if hasattr(value, "item") else value
+    if not isinstance(number, (int, float)):
+        raise TypeError(f"{number!r} is not a number")
+    return number

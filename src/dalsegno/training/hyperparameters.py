@@ -12,6 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from dalsegno.errors import StateMismatch
 from dalsegno.stateful.schema import Must, check, check_like
 
+from .learning_rate import set_rate
+
 
 class InitialHyperparameters:
     """Hyperparameters that the optimizer and the schedules were built with; loading a checkpoint replaces them."""
@@ -54,14 +56,9 @@ class InitialHyperparameters:
 
     def _set_rates(self, shares: list[float]) -> None:
         groups = self._optimizer.param_groups
-        for group, share in zip(
-            groups, shares if len(shares) == len(groups) else shares[:1] * len(groups), strict=True
-        ):
-            rate = group["initial_lr"] * share
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+        shares = shares if len(shares) == len(groups) else shares[:1] * len(groups)
+        for group, share in zip(groups, shares, strict=True):
+            set_rate(group, group["initial_lr"] * share)
         for scheduler in self._schedulers:
             scheduler._last_lr = [group["lr"] for group in groups]
 

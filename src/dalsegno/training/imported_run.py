@@ -18,9 +18,6 @@ class ImportedRun:
     """Moves the data to where the other program was, and compares the schedule with its.
 
     Does nothing after a checkpoint of this trainer's own.
-
-    Args:
-        loader: of this run.
     """
 
     def __init__(self, loader: ResumableLoader) -> None:

@@ -1,4 +1,4 @@
-"""Learning rate by command: scales the rates of all parameter groups, and the rest of their schedules."""
+"""Learning rates of parameter groups: read, set, and scaled by command together with the rest of their schedules."""
 
 from __future__ import annotations
 
@@ -64,6 +64,17 @@ def scale_rates(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) 
 def _scaled(rate: Any, factor: float) -> Any:
     """A tensor is changed in place: a compiled or captured optimizer reads this one."""
     return rate.mul_(factor) if isinstance(rate, torch.Tensor) else rate * factor
+
+
+def set_rate(group: dict[str, Any], rate: Any) -> None:
+    """Set a parameter group's rate. A tensor is changed in place, as by :func:`scale_rates`."""
+    present = group["lr"]
+    if not isinstance(present, torch.Tensor):
+        group["lr"] = rate
+    elif isinstance(rate, torch.Tensor):
+        present.copy_(rate)
+    else:
+        present.fill_(rate)
 
 
 def copied(rate: Any) -> Any:

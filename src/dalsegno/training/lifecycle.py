@@ -42,8 +42,6 @@ class RunLifecycle:
     :class:`~dalsegno.training.session.Session` lives for one leg.
 
     Args:
-        parts: of the run.
-        evaluations: the evaluation sets.
         data: the training data, for its fingerprint.
         supplied: which parts the user brings along.
         others: further objects with a state, by the key under which each is saved.
@@ -90,8 +88,11 @@ class RunLifecycle:
         self._session = None
         self._time_limit.start()
         with self._signals.listening():
-            with locked_run_dir(self._parts.args), self._checkpointer.opened(), self._commands.undoing_settings():
-                yield
+            with locked_run_dir(self._parts.args), self._checkpointer.opened():
+                try:
+                    yield
+                finally:  # the next leg puts the commands in force again
+                    self._commands.undo_settings()
             if self._session is not None and self._session.result is not None:
                 self._result = self._session.result  # without an exception: the next leg may start from memory
                 self._requeue.end_leg(self._result)
@@ -143,11 +144,8 @@ class RunLifecycle:
 
     def finished_result(self, options: ResumeOptions) -> TrainResult | None:
         """The result of the leg that ended this run, unless none did or the user asks for more. Collective."""
-        args, state, place = (
-            self._parts.args,
-            self._parts.state,
-            agreed_position(self._parts.loader, self._parts.layout),
-        )
+        args, state = self._parts.args, self._parts.state
+        place = agreed_position(self._parts.loader, self._parts.layout)
         is_done = state.global_step >= args.max_steps if args.max_steps > 0 else place >= state.num_train_epochs
         last = LastLeg.read(self._run_file, args)
         if not is_done:

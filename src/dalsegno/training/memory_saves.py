@@ -20,12 +20,9 @@ from .parts import RunParts
 
 
 class MemorySaves:
-    """All ranks call every method but :meth:`end_leg`.
+    """All ranks call every method.
 
     Args:
-        parts: of the run.
-        contents: what is saved.
-        manager: of the checkpoints on disk.
         run_file: its last leg names the run's directory in shared memory.
     """
 
@@ -92,11 +89,3 @@ class MemorySaves:
             metrics=metrics,
             is_finite=not parts.metrics.is_broken() or are_finite(parts.model),
         )
-
-    def end_leg(self, *, is_needed: bool) -> None:
-        """Free the memory, unless the next leg needs what is in there. Not collective."""
-        self.checkpoints.close(remove=not is_needed)
-
-    def discard(self) -> None:
-        """Give up what is in memory, also of the leg before: the run goes back, or begins elsewhere."""
-        self.checkpoints.discard()

@@ -128,10 +128,8 @@ class MetricAccumulator:
     def run_loss(self) -> float | None:
         """Mean loss over all steps of the run; resets nothing. Collective."""
         self._fold()
-        loss_sum, steps = (
-            self._layout.sum_floats([self._loss_sum], "the loss of the run")[0],
-            self._run_steps + self._steps,
-        )
+        (loss_sum,) = self._layout.sum_floats([self._loss_sum], "the loss of the run")
+        steps = self._run_steps + self._steps
         return (self._run_loss_sum + loss_sum) / steps if steps else None
 
     def state_dict(self) -> MeterState:

@@ -67,14 +67,8 @@ def build_parts(
 ) -> RunParts:
     """
     Args:
-        args: the run's settings.
-        layout: which ranks read the same data.
         model: on its device already, and sharded if it is to be.
-        loss_fn: the loss function, if it is a module.
         optimizer: updates the parameters of ``model`` and ``loss_fn``.
-        schedulers: learning rate schedules.
-        loader: yields the training data.
-        callbacks: the user's.
         core: the engine's own callbacks; they are called first.
         context_fields: the fields of every event's context that are not in ``RunParts``.
         unsupported_events: events that this loop cannot fire, each with the reason and the remedy.

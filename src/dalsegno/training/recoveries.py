@@ -10,9 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from dalsegno.data import ResumableLoader
@@ -20,7 +18,7 @@ from dalsegno.data.gaps import Gaps, Place, Span
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs.recoveries import Recovery
 
-from .learning_rate import copied
+from .learning_rate import copied, set_rate
 
 _UNSCALED = nullcontext()
 
@@ -30,7 +28,6 @@ class Recoveries:
 
     Args:
         optimizer: whose learning rates the factors scale.
-        loader: of the training data.
     """
 
     def __init__(self, optimizer: Optimizer, loader: ResumableLoader) -> None:
@@ -77,11 +74,11 @@ class Recoveries:
         rates = [copied(group["lr"]) for group in groups]
         try:
             for group in groups:
-                _set(group, group["lr"] * factor)
+                set_rate(group, group["lr"] * factor)
             yield
         finally:
             for group, rate in zip(groups, rates, strict=True):
-                _set(group, rate)
+                set_rate(group, rate)
 
 
 def check_has_rates(optimizer: Optimizer) -> None:
@@ -90,11 +87,3 @@ def check_has_rates(optimizer: Optimizer) -> None:
         raise ConfigurationError(
             f"RecoveryPolicy(lr_factor=…): {type(optimizer).__name__} makes its own learning rate; leave lr_factor out"
         )
-
-
-def _set(group: dict[str, Any], rate: Any) -> None:
-    """A tensor is changed in place: a compiled or captured optimizer reads this one."""
-    if isinstance(group["lr"], torch.Tensor):
-        group["lr"].copy_(rate)
-    else:
-        group["lr"] = rate

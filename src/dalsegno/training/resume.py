@@ -90,7 +90,6 @@ class Resumer:
         With ``load_components``, a checkpoint of this run still comes first: the run has begun with them already.
 
         Args:
-            options: the user's.
             model_modified: whether the model in memory has been trained, or loaded, in this process.
 
         Raises:

@@ -55,13 +55,14 @@ from dalsegno.events.table import Event
 from dalsegno.state import TrainerControl, TrainerState
 from dalsegno.system.tracebacks import short_traceback
 
+from .evaluation import UserEvaluation
+from .learning_rate import copied
 from .lifecycle import RunLifecycle
 from .parts import build_parts
 from .result import TrainResult
 from .resume import ResumeOptions
 from .session import Session
 from .settings import UserSupplied
-from .user_evaluation import UserEvaluation
 
 logger = logging.getLogger("dalsegno")
 
@@ -375,8 +376,7 @@ class Run:
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._update.enter_context(self._parts.recoveries.scaled_rates(self.state.global_step))
-        lr = optimizer.param_groups[0]["lr"]
-        self._lr = lr.clone() if isinstance(lr, torch.Tensor) else lr
+        self._lr = copied(optimizer.param_groups[0]["lr"])
         if self._dispatcher.pre_optimizer_step:
             self._dispatcher.pre_optimizer_step.fill(None)
             self._dispatcher.pre_optimizer_step.fire()

@@ -22,9 +22,10 @@ from typing import Any, Self
 
 import torch
 
+from dalsegno.data.loader import Source
 from dalsegno.data.sequence_length import ShortenedSequences
 from dalsegno.data.split_batches import SplitBatches
-from dalsegno.data.step_batch import LossWeight, Source, StepBatch, agreed_position, iter_steps
+from dalsegno.data.step_batch import LossWeight, StepBatch, agreed_position, iter_steps
 from dalsegno.distributed import collectives
 from dalsegno.distributed.modes import parts_of_batch
 from dalsegno.errors import ConfigurationError, EmptyDataset, LeaseLost
@@ -44,10 +45,6 @@ class Session:
     """One leg: begins with the restored state, and ends when the run does or a stop is requested.
 
     Args:
-        parts: of the run.
-        boundary: acts between the steps.
-        checkpointer: of the run.
-        leg_recorder: records its begin and end.
         roll_back: restores the checkpoint of a rollback.
         loss_weight: weight of a batch's mean loss within its step; None: the number of its samples.
         resumed_from: the checkpoint that was restored.
@@ -157,7 +154,7 @@ class Session:
             diverged=error is None and request is not None and request.diverged,
         ).with_best(self._state, self._checkpointer.path_of)
         is_needed = error is not None or (result.reason != "aborted" and not self._boundary.saves.is_on_disk())
-        failures += _failures(partial(self._checkpointer.memory.end_leg, is_needed=is_needed))
+        failures += _failures(partial(self._checkpointer.memory.checkpoints.close, remove=not is_needed))
         failures += _failures(self._loader.close)
         if error is not None and dispatcher.exception:
             dispatcher.exception.fill(error)
@@ -201,7 +198,7 @@ class Session:
         if self._boundary.should_stop_now():
             return
         if self._args.recovery is not None and self._state.global_step == 0:
-            self._boundary.save_first()
+            self._boundary.save()  # to which a rollback before the first regular save goes back
         if self._state.evaluations_owed:
             self._boundary.run_due_actions(DueActions(evaluate=True))
         while not self._is_over():

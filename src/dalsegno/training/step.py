@@ -25,6 +25,7 @@ from dalsegno.events.table import Event
 from dalsegno.stateful.component import Stateful
 
 from .accumulation import Accumulation
+from .learning_rate import copied
 from .parts import RunParts
 
 
@@ -61,10 +62,8 @@ class TrainStep:
 
     Args:
         parts: of the run. A ``ReduceLROnPlateau`` among the schedulers is not stepped here.
-        accumulate: adds the micro-batches' gradients.
         parallel: of the model; knows how to clip its gradients, and which rank has its loss.
         wants_norm: whether this step needs their total norm.
-        scaler: for fp16.
     """
 
     def __init__(
@@ -140,8 +139,7 @@ class TrainStep:
 
     def _update(self) -> tuple[float | torch.Tensor, bool]:
         """Step the optimizer. Returns the learning rate that it used, and whether the weights were changed."""
-        lr = self._optimizer.param_groups[0]["lr"]
-        lr = lr.clone() if isinstance(lr, torch.Tensor) else lr
+        lr = copied(self._optimizer.param_groups[0]["lr"])
         if self._scaler is None:
             self._optimizer.step()
             return lr, True

@@ -46,12 +46,7 @@ class StepBoundary:
     ) -> None:
         """
         Args:
-            parts: of the run.
-            checkpointer: of the run.
-            evaluations: the evaluation sets.
             sources: of requests other than those of callbacks, such as signals and the time limit.
-            commands: carries out those that the job receives.
-            rollbacks: decides what becomes of a request to go back.
         """
         self._args = parts.args
         self._dispatcher = parts.dispatcher
@@ -150,7 +145,7 @@ class StepBoundary:
         save = due.save or requests.save or self._save_is_held or self.stopping
         self._save_is_held = save and epoch_ends and not self.stopping
         if save and not self._save_is_held and not requests.abort:
-            self._save()
+            self.save()
         elif not self.stopping:
             self.saves.prepare()
             if due.save_in_memory and not epoch_ends:
@@ -175,11 +170,6 @@ class StepBoundary:
             self.saves.tolerate_failed_save()
         return requests
 
-    def save_first(self) -> None:
-        """Save the state in which the run begins, to which a rollback before the first regular save goes back.
-        Collective."""
-        self._save()
-
     def finish(self) -> None:
         """Finalize the last save of a leg that ends without an exception. Collective.
 
@@ -197,9 +187,10 @@ class StepBoundary:
         """
         if self._save_is_held or also:
             self._save_is_held = False
-            self._save()
+            self.save()
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Save this step, unless a handler of on_before_save calls that off. Collective."""
         self._saved_at = time.monotonic()
         self._unless_called_off(self.saves.save)
 

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
 
 from dalsegno.distributed import collectives
 from dalsegno.state import NO_REQUESTS, ControlRequests, TrainerControl
@@ -28,12 +27,9 @@ class TimeLimit:
     :meth:`poll`, and twice the longest save so far, plus a minute (a tenth of what a short job has left).
     """
 
-    def __init__(
-        self, control: TrainerControl, max_seconds: float | None, environment: Mapping[str, str] = os.environ
-    ) -> None:
+    def __init__(self, control: TrainerControl, max_seconds: float | None) -> None:
         self._control = control
         self._max_seconds = math.inf if max_seconds is None else max_seconds
-        self._environment = environment
         self._started = self._polled = self._slurm_end = math.inf  # by the monotonic clock
         self._spare = _SPARE
         self._longest_save = 0.0
@@ -43,7 +39,7 @@ class TimeLimit:
         """Start the clock of a leg."""
         self._why = None
         self._started = self._polled = time.monotonic()
-        left = _seconds_left(self._environment)
+        left = _seconds_left()
         self._slurm_end, self._spare = self._started + left, min(_SPARE, _SPARE_SHARE * left)
 
     def allow_for(self, save: float) -> None:
@@ -65,11 +61,11 @@ class TimeLimit:
         return ControlRequests(stop=True)
 
 
-def _seconds_left(environment: Mapping[str, str]) -> float:
+def _seconds_left() -> float:
     """Seconds until Slurm ends the job; infinite if it does not, or the end is not known."""
-    announced = environment.get(SLURM_END)
+    announced = os.environ.get(SLURM_END)
     if announced is None:
-        return _seconds_left_by_scontrol(environment)
+        return _seconds_left_by_scontrol()
     if not announced.isdecimal():
         logger.warning("%s=%r is not a time in Unix seconds; the end of the job is ignored", SLURM_END, announced)
         return math.inf
@@ -80,9 +76,9 @@ def _seconds_left(environment: Mapping[str, str]) -> float:
     return left
 
 
-def _seconds_left_by_scontrol(environment: Mapping[str, str]) -> float:
+def _seconds_left_by_scontrol() -> float:
     """The same, where Slurm is too old to announce the end. Only rank 0 asks, so as to spare Slurm's controller."""
-    job = SlurmJob.current(environment)
+    job = SlurmJob.current()
     if job is None or collectives.rank() != 0:
         return math.inf
     try:

@@ -19,8 +19,6 @@ def expect_saved(
 ) -> None:
     """
     Args:
-        optimizer: of the run.
-        model: the model's state.
         loss_fn: the loss function's state, if it has tensors of its own.
         others: further objects that are saved, by key.
 
