@@ -144,6 +144,16 @@ def test_raised_max_steps_reshape_the_default_schedule(tmp_path: Path) -> None:
     assert found[4:] == leg(tmp_path / "script", 20)
 
 
+def test_a_rate_in_a_tensor_with_a_dimension_is_set_too(tmp_path: Path) -> None:
+    """Torch's optimizers take a rate of shape (1,) as well as one of shape ()."""
+
+    def make(model: Line) -> dict[str, Any]:
+        return {"optimizer": AdamW(model.parameters(), lr=torch.tensor([0.01]))}
+
+    found = leg(tmp_path, 10, {4: [("set", {"max_steps": 20})]}, make=make)
+    close(found, linear(10)[:4] + linear(20)[4:])
+
+
 def test_max_steps_at_or_below_the_present_step_finish_the_run(tmp_path: Path) -> None:
     assert len(leg(tmp_path, 10, {4: [("set", {"max_steps": 2})]})) == 4
     run = small_trainer(tmp_path, model=Line(), max_steps=10, length=80, save_steps=100)

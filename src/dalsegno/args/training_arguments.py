@@ -358,20 +358,17 @@ class TrainingArguments:
     @property
     def keeping(self) -> Retention | None:
         """Which checkpoints to keep, from ``keep`` or the other settings; None: all."""
-        keeping = self._kept_by_policy
-        if keeping is None:
+        if self.keep is not None:
+            keeping = retention_of(self.keep)
+        elif self.save_total_limit is not None:
+            keeping = Latest(self.save_total_limit) | Best()
+        else:
             return None
         keeping = keeping.with_metric(self.best_metric_name, greater=self.best_is_greater)
         if self.load_best_model_at_end:
             keeping |= Best().with_metric(self.best_metric_name, greater=self.best_is_greater)
         recovery = recovery_of(self.recovery)
         return keeping if recovery is None else keeping | recovery.keeping
-
-    @property
-    def _kept_by_policy(self) -> Retention | None:
-        if self.keep is not None:
-            return retention_of(self.keep)
-        return None if self.save_total_limit is None else Latest(self.save_total_limit) | Best()
 
     @property
     def best_metric_name(self) -> str:

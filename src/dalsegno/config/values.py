@@ -17,6 +17,7 @@ from .type_hints import hints_of
 _UNCHECKED = (Any, object, Parameter.empty)
 _LISTS: dict[Any, Callable[[list[Any]], Any]] = {
     **dict.fromkeys((list, Sequence, MutableSequence, Iterable, Collection), list),
+    tuple: tuple,
     set: set,
     Set: set,
     frozenset: frozenset,
@@ -57,7 +58,7 @@ def coerce(value: Any, annotation: Any) -> Any:
         return _coerce_union(value, inner)
     if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, Mapping):
         return _build_dataclass(value, kind)
-    if isinstance(value, (list, tuple)) and (kind in _LISTS or kind is tuple):
+    if isinstance(value, (list, tuple)) and kind in _LISTS:
         return _coerce_list(list(value), kind, inner)
     if isinstance(value, Mapping) and kind in _TABLES:
         of_key, of_value = inner or (Any, Any)
@@ -129,14 +130,12 @@ def _coerce_union(value: Any, members: tuple[Any, ...]) -> Any:
 
 
 def _coerce_list(values: list[Any], kind: Any, inner: tuple[Any, ...]) -> Any:
-    if kind is not tuple:
-        of = inner[0] if inner else Any
-        return _LISTS[kind]([_at(f"[{index}]", each, of) for index, each in enumerate(values)])
-    if inner[1:] == (...,) or not inner:
-        return tuple(_at(f"[{index}]", each, inner[0] if inner else Any) for index, each in enumerate(values))
-    if len(values) != len(inner):
+    if kind is not tuple or inner[1:] == (...,) or not inner:
+        inner = (inner[0] if inner else Any,) * len(values)
+    elif len(values) != len(inner):
         raise Mismatch(values, f"needs {len(inner)} values, {', '.join(map(describe, inner))}")
-    return tuple(_at(f"[{index}]", each, of) for index, (each, of) in enumerate(zip(values, inner, strict=True)))
+    pairs = enumerate(zip(values, inner, strict=True))
+    return _LISTS[kind]([_at(f"[{index}]", each, of) for index, (each, of) in pairs])
 
 
 def _build_dataclass(table: Mapping[str, Any], kind: type) -> Any:
@@ -196,7 +195,7 @@ def describe(annotation: Any) -> str:
         return " or ".join(describe(each) for each in inner)
     if kind is tuple and inner and inner[-1] is not ...:
         return f"a list of {', '.join(describe(each) for each in inner)}"
-    if kind in _LISTS or kind is tuple:
+    if kind in _LISTS:
         return f"a list of {describe(inner[0])}" if inner else "a list"
     if kind in _TABLES:
         return f"a table of {describe(inner[1])}" if inner else "a table"

@@ -284,7 +284,7 @@ class Coordinator:
     # -- the outer step ---------------------------------------------------------------------------------------------
 
     def _apply_submissions(self) -> None:
-        """Until :meth:`close`, or a failure. On a thread of its own."""
+        """Apply submissions until :meth:`close` or a failure. Runs on a thread of its own."""
         begun: list[Version] = []
         try:
             while (change := self._next_change()) is not None:
@@ -319,7 +319,7 @@ class Coordinator:
             return None
 
     def _fail(self, error: BaseException) -> None:
-        """Apply no submission any more, and refuse requests."""
+        """Stop applying submissions, and refuse requests."""
         with self._lock:
             if self.failure is not None:
                 return
@@ -329,8 +329,8 @@ class Coordinator:
         self._changed()
 
     def _commit(self, arrived: SpooledTensors | None = None) -> None:
-        """Write what was recorded to disk, and before it a submission: here, so that the disk works for all workers'
-        threads at a time."""
+        """Write a submission to disk, then what was recorded. Called without the lock, so that the disk works for the
+        threads of all workers at once."""
         with self._failing():
             if arrived is not None:
                 arrived.make_durable()
@@ -338,7 +338,7 @@ class Coordinator:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Let the server fail if the disk has lost what is written in the context: restarted, it does not have it."""
+        """Make the server fail if the disk has lost what is written inside: a restarted server does not have it."""
         try:
             yield
         except NotDurable as error:
@@ -352,8 +352,8 @@ class Coordinator:
             raise NotRunning(f"the server failed: {self.failure}; restart it, and it continues from its journal")
 
     def _begin_waiting_members(self) -> bool:
-        """Let workers that wait for the next round begin now, if that round has lost all its workers. Returns whether
-        there are any."""
+        """Let workers that wait for the next round begin now, if the present one has lost all its workers. Returns
+        whether there are any."""
         state = self._run.state
         waiting = self._rounds.waiting(state)
         if waiting:
@@ -364,8 +364,8 @@ class Coordinator:
         return bool(waiting)
 
     def _publish(self, begun: Sequence[Version]) -> None:
-        """Let workers fetch what a change led to, once it is on disk. They may begin while it is written. Raises
-        Closing if the server closes before."""
+        """Allow workers to fetch what a change led to, once the change is on disk. They may begin while the versions
+        are written. Raises Closing if the server closes before."""
         self._patience.insist(self._commit)
         self._committed = self._run.state.version
         self._changed()

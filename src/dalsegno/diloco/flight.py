@@ -20,13 +20,13 @@ from .transfer import Transfer
 
 
 class Flight:
-    """A submission on its way, once it is made. Its methods are collective, but for :meth:`abandon`.
+    """A submission that is on its way as soon as this object exists. All methods but :meth:`abandon` are collective.
 
     Args:
-        local_steps: behind it.
+        local_steps: that led to it.
         tensors: on rank 0, what it consists of; None: the server has it.
-        errors_before: of quantization, by name, as they were without this submission.
-        seconds: that training has waited for it.
+        errors_before: errors of quantization, by name, as they were without this submission.
+        seconds: for which training has waited for it.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Flight:
         return cls(exchange, own, state["local_steps"], None, {}, 0.0)
 
     def state(self) -> FlightState:
-        """Of a flight whose submission is acknowledged."""
+        """The state to save, of a flight whose submission is acknowledged."""
         submission = self.submission
         return {"fragment": submission.fragment, "samples": submission.samples, "local_steps": self.local_steps}
 
@@ -106,13 +106,8 @@ class Flight:
         self.seconds += time.monotonic() - begin
         return result, is_dropped
 
-    @property
-    def is_travelling(self) -> bool:
-        """Whether the transfer has yet to end; False on other ranks than 0."""
-        return self._transfer.is_running
-
     def abandon(self) -> None:
-        """Let the transfer end when it can; its result is not taken."""
+        """Tell the transfer to end when it can; its result is not taken."""
         self._transfer.abandon()
 
     def _take(self, result: Result) -> None:

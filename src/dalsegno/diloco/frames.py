@@ -55,7 +55,6 @@ class FrameLayout:
             raise ConfigurationError(f"a frame's head has {len(text)} bytes; at most {LARGEST_HEAD} are allowed")
         self.begin = _PREFIX.pack(_MAGIC, len(text), file.length) + text
         self.header = file.header
-        self.file_length = file.length
         self.length = len(self.begin) + file.length + _DIGEST
         self.order = in_file_order(specs)
 

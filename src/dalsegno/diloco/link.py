@@ -117,7 +117,7 @@ class ServerLink:
         return self._try(lambda: await_result(self.client, worker_id, number, self._options.timeout))
 
     def fetch(self, result: Result, specs: Specs) -> Verdict:
-        """Take the parameters of a result into the snapshot. Its values count only if this is done."""
+        """Take the parameters of a result into the snapshot, whose values are valid only if the verdict is DONE."""
         order, taken = in_file_order(specs), 0
 
         def take(reader: FrameReader) -> None:
@@ -150,7 +150,7 @@ class ServerLink:
         return collectives.from_rank_zero_in_time(lambda: outcome_of(work))
 
     def _insist(self, work: Callable[[], T]) -> T:
-        """Work on rank 0 until it is done. Raises NotRunning if it is not done in all attempts."""
+        """Call ``work`` on rank 0 until it succeeds. Raises NotRunning if every attempt fails."""
 
         def insist() -> T:
             for attempt in range(1, 1 + self._options.max_sync_retries):
@@ -191,7 +191,7 @@ def retry_delay(attempt: int) -> float:
 
 
 def outcome_of(work: Callable[[], T]) -> tuple[Verdict, T | None]:
-    """Work, and return how it went; not collective."""
+    """Call ``work``, and return how it went. Not collective."""
     try:
         return Verdict.DONE, work()
     except NotRunning as error:

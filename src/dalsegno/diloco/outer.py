@@ -194,7 +194,9 @@ def _average(
     read = open_reader()
     scratch = {spec.dtype: torch.empty(BLOCK, dtype=master_dtype(spec.dtype)) for spec in model.specs}
     for spec, begin in left:
-        mean = _gradient(model.by_name[spec.name]).view(-1)[begin : begin + BLOCK]
+        gradient = model.by_name[spec.name].grad
+        assert gradient is not None, "it was allotted"
+        mean = gradient.view(-1)[begin : begin + BLOCK]
         means, parts = _parts(mean), _parts(scratch[spec.dtype][: len(mean)])
         torch._foreach_copy_(means, _parts(read(0, spec, begin, len(mean))))
         torch._foreach_mul_(means, shares[0])
@@ -207,8 +209,3 @@ def _average(
 def _parts(flat: Tensor) -> list[Tensor]:
     """Views of a flat tensor, of which each is computed on one thread."""
     return list(torch.split(flat, ALONE))
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None, "it was allotted"
-    return parameter.grad

@@ -26,8 +26,7 @@ class Closing(Exception):
 
 
 class Patience:
-    """Waits for a disk that is full, or has another trouble that may pass. Used by one thread, but for
-    :meth:`close`."""
+    """Waits for a disk that is full, or has another trouble that may pass. Used by one thread, except :meth:`close`."""
 
     def __init__(self) -> None:
         self.obstacle: str | None = None
@@ -35,7 +34,7 @@ class Patience:
         self._closing = threading.Event()
 
     def close(self) -> None:
-        """Wait no longer. On any thread."""
+        """Wait no longer. May be called on any thread."""
         self._closing.set()
 
     def insist(self, write: Callable[[], object]) -> None:

@@ -47,11 +47,11 @@ class WorkerProgress:
     count: int = 0
     """Newest submission whose result the worker has."""
     version: int = 0
-    """Of the global parameters that this led to."""
+    """Version of the global parameters that this submission led to."""
     steps: int = 0
     """Local steps since the newest submission."""
     samples: int = 0
-    """Behind the changes that have not been applied."""
+    """Trained on for the changes that have not been applied."""
     synchronized: int = 0
     skipped: int = 0
 

@@ -32,8 +32,8 @@ MOST_RECORDS = 2000
 
 
 class OuterRun:
-    """The run in ``folder``: continued, or empty until :meth:`begin`. Used by one thread at a time, but for
-    :meth:`commit`, and for :meth:`write_versions` and :meth:`save` beside other threads' events.
+    """The run in ``folder``; a new one has no parameters until :meth:`begin`. Used by one thread at a time, except
+    :meth:`commit`, and except :meth:`write_versions` and :meth:`save` while other threads record events.
 
     Args:
         save_every: outer steps between two checkpoints.
@@ -134,7 +134,7 @@ class OuterRun:
         return self._parts
 
     def close(self, *, save: bool) -> None:
-        """Close the log, and save a checkpoint before.
+        """Save a checkpoint if ``save``, then close the log.
 
         Raises:
             SaveFailed: if it cannot be written; the journal has all that was acknowledged.
@@ -165,10 +165,10 @@ class OuterRun:
     # -- events -----------------------------------------------------------------------------------------------------
 
     def record(self, event: Event, make_durable: Callable[[], object] | None = None) -> None:
-        """Carry out an event. :meth:`commit` before anything that depends on it leaves the server.
+        """Carry out an event. Call :meth:`commit` before anything that depends on it leaves the server.
 
-        It is recorded first: other threads' commits take it to the disk during an outer step. If it raises, nothing is
-        committed any more, as another event would get its number.
+        It is recorded first, so that commits of other threads write it to disk during an outer step. If carrying it out
+        raises, nothing is committed any more, as another event would get its number.
         """
         self.store.journal.record(event, self.state.events + 1, make_durable)
         try:
@@ -183,7 +183,7 @@ class OuterRun:
         self.record(Accepted(submission), arrived.make_durable)
 
     def commit(self) -> None:
-        """Write what was recorded to disk. On any thread.
+        """Write what was recorded to disk. May be called on any thread.
 
         Raises:
             OSError: if the disk refuses it; the next commit tries again.
@@ -241,7 +241,7 @@ class OuterRun:
         committed. Meanwhile, other threads may record events, but no outer step.
 
         Returns:
-            Whether both is done, so that :meth:`release_submissions` may follow. A failure is logged: the journal has
+            Whether both are done, so that :meth:`release_submissions` may follow. A failure is logged: the journal has
             everything.
 
         Raises:
@@ -285,8 +285,11 @@ class OuterRun:
         return self.store.versions.has(Version(result.version, result.fragment))
 
     def begin_versions(self) -> list[Version]:
-        """The present parameters that workers will fetch, which are to be written: :meth:`write_versions`. They can be
-        fetched from now on. :meth:`.Versions.abandon` at the end, also of a failure. Changes nothing on the disk."""
+        """Announce the present parameters that workers will fetch; from now on they can be. Changes nothing on disk.
+
+        The caller writes them (:meth:`write_versions`) and at the end, also after a failure, calls
+        :meth:`.Versions.abandon`.
+        """
         state, versions = self.state, self.store.versions
         present = {each for each in self._needed_versions() if each.number == state.version}
         missing = sorted((each for each in present if not versions.has(each)), key=lambda each: each.file_name)

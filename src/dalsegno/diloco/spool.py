@@ -32,7 +32,7 @@ takes a quarter longer."""
 
 _PARTIAL = ".partial"
 _WRITE_BACK = 8 << 20
-"""Bytes after which the disk begins with them."""
+"""Bytes that are written before the disk is asked to begin with them."""
 
 
 class SpareFiles:
@@ -45,15 +45,15 @@ class SpareFiles:
         self._numbers = itertools.count()
 
     def take(self) -> Path:
-        """Path of a file to overwrite, which may be there or not."""
+        """Return the path of a file to overwrite; it may not exist yet."""
         try:
             return self._spare.pop()
         except IndexError:
             return self._new_path()
 
     def give_back(self, path: Path) -> None:
-        """Let a file be overwritten, which loses its name at once. It is not fsynced: after a power cut the name may be
-        back, with any content."""
+        """Allow a file to be overwritten. It loses its name at once, without an fsync: after a power cut the name may
+        be back, with any content."""
         spare = path
         if path.suffix != _PARTIAL:
             spare = self._new_path()
@@ -68,7 +68,7 @@ class SpareFiles:
         return (path for path in self._directory.iterdir() if path.suffix != _PARTIAL)
 
     def delete_all(self) -> None:
-        """Delete the files without a name, also those of a killed process. While none is in use."""
+        """Delete the files without a name, also those of a killed process. To be called while none is in use."""
         self._spare.clear()
         for path in self._directory.glob(f".*{_PARTIAL}"):
             filesystem.remove(path)
@@ -78,27 +78,24 @@ class SpareFiles:
 
 
 class SpooledTensors:
-    """Finite tensors in a file that has yet to get its name, and to reach the disk. Made by :func:`spooled` only."""
+    """Finite tensors in a file that has neither its name yet nor reached the disk. Made by :func:`spooled` only."""
 
     def __init__(self, path: Path, specs: Specs) -> None:
         self.path = path
         self.specs = specs
         self.descriptor = filesystem.open_own(path, os.O_WRONLY | os.O_CREAT)
         """Writes the file. Its fsync reports each error since it was opened; that of another descriptor may not."""
-        self._is_kept = self._is_durable = False
+        self.is_kept = False
+        """Whether the file has a name."""
+        self._is_durable = False
         self._failure: OSError | None = None
         self._turn = threading.Lock()  # of the threads that wait for the disk
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the file has a name."""
-        return self._is_kept
 
     def keep(self, path: Path) -> None:
         """Give the file its name."""
         filesystem.rename_nosync(self.path, path)
         self.path = path
-        self._is_kept = True
+        self.is_kept = True
 
     def make_durable(self) -> None:
         """Wait until the file and its name are on disk. On any thread.
@@ -118,21 +115,10 @@ class SpooledTensors:
                 raise NotDurable(self._failure.errno, f"fsync failed: {self._failure.strerror}", str(self.path))
 
     def close(self) -> None:
-        """Close the file, which must be durable if it is to be used."""
+        """Close the file. It must be durable by now if it is to be used."""
         with self._turn:
             os.close(self.descriptor)
             self.descriptor = -1
-
-
-@contextmanager
-def removed_on_failure(path: Path) -> Iterator[None]:
-    """Delete a file that cannot be written: a full disk needs the room."""
-    try:
-        yield
-    except OSError:
-        with suppress(OSError):
-            filesystem.remove(path)
-        raise
 
 
 @contextmanager
@@ -145,8 +131,12 @@ def spooled(files: SpareFiles, specs: Specs, frame: FrameReader) -> Iterator[Spo
     """
     tensors = SpooledTensors(files.take(), specs)
     try:
-        with removed_on_failure(tensors.path):
+        try:
             _write(tensors, frame)
+        except OSError:  # a full disk needs the room
+            with suppress(OSError):
+                filesystem.remove(tensors.path)
+            raise
         yield tensors
     finally:
         tensors.close()

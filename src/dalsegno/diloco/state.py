@@ -50,7 +50,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A worker's pseudo-gradient, described."""
+    """The description of a worker's pseudo-gradient."""
 
     worker_id: WorkerId
     number: Positive
@@ -60,10 +60,10 @@ class Submission:
     fragment: Count
     bf16: bool
     samples: Positive
-    """Behind it: its weight in the mean."""
+    """Trained on for it: its weight in the mean."""
     steps: Count
     seconds: Seconds
-    """That the steps took."""
+    """Duration of these steps."""
     loss: Finite | None
     """Of the worker's last step."""
     saved: Count
@@ -96,7 +96,7 @@ class Result:
     sync_every: int | None = None
     """Steps to the next submission; None: as the worker was configured."""
     loss: Finite | None = None
-    """Mean of the losses of the submissions that were applied with it, weighted as these."""
+    """Mean of the losses of the submissions that were applied with it, with the same weights."""
 
 
 @dataclass(slots=True)
@@ -144,7 +144,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """The outer optimizer takes the pending submissions of these workers; makes the next version."""
+    """The outer optimizer takes the pending submissions of these workers, which makes the next version."""
 
     worker_ids: list[str]
     sync_every: dict[str, int]

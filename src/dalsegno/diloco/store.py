@@ -169,7 +169,7 @@ class ServerStore:
         return TensorFile(self._submissions / submission.file_name, submission.sent(specs))
 
     def release_submissions(self, *, except_for: Collection[str]) -> None:
-        """Let the files of submissions be overwritten that no event needs any more."""
+        """Allow the files of submissions that no event needs any more to be overwritten."""
         for path in list(self._spare.named()):
             if path.name not in except_for:
                 self._spare.give_back(path)

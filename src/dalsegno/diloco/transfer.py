@@ -35,7 +35,7 @@ class Arrival:
     verdict: Verdict
     result: Result | None
     is_replaced: bool
-    """The server has another submission of this number, which was sent before."""
+    """The server has another submission of this number, sent earlier."""
 
 
 class Transfer:
@@ -105,7 +105,7 @@ class Transfer:
         return collectives.from_rank_zero_in_time(wait)
 
     def specs(self, result: Result) -> Specs:
-        """Of the parameters of a result, in the order of :meth:`tensor`."""
+        """Specs of the parameters of a result, in the order of :meth:`tensor`."""
         return in_file_order(self._whole if result.fragment is None else self._taken)
 
     def tensor(self, number: int, specs: Specs) -> Tensor:
@@ -115,11 +115,11 @@ class Transfer:
         return torch.empty(specs[number].shape, dtype=specs[number].dtype)
 
     def abandon(self) -> None:
-        """Let the thread end when it can. Nothing waits for it."""
+        """Tell the thread to end when it can, without waiting for it."""
         self._abandoned.set()
 
     def _run(self) -> None:
-        lower_thread_priority()  # the training goes first
+        lower_thread_priority()  # training comes first
         try:
             with connect(self._options) as client:
                 for number in range(1 + self._options.max_sync_retries):

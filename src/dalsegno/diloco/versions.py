@@ -127,22 +127,22 @@ class Versions:
         return file, Growth.complete(os.fstat(file.fileno()).st_size)
 
     def release(self, *, except_for: Collection[Version]) -> None:
-        """Let the files of versions be overwritten that no worker may ask for any more."""
+        """Allow the files of versions that no worker may ask for any more to be overwritten."""
         names = {version.file_name for version in except_for}
         for path in list(self._spare.named()):
             if path.name not in names:
                 self._spare.give_back(path)
 
     def release_damaged(self) -> None:
-        """As :meth:`release`, for those that a power cut has left with other content: mixed, or that of the version
-        that they had before."""
+        """As :meth:`release`, for files that a power cut has left with other content: a mixture, or the version that
+        was in the file before."""
         for path in list(self._spare.named()):
             head = head_of_whole_frame(path)
             if head is None or not path.name.startswith(f"{head.get('version')!s:0>8}-"):
                 self._spare.give_back(path)
 
     def delete_spare(self) -> None:
-        """Delete the files without a name. While none is in use."""
+        """Delete the files without a name. To be called while none is in use."""
         self._spare.delete_all()
 
     def _path(self, version: Version) -> Path:

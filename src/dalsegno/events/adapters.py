@@ -192,9 +192,8 @@ def external_global_callbacks() -> list[Callback]:
     return [adapt(callback) for kind in imported if kind is not None for callback in kind.registered_globally()]
 
 
-_adapted: WeakValueDictionary[int, CallbackAdapter] = (
-    WeakValueDictionary()
-)  # id of the foreign callback, which each holds
+_adapted: WeakValueDictionary[int, CallbackAdapter] = WeakValueDictionary()
+"""By the id of the foreign callback, which each holds."""
 
 
 @cache

@@ -24,6 +24,7 @@ from dalsegno.errors import ConfigurationError, LeaseLost, RankFailed
 from dalsegno.events.registration import check_callbacks
 from dalsegno.system.exit_status import ExitStatus
 from dalsegno.training.result import TrainResult
+from dalsegno.training.signals import SIGNALS
 
 from .agent import ENDED, MONITOR_INTERVAL, RankAgent
 from .options import HANG_TIMEOUT, MAX_RESTARTS, LaunchOptions, Start
@@ -33,7 +34,7 @@ from .rank import TARGET, RankStart, run_rank
 from .ranks import warm_up
 from .references import main_is_importable
 from .rendezvous import rendezvous_for
-from .signals import SIGNALS, ForwardedSignals
+from .signals import ForwardedSignals
 from .targets import FactoryTarget, Target, to_tree
 
 logger = logging.getLogger("dalsegno")

@@ -20,12 +20,12 @@ from dalsegno.distributed.forked import settle_after_fork
 from dalsegno.errors import ConfigurationError, DalsegnoError
 from dalsegno.events.registration import register_global_callback
 from dalsegno.system.exit_status import ExitStatus, exit_status_of
+from dalsegno.training.signals import SIGNALS
 
 from .findings import RankError
 from .heartbeat import HeartbeatCallback, Heartbeats
 from .outcome import write_outcome
 from .private_file import read_private
-from .signals import SIGNALS
 from .stacks import write_stacks_at_signal
 from .targets import Target, from_tree
 

@@ -10,7 +10,7 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+from dalsegno.training.signals import SIGNALS
 
 
 class ForwardedSignals:
