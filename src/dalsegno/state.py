@@ -367,7 +367,7 @@ def _from_foreign_control(returned: Any) -> TrainerControl:
 def running(firing: Iterator[Handler]) -> Handler | None:
     """Return the handler that an iterator over a tuple of handlers returned last; None before its first and at its end.
 
-    So an event notes which handler runs once per firing, and not once per handler, which costs a tenth of their calls.
+    So the dispatcher sets a field once per firing, not once per handler, which would add a tenth to the time of calls.
     """
     reduced: Any = firing.__reduce__()  # as it is pickled: how it is made, from which tuple, and the next index
     _, (handlers,), *place = reduced

@@ -10,7 +10,7 @@ from . import collectives
 class Gathered:
     """Numbers that each rank measures, and all ranks need.
 
-    :func:`gather_together` fetches those of several at once; whoever has not been fetched when it is read gathers its
+    :func:`gather_together` fetches those of several at once. One that has not been fetched when it is read gathers its
     own. The ranks measure when the numbers are fetched.
 
     Args:

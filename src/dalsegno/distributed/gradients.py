@@ -71,7 +71,7 @@ class GradientNorms:
     def close(self) -> None:
         self._handle.remove()
 
-    def look_at(self, optimizer: Optimizer) -> None:
+    def measure(self, optimizer: Optimizer) -> None:
         """Measure the gradients that the optimizer is about to use. No device sync, no collective."""
         taken = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
         if self._measured is not None:
@@ -107,4 +107,4 @@ class GradientNorms:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._wanted():
-            self.look_at(optimizer)
+            self.measure(optimizer)

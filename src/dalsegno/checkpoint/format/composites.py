@@ -103,7 +103,7 @@ def _name(of_torch: object) -> str:
 
 
 def _form_of(tensor: torch.Tensor) -> str:
-    """What ``copy_`` needs to be equal, and what it would not copy: the dtype of indices."""
+    """What must be equal for ``copy_``, and what it does not copy: the dtype of the indices."""
     form = f"{_kind_of(tensor)} {list(tensor.shape)} {_name(tensor.dtype)}"
     if tensor.is_quantized:
         return f"{form} {_name(tensor.qscheme())}"

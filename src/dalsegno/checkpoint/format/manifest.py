@@ -253,7 +253,7 @@ def opened(path: Path) -> Iterator[int]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add ``path`` to an OSError that names no file, as those of reads from a descriptor."""
+    """Add ``path`` to an OSError that names no file, such as that of a read from a descriptor."""
     try:
         yield
     except OSError as error:

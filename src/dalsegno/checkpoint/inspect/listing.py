@@ -19,7 +19,7 @@ class CheckpointStatus(enum.StrEnum):
     """State of a directory among the checkpoints, without reading its tensors."""
 
     VALID = "valid"
-    """The manifest is valid, and every file has the recorded size. Only hashing tells more."""
+    """The manifest is valid, and every file has the recorded size. Only checksums can show damage that remains."""
     DAMAGED = "damaged"
     """A file is missing or has another size."""
     QUARANTINED = "quarantined"

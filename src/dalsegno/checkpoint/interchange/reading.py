@@ -26,7 +26,7 @@ NOT_THERE = {
     "order of the data": "this run's own: in the current epoch some samples come twice, some never",
     "log": "not saved with the checkpoint",
 }
-"""Why a part is not taken along, if the files do not contain it."""
+"""Why a part is not imported, if the files do not contain it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class ReadOptions:
         """The step given, or saved, or counted by the optimizer; 0 if there is no optimizer.
 
         Raises:
-            ConfigurationError: if no one knows it.
+            ConfigurationError: if there is none of these.
         """
         if self.step is not None:
             return self.step

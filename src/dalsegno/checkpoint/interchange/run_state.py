@@ -58,7 +58,7 @@ class RunState:
         place: position in the data.
         records: of the log, with ``global_step`` and ``epoch``.
         settings: of the run, by their names in ``TrainingArguments``.
-        left_out: what the files contain or lack that is not taken along, and why.
+        left_out: parts that are missing in the files, or have no place in a run here, and why.
     """
 
     program: str

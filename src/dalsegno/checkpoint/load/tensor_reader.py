@@ -41,7 +41,7 @@ def load(tensors: TensorsByComponent, files: Files, index: Index) -> None:
     )
     files.require({read.chunk.file for read in reads})
 
-    collectives.run_on_all_ranks(lambda: [reader.span(read.chunk, read.dtype) for read in reads])  # raises
+    collectives.run_on_all_ranks(lambda: [reader.span(read.chunk, read.dtype) for read in reads])  # or raises
     collectives.run_on_all_ranks(lambda: _read_all(reads, reader))
 
 
@@ -67,8 +67,8 @@ def _read_all(reads: Sequence[Read], reader: ChunkReader) -> None:
 
     are_large = sum(each.bytes for each in reads) > _LARGE_BYTES * len(reads)
     threads = thread_count() if are_large and all(each.target.is_cpu for each in reads) else 1
-    with ThreadPoolExecutor(threads, thread_name_prefix="dalsegno-read") as beside:
-        others = [beside.submit(read) for _ in range(threads - 1)]
+    with ThreadPoolExecutor(threads, thread_name_prefix="dalsegno-read") as executor:
+        others = [executor.submit(read) for _ in range(threads - 1)]
         read()
         for other in others:
             other.result()

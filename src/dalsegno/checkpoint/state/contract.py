@@ -45,7 +45,7 @@ class Capturable(Protocol):
 
 
 class ShardedState(Capturable, Protocol):
-    """One that can be loaded, too."""
+    """A component with sharded tensors that can be saved and loaded."""
 
     def check_rest(self, stored: Index, rest: State, where: str) -> None:
         """Raises StateMismatch if a component of this kind cannot have saved ``rest``."""

@@ -16,7 +16,7 @@ import torch
 
 from dalsegno.errors import CannotSave
 
-from .contract import Tensors, short_class_name
+from .contract import Tensors, class_name_of, short_class_name
 
 DEEPEST = 16
 """Levels of wrappers, and of a context."""
@@ -55,7 +55,7 @@ def form_of(tensor: torch.Tensor, context: object, parts: dict[str, Form | None]
         CannotSave: for a context that cannot be compared.
     """
     return {
-        "class": _name(type(tensor)),
+        "class": class_name_of(tensor),
         "shape": [size if type(size) is int else "ragged" for size in tensor.shape],
         "dtype": str(tensor.dtype),
         "context": _described(context, f"{where}: the context of its {type(tensor).__qualname__}", 0),
@@ -119,16 +119,12 @@ def _shown(form: Mapping[str, Any] | None) -> str:
     return "a plain tensor" if form is None else str(form["class"])
 
 
-def _name(thing: type | FunctionType) -> str:
-    return f"{thing.__module__}.{thing.__qualname__}"
-
-
 def _described(value: object, where: str, depth: int) -> Json:
     """``value`` as JSON from which equality is read, but nothing is built. Devices are equal: state may move."""
     if depth > DEEPEST:
         raise CannotSave(f"{where} is nested deeper than {DEEPEST} levels, or contains itself")
     if isinstance(value, enum.Enum):
-        return f"{_name(type(value))}.{value.name}"
+        return f"{class_name_of(value)}.{value.name}"
     if isinstance(value, torch.SymInt):
         return "symbolic"
     if value is None or type(value) in (bool, int, str):
@@ -140,7 +136,7 @@ def _described(value: object, where: str, depth: int) -> Json:
     if isinstance(value, torch.device):
         return "device"
     if isinstance(value, type | FunctionType):
-        return _name(value)
+        return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return [_described(each, where, depth + 1) for each in value]
     if isinstance(value, dict):
@@ -148,10 +144,10 @@ def _described(value: object, where: str, depth: int) -> Json:
     fields = _fields(value)
     if fields is None:
         raise CannotSave(
-            f"{where} contains a {_name(type(value))}, which cannot be compared on resume; a context may contain "
+            f"{where} contains a {class_name_of(value)}, which cannot be compared on resume; a context may contain "
             "numbers, text, dtypes, enums, lists, dicts, dataclasses and plain objects of these"
         )
-    return {"class": _name(type(value))} | {key: _described(each, where, depth + 1) for key, each in fields.items()}
+    return {"class": class_name_of(value)} | {key: _described(each, where, depth + 1) for key, each in fields.items()}
 
 
 def _fields(value: Any) -> dict[str, object] | None:

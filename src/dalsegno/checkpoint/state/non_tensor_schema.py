@@ -47,7 +47,7 @@ def _is_count(steps: float) -> bool:
     return 0 <= steps < 1 << 53
 
 
-class Column(TypedDict):
+class ScalarColumn(TypedDict):
     """One scalar of a kind for each of these parameters."""
 
     kind: str
@@ -57,7 +57,7 @@ class Column(TypedDict):
 
 
 class OptimizerRest(TypedDict):
-    scalars: NotRequired[list[Annotated[Column, Must("a row of numbers, one per name", _is_column)]]]
+    scalars: NotRequired[list[Annotated[ScalarColumn, Must("a row of numbers, one per name", _is_column)]]]
     spread: NotRequired[Names]
     state: dict[str, Annotated[dict[str, Any], Must("a possible step count", _counts_steps)]]
     sharded: Names
@@ -119,9 +119,9 @@ def _moments(rest: State, names: list[str]) -> dict[frozenset[str], str]:
 def _check_accepted(
     kind: type[torch.optim.Optimizer], group: dict[str, Any], moments: dict[frozenset[str], str], where: str
 ) -> None:
-    """Let a torch optimizer judge hyperparameters as its constructor does, and by a step on a parameter of one element;
-    otherwise they fail in the first step of the run. Raises StateMismatch if the constructor would refuse one, or a
-    step needs a value that ``moments`` does not have."""
+    """Try hyperparameters in the constructor of a torch optimizer, and in a step on a parameter of one element.
+    Otherwise, a bad one would fail only in the first step of the run. Raises StateMismatch if the constructor refuses
+    one, or a step needs a value that ``moments`` does not have."""
     numbers = {key: value for key, value in group.items() if _is_number(value) and key not in _IMPLEMENTATION}
     for key, value in numbers.items():
         for number in value if isinstance(value, tuple) else (value,):
@@ -146,8 +146,8 @@ def _check_accepted(
 def _lacking(
     kind: type[torch.optim.Optimizer], arguments: dict[str, Any], kinds: frozenset[str], shape: tuple[int, ...]
 ) -> str | None:
-    """What the second step on a parameter of this shape misses, if only ``kinds`` are left of its state; None: nothing,
-    or it needs a closure, sparse gradients or another shape."""
+    """The value that the second step on a parameter of this shape lacks, if only ``kinds`` are left of its state. None
+    if it lacks none, or needs a closure, sparse gradients or another shape."""
     probe = torch.zeros(shape, requires_grad=True)
     probe.grad = torch.zeros(shape)
     try:

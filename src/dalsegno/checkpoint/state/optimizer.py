@@ -195,11 +195,11 @@ class OptimizerState:
 
         ``saved``: the stored rest. If it names all parameters by position, so does the result.
         """
-        if saved is not None and positions.are_all([group["params"] for group in saved["groups"]]):
-            return positions.named(self.optimizer)
-        names = {id(each): strip_wrappers(name) for name, each in self._model.named_parameters()}
-        for name, each in () if self._loss_fn is None else self._loss_fn.named_parameters():
-            names.setdefault(id(each), _of_loss(strip_wrappers(name)))
+        names: dict[int, str] = {}
+        if saved is None or not positions.are_all([group["params"] for group in saved["groups"]]):
+            names = {id(each): strip_wrappers(name) for name, each in self._model.named_parameters()}
+            for name, each in () if self._loss_fn is None else self._loss_fn.named_parameters():
+                names.setdefault(id(each), _of_loss(strip_wrappers(name)))
         return [
             [
                 (names.get(id(each), positions.name_of(number, position)), each)

@@ -1,7 +1,7 @@
 """Names of an optimizer's parameters by position, ``group[0].params[3]``, where their FQNs are unknown.
 
 torch numbers the parameters of an optimizer in the order of its groups. Other programs save only these numbers, so an
-imported checkpoint has such names until a run resumes from it, whose own optimizer then tells which parameter each is.
+imported checkpoint has such names until a run resumes from it, whose optimizer determines which parameter each one is.
 """
 
 from __future__ import annotations
@@ -23,14 +23,6 @@ def are_all(groups: Sequence[Sequence[str]]) -> bool:
     return any(groups) and all(
         name == name_of(number, position) for number, names in enumerate(groups) for position, name in enumerate(names)
     )
-
-
-def named(optimizer: torch.optim.Optimizer) -> list[list[tuple[str, torch.Tensor]]]:
-    """Name by position and parameter, by group."""
-    return [
-        [(name_of(number, position), each) for position, each in enumerate(group["params"])]
-        for number, group in enumerate(optimizer.param_groups)
-    ]
 
 
 def differences(

@@ -10,7 +10,7 @@ Four ways to take a tensor apart:
 * a wrapper subclass without that has the tensors among its attributes, and the other attributes as context;
 * a subclass that wraps nothing has its own elements, and its attributes as context.
 
-That module also has ``hidden_tensors(module)``.
+The module of the first way also has ``hidden_tensors(module)``.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _module_for(package: str) -> ModuleType | None:
 
 
 def hidden_tensors(model: nn.Module) -> Tensors:
-    """Tensors of a library's modules that ``load_state_dict`` ignores or refuses, by name; loaded in place alone."""
+    """Tensors of a library's modules, by name, that ``load_state_dict`` ignores or refuses: loaded in place only."""
     return {
         f"{prefix}{'.' if prefix else ''}{end}": tensor
         for prefix, module in model.named_modules()

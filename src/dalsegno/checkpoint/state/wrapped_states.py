@@ -1,6 +1,6 @@
 """Wrapped states of an optimizer, such as moments in 8 bits. A load needs tensors of the same class to write into.
 
-An optimizer has none before its first step. So that step is made on a parameter like the real one, which is then
+An optimizer has none before its first step. So that step is taken on a parameter like the real one, which is then
 dropped: the class comes from the program, and no method of a library is needed that is not part of every optimizer.
 """
 

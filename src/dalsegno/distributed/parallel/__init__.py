@@ -67,8 +67,11 @@ def parallelize(
     if collectives.world_size() == 1:
         modes = ()
     pipeline = next((mode for mode in modes if isinstance(mode, Pipeline)), None)
-    if pipeline is not None:
-        _expect_no_own_parameters(loss_fn, pipeline)
+    if pipeline is not None and loss_fn is not None and any(True for _ in loss_fn.parameters()):
+        raise ConfigurationError(
+            f"loss_fn: {type(loss_fn).__name__} has parameters, and under parallel={pipeline} it runs on the last "
+            "stage only; compute the loss in the model's forward"
+        )
     if loss_fn is None or not has_own_parameters(loss_fn, model, modes):
         return _spread(model, modes, layout, device, bf16)
     parallel = _spread(model, modes, layout, device, bf16)
@@ -103,23 +106,11 @@ def _spread_loss(
 ) -> Parallel:
     """Spread a loss function: over the data ranks only; ranks that read the same data compute the same. Raises
     ConfigurationError if the user has spread the model, but not the loss function."""
-    if modes and isinstance(modes[0], Parallelized) and layout.data_size > 1 and not _is_spread(loss_fn):
+    is_spread = all(isinstance(each, DTensor) for each in loss_fn.parameters())
+    if modes and isinstance(modes[0], Parallelized) and layout.data_size > 1 and not is_spread:
         raise ConfigurationError(
             f"loss_fn: {type(loss_fn).__name__} has parameters of its own, whose gradients nothing averages over the "
             "data ranks; spread it too, as you spread the model"
         )
     sharding = [mode for mode in modes if not isinstance(mode, TensorParallel)]
     return _spread(loss_fn, sharding, layout, device, bf16)
-
-
-def _expect_no_own_parameters(loss_fn: nn.Module | None, pipeline: Pipeline) -> None:
-    """Raises ConfigurationError if the loss function has parameters."""
-    if loss_fn is not None and any(True for _ in loss_fn.parameters()):
-        raise ConfigurationError(
-            f"loss_fn: {type(loss_fn).__name__} has parameters, and under parallel={pipeline} it runs on the last "
-            "stage only; compute the loss in the model's forward"
-        )
-
-
-def _is_spread(module: nn.Module) -> bool:
-    return all(isinstance(each, DTensor) for each in module.parameters())

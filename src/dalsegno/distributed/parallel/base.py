@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from torch import nn
 from torch.optim import Optimizer
 
+from dalsegno.distributed import collectives
 from dalsegno.distributed.clipping import GradientClipping
+from dalsegno.distributed.sharded_tensors import once
 from dalsegno.distributed.totals import StepTotals, totals_of_whole
 from dalsegno.errors import ConfigurationError
 
@@ -70,3 +72,8 @@ class ReplacedParameters(Parallel):
                         "pass to the trainer"
                     )
                 group["params"][index] = now[self._before[id(parameter)]]
+
+
+def make_copies_equal(model: nn.Module) -> None:
+    """Broadcast rank 0's parameters and buffers: each rank is about to keep a part of its own copy. Collective."""
+    collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])

@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 from dalsegno.distributed import collectives
 from dalsegno.distributed.blocks import matching_names, unshared
 from dalsegno.distributed.modes import FSDP, TensorParallel
-from dalsegno.distributed.sharded_tensors import once
 from dalsegno.errors import ConfigurationError
 
-from .base import ReplacedParameters
+from .base import ReplacedParameters, make_copies_equal
 from .tensor import planned_styles, split_layers
 
 
@@ -50,8 +49,7 @@ class FullySharded(ReplacedParameters):
         if isinstance(model, FSDPModule):
             _expect_of_all_ranks(model, layers)
         else:
-            # each rank keeps a shard of its own copy, so the copies must be equal
-            collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])
+            make_copies_equal(model)
             if layers is not None and layer_mesh is not None:
                 split_layers(model, planned_styles(model, layers), layer_mesh)
             shard(model, unit_names(model, mode), mode, mesh, dtype)

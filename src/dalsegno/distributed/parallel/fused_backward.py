@@ -80,7 +80,7 @@ class FusedBackward(Parallel):
 
     def _take_norm(self, max_norm: float) -> torch.Tensor:
         """Return the total norm of the gradients, which have already been used and cannot be clipped."""
-        self._norms.look_at(self._optimizer)
+        self._norms.measure(self._optimizer)
         return total_norm(self._norms.take()).float()
 
     def _update(self, own: Optimizer, number: int, parameter: nn.Parameter) -> None:

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from dalsegno.distributed import collectives
 from dalsegno.distributed.clipping import complete
 from dalsegno.distributed.inference import run_stages_of
 from dalsegno.distributed.layout import data_dimensions
@@ -26,12 +25,11 @@ from dalsegno.distributed.modes import FSDP, STAGES, TENSOR, Pipeline, TensorPar
 from dalsegno.distributed.pipeline.cut import Cut, cut
 from dalsegno.distributed.pipeline.runner import PipelineRunner
 from dalsegno.distributed.pipeline.stage import StageModule
-from dalsegno.distributed.sharded_tensors import once
 from dalsegno.distributed.stage_places import StagePlace, place_of, set_place
 from dalsegno.distributed.totals import StageTotals, StepTotals
 from dalsegno.errors import ConfigurationError
 
-from .base import ReplacedParameters
+from .base import ReplacedParameters, make_copies_equal
 from .fsdp import shard, unit_names
 from .tensor import planned_styles, split_layers
 
@@ -79,7 +77,7 @@ class Pipelined(ReplacedParameters):
         stages = cut(model, mode.stages)
         self.entries = [each[stages.entry(number)] for number, each in enumerate(stages.stages) if number]
         stores = _stores(stages, ranks)
-        collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])
+        make_copies_equal(model)
         _leave_to_others(model, stores, here, device)
         if layers is not None:
             styles = planned_styles(model, layers)

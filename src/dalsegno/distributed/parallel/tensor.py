@@ -12,13 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from dalsegno.distributed import collectives
 from dalsegno.distributed.blocks import matching_names
 from dalsegno.distributed.modes import TensorParallel
-from dalsegno.distributed.sharded_tensors import once
 from dalsegno.errors import ConfigurationError
 
-from .base import ReplacedParameters
+from .base import ReplacedParameters, make_copies_equal
 
 _STYLES_OF_TRANSFORMERS: Mapping[str, Any] = {
     "colwise": ColwiseParallel,
@@ -37,8 +35,7 @@ class TensorSharded(ReplacedParameters):
     def __init__(self, model: nn.Module, mode: TensorParallel, mesh: DeviceMesh) -> None:
         """``mesh``: of one dimension."""
         super().__init__(model)
-        # each rank keeps a part of its own copy, so the copies must be equal
-        collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])
+        make_copies_equal(model)
         split_layers(model, planned_styles(model, mode), mesh)
 
 
