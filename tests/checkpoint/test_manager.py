@@ -24,7 +24,7 @@ from dalsegno.errors import (
     SaveFailed,
     StateMismatch,
 )
-from dalsegno.policies.retention import Best, Entry, EveryNth, Latest
+from dalsegno.policies.retention import Best, CheckpointSummary, EveryNth, Latest
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
 
@@ -289,7 +289,9 @@ def test_a_step_is_not_saved_twice(tmp_path: Path) -> None:
         (lambda entries: set(), [4]),
     ],
 )
-def test_what_stays(tmp_path: Path, keep: Callable[[list[Entry]], set[int]] | None, stay: list[int]) -> None:
+def test_what_stays(
+    tmp_path: Path, keep: Callable[[list[CheckpointSummary]], set[int]] | None, stay: list[int]
+) -> None:
     """The newest stays under every policy."""
     manager, saved = CheckpointManager(tmp_path), Saved()
     for step, loss in [(1, 9.0), (2, 3.0), (3, 5.0), (4, float("nan"))]:

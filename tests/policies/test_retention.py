@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import dalsegno as ds
 from dalsegno.checkpoint import CheckpointManager
 from dalsegno.errors import ConfigurationError, UnknownName
-from dalsegno.policies.retention import AnyRetention, Entry, Retention, retention_of
+from dalsegno.policies.retention import AnyRetention, CheckpointSummary, Retention, retention_of
 from support.listeners import Listener
 from support.resumed import stop_after
 from support.stopping import stoppable_trainer
@@ -26,13 +26,13 @@ joined = st.lists(rules, min_size=1, max_size=3).map(retention_of)
 numbers = st.one_of(st.integers(-3, 3).map(float), st.sampled_from([float("nan"), float("inf")]))
 metrics = st.dictionaries(st.sampled_from(["eval_loss", "eval_accuracy"]), numbers)
 histories = st.lists(metrics, max_size=25).map(
-    lambda saves: [Entry(step, its, best=False) for step, its in enumerate(saves, start=1)]
+    lambda saves: [CheckpointSummary(step, its, best=False) for step, its in enumerate(saves, start=1)]
 )
 
 
-def pruned(rule: Retention, history: list[Entry]) -> set[int]:
+def pruned(rule: Retention, history: list[CheckpointSummary]) -> set[int]:
     """What is left if the rule is asked after each save, and the newest is never deleted."""
-    there: list[Entry] = []
+    there: list[CheckpointSummary] = []
     for entry in history:
         there.append(entry)
         kept = rule(there) | {entry.step}
@@ -41,18 +41,20 @@ def pruned(rule: Retention, history: list[Entry]) -> set[int]:
 
 
 @given(joined, histories)
-def test_it_does_not_matter_how_often_a_rule_is_asked(rule: Retention, history: list[Entry]) -> None:
+def test_it_does_not_matter_how_often_a_rule_is_asked(rule: Retention, history: list[CheckpointSummary]) -> None:
     """So a resumed run, whose rule sees only what is on disk, keeps what an unbroken one does."""
     assert pruned(rule, history) == rule(history) | {entry.step for entry in history[-1:]}
 
 
 @given(joined, joined, histories)
-def test_joined_rules_keep_what_either_keeps(one: Retention, other: Retention, history: list[Entry]) -> None:
+def test_joined_rules_keep_what_either_keeps(
+    one: Retention, other: Retention, history: list[CheckpointSummary]
+) -> None:
     assert (one | other)(history) == one(history) | other(history)
 
 
 @given(counts, histories)
-def test_the_best_are_the_best(count: int, history: list[Entry]) -> None:
+def test_the_best_are_the_best(count: int, history: list[CheckpointSummary]) -> None:
     kept = ds.Best(count, "loss")(history)
     losses = {entry.step: entry.metrics.get("eval_loss", float("nan")) for entry in history}
     measured = [step for step, loss in losses.items() if loss == loss]

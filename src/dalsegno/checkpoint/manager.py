@@ -10,7 +10,7 @@ from pathlib import Path
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint
-from dalsegno.policies.retention import Entry, Keep, steps_to_keep
+from dalsegno.policies.retention import CheckpointSummary, Keep, steps_to_keep
 from dalsegno.stateful.component import Component, State
 from dalsegno.system import filesystem
 
@@ -320,7 +320,7 @@ class CheckpointManager:
         paths = collectives.from_rank_zero(newest_first)
         return (paths[0], names.step_of(paths[0]) or 0) if paths else (None, 0)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CheckpointSummary]:
         """Valid checkpoints, by file sizes alone, oldest first, as policies see them. Logs and skips others."""
         return collectives.from_rank_zero(self._entries)
 
@@ -359,11 +359,11 @@ class CheckpointManager:
 
         collectives.from_rank_zero(remove)
 
-    def _entries(self) -> list[Entry]:
+    def _entries(self) -> list[CheckpointSummary]:
         entries = []
         for found in list_checkpoints(self.directory) if checkpoint_dir.newest_first(self.directory) else []:
-            if found.entry is not None:
-                entries.append(found.entry)
+            if found.summary is not None:
+                entries.append(found.summary)
             elif found.status in (CheckpointStatus.DAMAGED, CheckpointStatus.UNREADABLE, CheckpointStatus.NEWER):
                 logger.warning("%s is left out: %s", found.path.name, found.problem)
         return entries

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from dalsegno.errors import ConfigurationError
 
 from .notation import Policy, read_policies
-from .retention import Entry, Retention
+from .retention import CheckpointSummary, Retention
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class KeepForRollback(Retention):
 
     margin: int
 
-    def __call__(self, entries: Sequence[Entry]) -> set[int]:
+    def __call__(self, entries: Sequence[CheckpointSummary]) -> set[int]:
         steps = [entry.step for entry in entries]
         far_enough = [step for step in steps if step <= steps[-1] - self.margin]
         return {*steps[len(far_enough) :], *far_enough[-2:]}

@@ -17,7 +17,7 @@ from .notation import Policy, read_policies
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CheckpointSummary:
     """A checkpoint as rules see it. ``metrics``: of its own step. ``best``: whether no earlier step was better."""
 
     step: int
@@ -27,11 +27,11 @@ class Entry:
     """False if its weights are known to contain NaN or infinity."""
 
 
-Keep = Callable[[Sequence[Entry]], set[int]]
+Keep = Callable[[Sequence[CheckpointSummary]], set[int]]
 """Maps all checkpoints of a run, oldest first, to the steps to keep."""
 
 
-def steps_to_keep(keep: Keep, entries: Sequence[Entry]) -> set[int]:
+def steps_to_keep(keep: Keep, entries: Sequence[CheckpointSummary]) -> set[int]:
     """Return the steps to keep: the newest checkpoint and those that the rule keeps. Checkpoints with non-finite
     weights are hidden from the rule, so that none is kept instead of a good one."""
     return keep([entry for entry in entries if entry.finite]) | {entry.step for entry in entries[-1:]}
@@ -42,7 +42,7 @@ class Retention(Policy):
 
     __slots__ = ()
 
-    def __call__(self, entries: Sequence[Entry]) -> set[int]:
+    def __call__(self, entries: Sequence[CheckpointSummary]) -> set[int]:
         raise NotImplementedError
 
     def __or__(self, other: Retention) -> Retention:
@@ -62,7 +62,7 @@ class Latest(Retention):
     def __post_init__(self) -> None:
         _check_count("Latest", "count", self.count)
 
-    def __call__(self, entries: Sequence[Entry]) -> set[int]:
+    def __call__(self, entries: Sequence[CheckpointSummary]) -> set[int]:
         return {entry.step for entry in entries[-self.count :]}
 
 
@@ -90,7 +90,7 @@ class Best(Retention):
             return self
         return replace(self, metric=metric, mode=self.mode or ("max" if greater else "min"))
 
-    def __call__(self, entries: Sequence[Entry]) -> set[int]:
+    def __call__(self, entries: Sequence[CheckpointSummary]) -> set[int]:
         name = self.metric or "loss"
         sign = 1 if (self.mode or ("min" if name.endswith("loss") else "max")) == "min" else -1
         values = {entry.step: entry.metrics.get(name, entry.metrics.get(f"eval_{name}", math.nan)) for entry in entries}
@@ -107,7 +107,7 @@ class EveryNth(Retention):
     def __post_init__(self) -> None:
         _check_count("EveryNth", "steps", self.steps)
 
-    def __call__(self, entries: Sequence[Entry]) -> set[int]:
+    def __call__(self, entries: Sequence[CheckpointSummary]) -> set[int]:
         return {entry.step for entry in entries if entry.step % self.steps == 0}
 
 
@@ -120,7 +120,7 @@ class AnyRetention(Retention):
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.parts))
 
-    def __call__(self, entries: Sequence[Entry]) -> set[int]:
+    def __call__(self, entries: Sequence[CheckpointSummary]) -> set[int]:
         return set().union(*(part(entries) for part in self.parts))
 
     def with_metric(self, metric: str, *, greater: bool) -> Retention:

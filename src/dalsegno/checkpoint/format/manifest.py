@@ -28,7 +28,7 @@ from typing import Any
 import xxhash
 
 from dalsegno.errors import DamagedCheckpoint, NotFound, StateMismatch
-from dalsegno.policies.retention import Entry
+from dalsegno.policies.retention import CheckpointSummary
 
 from . import names
 
@@ -89,9 +89,9 @@ class Manifest:
         return [data_ranks.index(number) for number in range(max(data_ranks) + 1)]
 
     @property
-    def entry(self) -> Entry:
+    def summary(self) -> CheckpointSummary:
         """The checkpoint as retention policies see it."""
-        return Entry(self.step, self.metrics, self.best, self.finite)
+        return CheckpointSummary(self.step, self.metrics, self.best, self.finite)
 
     def to_bytes(self) -> bytes:
         content = {

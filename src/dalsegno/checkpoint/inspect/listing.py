@@ -12,7 +12,7 @@ from pathlib import Path
 from dalsegno.checkpoint.format import checkpoint_dir, names
 from dalsegno.checkpoint.format.manifest import Checkpoint
 from dalsegno.errors import DamagedCheckpoint, NotFound, StateMismatch
-from dalsegno.policies.retention import Entry
+from dalsegno.policies.retention import CheckpointSummary
 
 
 class CheckpointStatus(enum.StrEnum):
@@ -54,11 +54,11 @@ class CheckpointInfo:
         return sum(each.size for each in self.checkpoint.manifest.files.values()) if self.checkpoint else None
 
     @property
-    def entry(self) -> Entry | None:
+    def summary(self) -> CheckpointSummary | None:
         """Input of a retention policy; None unless the checkpoint is valid."""
         if self.checkpoint is None or self.status is not CheckpointStatus.VALID:
             return None
-        return self.checkpoint.manifest.entry
+        return self.checkpoint.manifest.summary
 
 
 def list_checkpoints(place: Path) -> list[CheckpointInfo]:
@@ -91,7 +91,7 @@ def newest(place: Path) -> Checkpoint:
         return checkpoint_dir.open_checkpoint(place)
     found = list_checkpoints(place)
     for each in reversed(found):
-        if each.entry is not None and each.checkpoint is not None:
+        if each.summary is not None and each.checkpoint is not None:
             return each.checkpoint
     raise NotFound(f"{place}: there is no valid checkpoint, only {', '.join(each.path.name for each in found)}")
 

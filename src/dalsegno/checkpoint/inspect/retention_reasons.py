@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint.inspect.listing import CheckpointInfo
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint
-from dalsegno.policies.retention import Entry, Retention, rules_of
+from dalsegno.policies.retention import CheckpointSummary, Retention, rules_of
 
 from .json_view import readable_states
 
@@ -32,7 +32,7 @@ _SETTINGS = (
 
 def rule_of_run(found: Sequence[CheckpointInfo]) -> Retention | None:
     """Retention rule that the newest valid checkpoint was saved under; None if it keeps all, or cannot be read."""
-    checkpoint = next((each.checkpoint for each in reversed(found) if each.entry is not None), None)
+    checkpoint = next((each.checkpoint for each in reversed(found) if each.summary is not None), None)
     if checkpoint is None:
         return None
     try:
@@ -43,7 +43,7 @@ def rule_of_run(found: Sequence[CheckpointInfo]) -> Retention | None:
         return None
 
 
-def reasons(rule: Retention | None, entries: Sequence[Entry]) -> dict[int, list[str]]:
+def reasons(rule: Retention | None, entries: Sequence[CheckpointSummary]) -> dict[int, list[str]]:
     """By step, the parts of the rule that keep the checkpoint, as the user wrote them; empty if none does.
 
     Args:

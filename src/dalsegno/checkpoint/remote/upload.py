@@ -142,7 +142,7 @@ class Uploader:
         gone = (self._were_here - here) & self._there.keys()
         if self._keep is not None:
             manifests = [_parsed(self._there[step]) for step in sorted(self._there)]
-            kept = steps_to_keep(self._keep, [manifest.entry for manifest in manifests if manifest is not None])
+            kept = steps_to_keep(self._keep, [manifest.summary for manifest in manifests if manifest is not None])
             gone |= self._there.keys() - here - self._were_here - kept
         newest = max(self._there, default=None)
         for step in sorted(gone - {newest}):

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     why, best = _reasons(everything), _best(everything)
     on_disk = added_bytes([each.path for each in everything])
     rows = [
-        _row(each, best) | {"on_disk": on_disk.get(each.path), "kept": why[each.entry.step] if each.entry else []}
+        _row(each, best) | {"on_disk": on_disk.get(each.path), "kept": why[each.summary.step] if each.summary else []}
         for each in found
     ]
     if arguments.verify:
@@ -81,7 +81,7 @@ def _reasons(found: Sequence[CheckpointInfo]) -> dict[int, list[str]]:
     """Step → retention rules of the run that keep its checkpoint."""
     from dalsegno.checkpoint.inspect.retention_reasons import reasons, rule_of_run
 
-    return reasons(rule_of_run(found), [each.entry for each in found if each.entry is not None])
+    return reasons(rule_of_run(found), [each.summary for each in found if each.summary is not None])
 
 
 def _best(found: Sequence[CheckpointInfo]) -> CheckpointInfo | None:

@@ -91,9 +91,9 @@ def _rule(arguments: argparse.Namespace, found: list[CheckpointInfo]) -> Retenti
 def _rows(found: list[CheckpointInfo], rule: Retention) -> list[dict[str, Any]]:
     from dalsegno.checkpoint.inspect.retention_reasons import NEWEST, reasons
 
-    whole = [each for each in found if each.entry is not None]
+    whole = [each for each in found if each.summary is not None]
     trusted = next((each.step for each in reversed(whole) if _verifies(each)), None)
-    kept = reasons(rule, [each.entry for each in whole if each.entry is not None])
+    kept = reasons(rule, [each.summary for each in whole if each.summary is not None])
     rows = []
     for each in whole:
         why = [*kept[each.step or 0]]
