@@ -140,6 +140,9 @@ def pytest_collection() -> Generator[None, Any, Any]:
     collected = yield
     if "dalsegno.testing" in sys.modules:
         import dalsegno.training.preloaded  # noqa: F401  # what the first trainer of this process would import
+        from support import rehearsal
+
+        rehearsal.rehearse()
     gc.collect()
     gc.freeze()
     gc.enable()
