@@ -468,3 +468,14 @@ def test_on_evaluate_end_comes_whatever_happens(tmp_path: Path) -> None:
     assert ends == ["near", "near"], "one that fails keeps no other from being called"
     assert "and during teardown: ValueError: second" in caught.value.__notes__
     assert arguments(tmp_path).directory == tmp_path
+
+
+def test_of_two_that_fail_at_the_end_of_an_evaluation_the_second_is_in_the_notes(tmp_path: Path) -> None:
+    def fail(ctx: Any) -> None:
+        raise RuntimeError(ctx.name)
+
+    both = [Listener({"on_evaluate_end": fail}, name=name) for name in "ab"]
+    trainer = small_trainer(tmp_path, *both, parts={"eval_dataset": {"near": tiny_regression_data(4)}})
+    with pytest.raises(RuntimeError, match="near") as caught:
+        trainer.evaluate()
+    assert caught.value.__notes__[-1] == "and during teardown: RuntimeError: near"

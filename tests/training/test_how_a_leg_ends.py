@@ -203,3 +203,13 @@ def test_a_failing_train_end_after_a_good_run_is_raised_when_all_have_heard(tmp_
         small_trainer(tmp_path, bad, good, max_steps=1).train()
     assert told == ["finished"]
     assert RunFile(tmp_path).load().legs[-1].reason == "finished"
+
+
+def test_of_two_that_fail_at_the_end_the_second_is_in_the_notes_of_the_first(tmp_path: Path) -> None:
+    def fail_too(ctx: Any) -> None:
+        raise RuntimeError("and again")
+
+    both = [Listener({"on_train_end": each}, name=each.__name__) for each in (fail, fail_too)]
+    with pytest.raises(Oops) as caught:
+        small_trainer(tmp_path, *both, max_steps=1).train()
+    assert caught.value.__notes__[-1] == "and during teardown: RuntimeError: and again"

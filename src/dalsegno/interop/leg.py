@@ -28,6 +28,7 @@ from dalsegno.events.adapters import external_global_callbacks
 from dalsegno.events.callback import Callback, components_of, global_callbacks
 from dalsegno.events.contexts import Context
 from dalsegno.events.dispatcher import Dispatcher
+from dalsegno.events.failures import note_failures, raise_first
 from dalsegno.events.records import fire_record
 from dalsegno.events.table import Event
 from dalsegno.state import ControlRequests, TrainerControl, TrainerState
@@ -231,8 +232,7 @@ class Leg:
         self.state.clock.stop()
         train_end = self.events.train_end
         train_end.fill(reason, metrics, self._newest)
-        for failure in train_end.fire_all():
-            raise failure
+        raise_first(train_end.fire_all())
 
     def fail(self, error: BaseException) -> None:
         """Fire on_exception and on_train_end. What a handler raises becomes a note of ``error``. Not collective."""
@@ -244,8 +244,7 @@ class Leg:
             self.end("interrupted" if isinstance(error, KeyboardInterrupt) else "exception", {})
         except BaseException as late:
             failures.append(late)
-        for failure in failures:
-            error.add_note(f"and during teardown: {type(failure).__name__}: {failure}")
+        note_failures(error, failures)
 
     # -- epochs and steps -------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from dalsegno.errors import UnknownName
+from dalsegno.events.failures import note_failures, raise_first
 
 from .evaluation import Evaluation
 from .metric_checks import expect_metrics
@@ -133,11 +134,9 @@ class EvaluationRunner:
             begin.fire()
             yield begin.context.evaluated_weights
         except BaseException as error:
-            for failure in self._announce_end(evaluation):
-                error.add_note(f"and during teardown: {type(failure).__name__}: {failure}")
+            note_failures(error, self._announce_end(evaluation))
             raise
-        for failure in self._announce_end(evaluation):
-            raise failure
+        raise_first(self._announce_end(evaluation))
 
     def _announce_end(self, evaluation: Evaluation) -> list[BaseException]:
         end = self._dispatcher.evaluate_end

@@ -29,6 +29,7 @@ from dalsegno.data.step_batch import LossWeight, StepBatch, agreed_position, ite
 from dalsegno.distributed import collectives
 from dalsegno.distributed.modes import parts_of_batch
 from dalsegno.errors import ConfigurationError, EmptyDataset, LeaseLost
+from dalsegno.events.failures import note_failures, raise_first
 from dalsegno.logs.recoveries import Recovery
 
 from .checkpointer import Checkpointer
@@ -168,10 +169,10 @@ class Session:
             failures += _failures(partial(self._leg_recorder.end, result))
         if error is None and (late := self._control.rollback_request) is not None:
             logger.warning("%s requests to go back (%s) after the last step: the run stays", late.by, late.reason)
-        for failure in failures:
-            if error is None:
-                raise failure
-            error.add_note(f"and during teardown: {type(failure).__name__}: {failure}")
+        if error is None:
+            raise_first(failures)
+        else:
+            note_failures(error, failures)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
