@@ -1,7 +1,7 @@
 """LiveJob: the parts of a running job that its server shows, published by the training thread.
 
-The training thread appends; the server's thread reads. It never waits for the training thread, nor the reverse for more
-than the copy of a list. Records come from the run's log on disk if there is one, else from memory.
+The training thread appends; the server's thread reads. Neither waits for the other for longer than the copy of a list
+takes. Records come from the run's log on disk if there is one, else from memory.
 """
 
 from __future__ import annotations

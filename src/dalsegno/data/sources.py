@@ -70,7 +70,9 @@ def train_loader(
             feed = kind(loader, seed=seed, world_size=world_size)
             feed.exchange_lengths()
             return feed
-        samples = _stream_length(source, batch_size * world_size if drop_last else 1)
+        samples = length_of(source)
+        if samples is not None and drop_last:
+            samples -= samples % (batch_size * world_size)
         return kind(loader, seed=seed, world_size=world_size, samples=samples, one_stream=True)
 
     sampler = ResumableSampler(_map_length(source), batch_size, rank, world_size, seed, shuffle, drop_last)
@@ -168,11 +170,9 @@ def eval_loader(
         rereadable = RestartedStream(read) if isinstance(read, Stateful) else read
         stream = RankShard(rereadable, rank, world_size, batch_size, seed, drop_last=False, is_split=part is not None)
         loader = _stream_loader(stream, collate, drop_last=False, workers=workers)
-        if part is not None:
-            return EvalLoader(UserLoader(loader, seed=seed, world_size=world_size))
-        return EvalLoader(
-            UserLoader(loader, seed=seed, world_size=world_size, samples=length_of(source), one_stream=True)
-        )
+        samples = length_of(source) if part is None else None
+        own = UserLoader(loader, seed=seed, world_size=world_size, samples=samples, one_stream=part is None)
+        return EvalLoader(own)
     sampler = ResumableSampler(_map_length(source), batch_size, rank, world_size, seed, shuffle=False)
     return EvalLoader(_map_loader(source, sampler, collate, workers))
 
@@ -233,11 +233,6 @@ def _map_length(source: Any) -> int:
             f"{type(source).__name__} has __getitem__ but no length; give it __len__, or make it an IterableDataset"
         )
     return length
-
-
-def _stream_length(source: Any, complete: int) -> int | None:
-    length = length_of(source)
-    return None if length is None else length - length % complete
 
 
 def _iterable(loader: Any) -> Iterable[Any]:

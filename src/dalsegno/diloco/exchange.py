@@ -23,7 +23,7 @@ logger = logging.getLogger("dalsegno")
 
 
 class Exchange:
-    """The server of ``options``, for the worker of ``snapshot`` and ``progress``, which results change."""
+    """Talks to the server of ``options`` for one worker. Results change its ``snapshot`` and ``progress``."""
 
     def __init__(self, options: WorkerOptions, snapshot: GlobalSnapshot, progress: WorkerProgress) -> None:
         self.snapshot = snapshot

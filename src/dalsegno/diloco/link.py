@@ -42,7 +42,10 @@ class Verdict(Enum):
 
 
 class ServerLink:
-    """The server of ``options``, for a worker with the parameters of ``snapshot``."""
+    """A connection of all ranks of a worker to the server of ``options``.
+
+    Global parameters are read from ``snapshot``, and received into it.
+    """
 
     def __init__(self, options: WorkerOptions, snapshot: GlobalSnapshot) -> None:
         self._options = options

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 MOST_LOSSES = 3
-"""Legs in a row that reach the same step, or an earlier one, and are lost."""
+"""Number of legs in a row, lost at the same step or an earlier one, after which there are no more restarts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 
 from dalsegno.errors import UnknownName
 from dalsegno.events.failures import note_failures, raise_first
+from dalsegno.events.records import fire_record
 
 from .evaluation import Evaluation
 from .metric_checks import expect_metrics
 from .parts import RunParts
-from .recorder import Recorder
 from .snapshot import StateSnapshot
 
 
@@ -29,13 +29,12 @@ class EvaluationInterrupted(BaseException):
 class EvaluationRunner:
     """Runs the evaluations of a run, as a part of a step or on demand."""
 
-    def __init__(self, parts: RunParts, recorder: Recorder, evaluations: Sequence[Evaluation]) -> None:
+    def __init__(self, parts: RunParts, evaluations: Sequence[Evaluation]) -> None:
         self._args = parts.args
         self._dispatcher = parts.dispatcher
         self._state = parts.state
         self._control = parts.control
         self._callbacks = parts.callbacks
-        self._recorder = recorder
         self._evaluations = evaluations
         self._measured: tuple[int, dict[str, float]] = 0, {}  # step of the newest evaluation, and its metrics
         self._stop_requested: Callable[[], bool] | None = None  # during a step's evaluation only
@@ -116,7 +115,7 @@ class EvaluationRunner:
                 metrics = evaluation(self.between_batches)
             finally:
                 self._stop_requested = outer
-        self._recorder.log(metrics, "eval", evaluated_weights)
+        fire_record(dispatcher, metrics, "eval", evaluated_weights)
         if dispatcher.evaluate:
             dispatcher.evaluate.fill(
                 metrics, evaluation.name, evaluated_weights, all_metrics={**earlier, **metrics}, is_last=is_last

@@ -70,10 +70,10 @@ class RunLifecycle:
         contents = CheckpointContents(parts, self._settings, others)
         self._checkpointer = Checkpointer(parts, contents, self._settings, self._run_file, self._time_limit)
         self._commands = CommandExecutor(parts, self._settings, evaluates=bool(evaluations))
-        rollbacks = Rollbacks(parts, self._checkpointer, self._run_file)
+        self._rollbacks = Rollbacks(parts, self._checkpointer, self._run_file)
         sources = [self._signals.poll, self._time_limit.poll]
-        self.boundary = StepBoundary(parts, self._checkpointer, evaluations, sources, self._commands, rollbacks)
-        self._resumer = Resumer(parts, self._checkpointer, self.boundary, self._commands, rollbacks)
+        self.boundary = StepBoundary(parts, self._checkpointer, evaluations, sources, self._commands, self._rollbacks)
+        self._resumer = Resumer(parts, self._checkpointer, self.boundary, self._commands, self._rollbacks)
         self._requeue = Requeue(enabled=parts.args.requeue)
         self._session: Session | None = None  # of the newest leg; None if the run was finished before it
         self._result: TrainResult | None = None  # of the previous leg in this process
@@ -125,7 +125,7 @@ class RunLifecycle:
             self._parts.random_state.start()
             if options.load_components:
                 self._resumer.load_components(options)
-            self._resumer.complete_rollback()
+            self._rollbacks.complete()
             return None
         self._model_modified = True  # even if the load fails
         self._resumer.load(checkpoint, options)

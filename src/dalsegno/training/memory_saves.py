@@ -1,7 +1,7 @@
 """MemorySaves: the run's newest state in shared memory, beside its checkpoints on disk.
 
-They serve one purpose: a leg resumes from them if they are newer than every valid one on disk. Whatever else selects a
-checkpoint (a path, retention, a rollback, the best model) sees those on disk only.
+A checkpoint in memory serves one purpose: a leg resumes from it if it is newer than every valid one on disk. Whatever
+else selects a checkpoint (a path, retention, a rollback, the best model) sees those on disk only.
 """
 
 from __future__ import annotations

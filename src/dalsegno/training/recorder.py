@@ -78,9 +78,9 @@ class Recorder:
             metrics["learning_rate"] = float(self._lr)
         self._dispatcher.train_metrics.fire_with(metrics)
 
-    def log(self, logs: dict[str, Any], kind: str, evaluated_weights: str | None = None) -> None:
+    def log(self, logs: dict[str, Any], kind: str) -> None:
         """Fire on_log_step and on_log with one record: see :func:`fire_record`."""
-        fire_record(self._dispatcher, logs, kind, evaluated_weights)
+        fire_record(self._dispatcher, logs, kind)
 
     def log_training(self) -> None:
         """Log the steps since the last such record. Collective, unless :attr:`gathered` has been fetched."""

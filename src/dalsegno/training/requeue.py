@@ -14,7 +14,7 @@ logger = logging.getLogger("dalsegno")
 
 
 class Requeue:
-    """Acts on rank 0 only; without ``enabled``, nowhere. What fails is logged: the leg's result stands."""
+    """Acts on rank 0, if ``enabled``. A failure is only logged: the leg's result stays as it is."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled

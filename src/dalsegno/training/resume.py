@@ -121,7 +121,7 @@ class Resumer:
             if options.chooses:
                 self._archive_after(checkpoint.step if is_own else None, report)
                 self._rollbacks.drop("the user has chosen another beginning")
-            self.complete_rollback()
+            self._rollbacks.complete()
         logger.info("resumed from %s\n%s", checkpoint.path, report.table())
         self._report(checkpoint.path, checkpoint.step, report)
 
@@ -143,16 +143,11 @@ class Resumer:
         self._commands.go_back(checkpoint.step)
         self._checkpointer.load(checkpoint, strict_callbacks=False, allowed=self._options.allow_changes)
         self._continue_from(checkpoint, is_own=True)
-        self.complete_rollback()
+        self._rollbacks.complete()
         parts.buffers.begin_leg()
         self._boundary.begin_timeline()
         self._state.clock.start()
         self._dispatcher.rollback.fire_with(step, checkpoint.step, recovery.reason)
-
-    def complete_rollback(self) -> None:
-        """Record that a pending rollback is done, once its checkpoint, or the run's beginning, is restored."""
-        if self._parts.recoveries.pending is not None:
-            self._rollbacks.complete()
 
     def _continue_rollback(self, options: ResumeOptions) -> None:
         """Continue a rollback that was decided in an earlier leg, which ended before it was done."""

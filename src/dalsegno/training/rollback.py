@@ -111,11 +111,13 @@ class Rollbacks:
         return recovery
 
     def complete(self) -> None:
-        """Record that the pending rollback is done: the present state is that of its checkpoint.
+        """Record that the pending rollback, if any, is done: its checkpoint, or the run's beginning, is restored.
 
         Raises:
             SaveFailed: if ``recoveries.jsonl`` or ``run.json`` cannot be written.
         """
+        if self._recoveries.pending is None:
+            return
         *earlier, pending = self._recoveries
         done = replace(pending, to_step=self._state.global_step, since=self._furthest(self._loader.place), is_done=True)
         recorded = RolledBack(

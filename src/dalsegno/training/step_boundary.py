@@ -56,7 +56,7 @@ class StepBoundary:
         self._rollbacks = rollbacks
         self.commands = commands
         self.recorder = Recorder(parts)
-        self.evaluations = EvaluationRunner(parts, self.recorder, evaluations)
+        self.evaluations = EvaluationRunner(parts, evaluations)
         self.saves = SaveCoordinator(parts, checkpointer)
         self._checkpointer = checkpointer
         self.begin_leg()
