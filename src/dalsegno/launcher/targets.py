@@ -17,7 +17,7 @@ from dalsegno.logs import RunFile
 from dalsegno.system.exit_status import ExitStatus
 from dalsegno.training.result import TrainResult
 
-from .parcel import pack, unpack
+from .parcel import Node, pack, unpack
 
 
 @dataclass(slots=True)
@@ -57,13 +57,6 @@ class ConfigTarget:
         more = {"continue_stopped": True} if self.continue_stopped else {}
         return _ended(trainer.train(origin, **more), ())
 
-    def to_tree(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_tree(cls, tree: Mapping[str, Any]) -> ConfigTarget:
-        return cls(**tree)
-
 
 @dataclass(frozen=True, slots=True)
 class FactoryTarget:
@@ -80,7 +73,7 @@ class FactoryTarget:
 
     def check(self) -> None:
         """Raises ConfigurationError if something cannot travel."""
-        unpack(self.to_tree()["parcel"])
+        unpack(self.packed())
 
     def run(self, launched: float) -> Ended:
         given = {"callbacks": list(self.callbacks)} if self.callbacks else {}
@@ -89,17 +82,14 @@ class FactoryTarget:
             raise ConfigurationError(f"{_name(self.factory)} returned a {type(trainer).__name__}, not a trainer")
         return _ended(trainer.train(), self.callbacks)
 
-    def to_tree(self) -> dict[str, Any]:
-        packed = {
+    def packed(self) -> Node:
+        """A dict of the fields, packed; an error names the callback or argument that cannot travel."""
+        fields = {
             "factory": pack(self.factory, f"the function {_name(self.factory)}"),
             "callbacks": ["list", [pack(each, f"callbacks: {each.key}") for each in self.callbacks]],
             "arguments": pack(dict(self.arguments), "arguments"),
         }
-        return {"parcel": ["dict", [[["value", name], node] for name, node in packed.items()]]}
-
-    @classmethod
-    def from_tree(cls, tree: Mapping[str, Any]) -> FactoryTarget:
-        return cls(**unpack(tree["parcel"]))
+        return ["dict", [[["value", name], node] for name, node in fields.items()]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +115,6 @@ class ScriptTarget:
             return Ended(end.code if isinstance(end.code, int) else ExitStatus.DONE if end.code is None else 1)
         return Ended(ExitStatus.DONE)
 
-    def to_tree(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_tree(cls, tree: Mapping[str, Any]) -> ScriptTarget:
-        return cls(**tree)
-
 
 Target = ConfigTarget | FactoryTarget | ScriptTarget
 
@@ -141,12 +124,13 @@ KINDS: dict[str, type[Target]] = {"config": ConfigTarget, "factory": FactoryTarg
 def to_tree(target: Target) -> dict[str, Any]:
     """A tree that the codec can encode."""
     kind = next(name for name, each in KINDS.items() if isinstance(target, each))
-    return {"kind": kind, "target": target.to_tree()}
+    packed = target.packed() if isinstance(target, FactoryTarget) else pack(asdict(target), kind)
+    return {"kind": kind, "target": packed}
 
 
 def from_tree(tree: Any) -> Target:
     """Rebuild what :func:`to_tree` was given."""
-    return KINDS[tree["kind"]].from_tree(tree["target"])
+    return KINDS[tree["kind"]](**unpack(tree["target"]))
 
 
 def _ended(result: Any, callbacks: Sequence[Callback]) -> Ended:
