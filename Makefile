@@ -46,7 +46,8 @@ rollbacks: $(READY)
 diloco: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m durability.diloco --kills $(or $(KILLS),100)
 
-# Three hundred kills of runs that also save in memory: five minutes or so. `make memory KILLS=30` is shorter.
+# Three hundred kills of runs that also save in memory, half of them with a frozen layer: five minutes or so.
+# `make memory KILLS=30` is shorter.
 memory: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m durability.memory --kills $(or $(KILLS),300)
 

@@ -54,7 +54,8 @@ def test_the_size_of_memory_checkpoints(tmp_path: Path, capsys: pytest.CaptureFi
     output, size, finished = printed(capsys)[4:]
     assert output.startswith("output ") and finished.startswith("finished ")
     place = re.escape(str(memory_dir.root()))
-    assert re.fullmatch(rf"memory     two slots of [\d.]+ kB in {place}/\w+, where [\d.]+ \wB are free", size), size
+    kept = r"[\d.]+ kB of frozen parameters, and two slots of [\d.]+ kB"
+    assert re.fullmatch(rf"memory     {kept} in {place}/\w+, where [\d.]+ \wB are free", size), size
     trainer(tmp_path, [1.0] * 3, quiet()).train()
     assert not [line for line in printed(capsys) if line.startswith("memory")]
 

@@ -51,6 +51,19 @@ class Tally:
     def kills(self) -> int:
         return self.places.total()
 
+    def __add__(self, other: Tally) -> Tally:
+        """Of the runs of both."""
+        return Tally(
+            self.world_size,
+            self.places + other.places,
+            self.resumes + other.resumes,
+            self.from_memory + other.from_memory,
+            self.runs + other.runs,
+            self.lost_records + other.lost_records,
+            self.differing_bits + other.differing_bits,
+            self.differences + other.differences,
+        )
+
 
 Leg = Callable[[Path, FaultPlan | None, int], None]
 """One process life of a run, on each rank: its directory, when it is killed, and which rank is."""

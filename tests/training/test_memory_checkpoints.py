@@ -304,7 +304,7 @@ def test_the_computed_size_counts_what_the_optimizer_adds_to_trained_weights_onl
     states = [ModelState(model), OptimizerState(model, torch.optim.AdamW([model["lora"]]))]
     checkpoints = memory.MemoryCheckpoints(tmp_path, Layout.flat())
     checkpoints.begin_leg(states, saving=True)
-    assert "two slots of 7." in caplog.text
+    assert "4 MB of frozen parameters, and two slots of 3." in caplog.text
     checkpoints.close(remove=True)
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,8 @@ def leg(folder: Path, hosts: Sequence[str], crash: int | None, parallel: str, ch
     logging.getLogger("dalsegno").setLevel(logging.INFO)
     goes_back = changes.pop("goes_back", False)
     running = trainer(folder / "run", crash, parallel=parallel, **changes)
+    if "frozen" in changes:
+        running.add_callback(Thaws())
     if goes_back:
         running.add_callback(GoesBack())
     try:
@@ -187,6 +190,44 @@ def test_what_the_last_leg_gave_up_is_no_candidate(tmp_path: Path) -> None:
     assert saves._candidates() == {own: None}
     file.end("aborted", None, 8, {})
     assert saves._candidates() == {}
+
+
+def sent_by_leg(folder: Path, crash: int | None, changes: dict[str, Any]) -> Counter[str]:
+    """How often this rank sends each file in a leg on hosts a and b."""
+    sent: Counter[str] = Counter()
+    send = file_transfer._send
+
+    def counted(transfer: Transfer, *others: Any) -> list[str]:
+        sent[transfer.name] += 1
+        return send(transfer, *others)
+
+    file_transfer._send = counted
+    leg(folder, ["a", "b"], crash, "fsdp", changes)
+    return sent
+
+
+class Thaws(ds.Callback):
+    """Changes the frozen parameters in the middle of the run."""
+
+    def on_step_end(self, ctx: Any) -> None:
+        if ctx.state.global_step == 10:
+            ctx.model.layers[0].weight.data.mul_(2)
+
+
+def test_frozen_parameters_are_sent_once(tmp_path: Path) -> None:
+    """Once more when they have changed, in the second save of a leg that has resumed. Then hosts are lost."""
+    changes = {"frozen": ["layers.0"], "save_in_memory": "InMemory(steps=1, copies=1)"}
+    run, uninterrupted = (Run(tmp_path / name, "fsdp", **changes) for name in ("run", "uninterrupted"))
+    for crash, saves in ((7, 7), (11, 3)):
+        for rank, sent in enumerate(run_ranks(sent_by_leg, 2, tmp_path / "run", crash, changes)):
+            assert (sent[f"model/frozen-{rank:05d}.safetensors"], max(sent.values())) == (1, saves)
+    run.lose("b")
+    assert "fetching" in run.leg("a", "c", crash=13)
+    run.lose("a")
+    run.leg("d", "c")
+    assert run.origins == [None, *(f"memory step-{step:08d}" for step in (7, 11, 13))]
+    uninterrupted.leg("a", "b")
+    run.expect_equal(uninterrupted)
 
 
 def test_memory_for_the_copies_is_counted(tmp_path: Path) -> None:

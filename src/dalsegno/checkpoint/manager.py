@@ -193,7 +193,8 @@ class CheckpointManager:
         if not self._has_saved and self._prefault is None:
             if self._former is None:
                 self._find_former()
-            self._prefault = BufferPrefault(self._snapshotter.prepare(sharded, self._former))
+            sizes = () if self._former is None else self._former.sizes
+            self._prefault = BufferPrefault(self._snapshotter.prepare(sharded, sizes))
 
     def settle(self) -> None:
         """Wait for the background threads, before anything else touches buffers or directories."""

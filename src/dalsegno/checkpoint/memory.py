@@ -7,6 +7,9 @@ There are two slots. A save copies the state into the one that is not published,
 copies, publishes it by a rename, and hides the other. So processes that are killed at any instant leave one whole
 checkpoint, and the pages of both are used again. No page of a former leg is written to: one of its processes may still
 live.
+
+A file of frozen parameters that are proved to be unchanged is one file in both slots, a hard link, and is not sent
+again. Such a file is not written to either: what has changed goes into a new one.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ from .save.memory_room import check_room
 from .save.memory_save import MemoryPublication, MemorySave
 from .save.shared_files import NoRoom, SharedFiles
 from .save.snapshot import Snapshotter
+from .save.unchanged import FormerFiles
+from .spread import SpreadCheckpoint
 from .state.contract import ShardedState
 
 logger = logging.getLogger("dalsegno")
@@ -63,7 +68,8 @@ class MemoryCheckpoints:
         self._hosts: Hosts | None = None
         self._copies = 0
         self._directory: MemoryDir | None = None  # of this leg, on this host
-        self._former: Path | None = None  # the checkpoint of a former leg that this one resumed from, on this host
+        self._former: SpreadCheckpoint | None = None  # of a former leg, from which this one resumed
+        self._shareable: FormerFiles | None = None  # of the newest checkpoint on this host; the next one may link them
         self._slots: list[_Slot] = []
         self._captured: tuple[_Slot, Callable[[], MemorySave]] | None = None  # and not yet started
         self._in_progress: tuple[_Slot, MemorySave] | None = None
@@ -97,9 +103,8 @@ class MemoryCheckpoints:
         self._leave()
         if not candidates:
             return None
-        found = newest_in_memory(self._output_dir, candidates, after=after, hosts=self._known_hosts())
-        self._former = None if found is None else found.path
-        return found
+        self._former = newest_in_memory(self._output_dir, candidates, after=after, hosts=self._known_hosts())
+        return self._former
 
     def owns(self, path: Path) -> bool:
         """Whether ``path`` is a memory checkpoint of the run."""
@@ -112,6 +117,8 @@ class MemoryCheckpoints:
         self._captured = self._former = None
         published = [(slot.published, slot.hidden) for slot in self._slots if slot.published is not None]
         for slot in self._slots:
+            if slot.published is not None and self._shareable is not None:
+                self._shareable = self._shareable.moved_to(slot.hidden)
             slot.published = None
 
         def hide() -> None:
@@ -128,7 +135,9 @@ class MemoryCheckpoints:
 
     def _own_directories(self) -> list[MemoryDir]:
         """On this host, those of this leg, and of the checkpoint that it resumed from."""
-        former = None if self._former is None else memory_dir.find(self._former.parent.parent.name, self._output_dir)
+        former = (
+            None if self._former is None else memory_dir.find(self._former.path.parent.parent.name, self._output_dir)
+        )
         return [each for each in (self._directory, former) if each is not None]
 
     # -- a leg ------------------------------------------------------------------------------------------------------
@@ -149,13 +158,14 @@ class MemoryCheckpoints:
         """
         self._slots, self._captured, self._directory, self._has_saved, self.room = [], None, None, False, None
         former, hosts = self._former, self._known_hosts()
+        self._shareable = None if former is None else FormerFiles(former.path, former.here)
         name = collectives.broadcast(memory_dir.new_name(), "name of memory checkpoints")
 
         def tidy() -> None:
             kept = self._own_directories()
             memory_dir.remove_others(self._output_dir, keep=kept)
-            for path in [] if former is None else former.parent.iterdir():
-                if path != former:
+            if former is not None:
+                for path in [path for path in former.path.parent.iterdir() if path != former.path]:
                     filesystem.remove(path)
             if saving:
                 memory_dir.create(self._output_dir, name)
@@ -209,7 +219,7 @@ class MemoryCheckpoints:
                 slot.snapshotter.leave_out(base)
 
     def _check_room(self, sharded: Sequence[ShardedState], directory: MemoryDir) -> str:
-        freed = sum(each.size for each in self._own_directories())
+        freed = memory_dir.size_of(self._own_directories())
         snapshotter, hosts = self._slots[0].snapshotter, self._known_hosts()
         return check_room(snapshotter, sharded, directory.path, hosts, copies=self._copies, freed=freed)
 
@@ -221,9 +231,11 @@ class MemoryCheckpoints:
         """
         if self._directory is None or self._has_saved or self._prefault is not None:
             return
-        slots = self._slots if self._former is None else self._slots[:1]  # the other one once that is not needed
+        first, second = (slot.snapshotter for slot in self._slots)
         try:
-            steps = [slot.snapshotter.prepare(sharded) for slot in slots]
+            steps = [first.prepare(sharded, () if self._shareable is None else self._shareable.sizes)]
+            if self._former is None:  # otherwise once that is not needed any more
+                steps.append(second.prepare(sharded, {file.layout.length for file in first.planned}))
         except NoRoom as error:
             raise self._does_not_fit(error) from error
         self._check_room(sharded, self._directory)
@@ -262,7 +274,7 @@ class MemoryCheckpoints:
             return
         slot = next(slot for slot in self._slots if slot.published is None)
         try:
-            snapshot = slot.snapshotter.capture(sharded, components, carried, copy=True)
+            snapshot = slot.snapshotter.capture(sharded, components, carried, copy=True, former=self._shareable)
         except NoRoom as error:
             if not self._has_saved:
                 raise self._does_not_fit(error) from error
@@ -274,7 +286,7 @@ class MemoryCheckpoints:
         superseded = [
             (each.published, each.hidden) for each in self._slots if each is not slot and each.published is not None
         ]
-        former = None if self._former is None else self._former.parent.parent
+        former = None if self._former is None else self._former.path.parent.parent
         publication = MemoryPublication(slot.hidden, self.path_of(step), superseded, former)
 
         def start() -> MemorySave:
@@ -283,6 +295,7 @@ class MemoryCheckpoints:
                 publication,
                 self._known_hosts(),
                 copies=self._copies,
+                former=self._shareable,
                 step=step,
                 manifest_of=lambda records: snapshot.manifest(step, metrics, False, True, records),
             )
@@ -320,7 +333,7 @@ class MemoryCheckpoints:
             if collectives.rank() == 0:
                 logger.warning("memory checkpoint: %s", save.failure or f"{save.path.name} was not saved")
             return
-        self._has_saved, self._former = True, None
+        self._has_saved, self._former, self._shareable = True, None, save.files
         for slot in self._slots:
             slot.published = save.path if slot is saved_in else None
 
@@ -339,7 +352,7 @@ class MemoryCheckpoints:
                 memory_dir.remove(directory)
 
     def _leave(self) -> None:
-        self._directory = self._former = self._prefault = self._captured = None
+        self._directory = self._former = self._shareable = self._prefault = self._captured = None
         self._slots = []
 
     def _does_not_fit(self, error: Exception) -> ConfigurationError:

@@ -11,7 +11,7 @@ from dalsegno.distributed.file_transfer import Transfer, transfer
 from dalsegno.distributed.hosts import Hosts
 from dalsegno.system.byte_sizes import format_bytes
 
-from .format.manifest import Checkpoint
+from .format.manifest import Checkpoint, FileRecord
 
 logger = logging.getLogger("dalsegno")
 
@@ -27,6 +27,11 @@ class SpreadCheckpoint(Checkpoint):
 
     hosts: Hosts
     held: Sequence[set[str]]
+
+    @property
+    def here(self) -> dict[str, FileRecord]:
+        """Records of the files that this host's directory contains."""
+        return {name: self.manifest.files[name] for name in self.held[self.hosts.here]}
 
     def require(self, names: Collection[str]) -> None:
         """Fetch those of the files ``names`` that this host lacks into its directory.

@@ -216,6 +216,14 @@ def link(source: Path, target: Path) -> None:
     os.link(source, target)
 
 
+def count_names(path: Path) -> int:
+    """How many names (hard links) the file at ``path`` has; 0 if there is none."""
+    try:
+        return path.lstat().st_nlink
+    except FileNotFoundError:
+        return 0
+
+
 def remove(path: Path) -> None:
     """Remove a file or a directory tree. Does nothing if ``path`` does not exist."""
     if path.is_dir() and not path.is_symlink():
@@ -335,9 +343,13 @@ def reserve(path: Path, begin: int, length: int) -> None:
 def rewrite_in_place(path: Path, pieces: Iterable[Buffer], length: int) -> None:
     """Write ``length`` bytes to ``path``, a file in memory, into the pages that it has; for this user alone.
 
+    A file that has further names keeps its content under these: it gets pages of its own.
+
     Raises:
         OSError: if there is not enough memory, before the first piece is taken.
     """
+    if count_names(path) > 1:
+        remove(path)
     descriptor = open_own(path, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         if length:

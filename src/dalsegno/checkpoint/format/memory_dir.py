@@ -9,8 +9,8 @@
           step-00000490/                a published checkpoint
           slot-3b0a-0/  slot-3b0a-1/    hidden: being written, or kept to be written again
 
-With several hosts, each has the files of its own ranks, copies of its neighbours' if the run keeps any, and the whole
-manifest.
+A file of frozen parameters that have not changed is one file, with a name in both. With several hosts, each has the
+files of its own ranks, copies of its neighbours' if the run keeps any, and the whole manifest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,12 +71,19 @@ class MemoryDir:
     @property
     def size(self) -> int:
         """Bytes of memory that its files take."""
-        total = 0
-        for directory, _, files in os.walk(self.path):
+        return size_of([self])
+
+
+def size_of(directories: Iterable[MemoryDir]) -> int:
+    """Bytes of memory that the files of these directories take together: a file with several names takes it once."""
+    sizes = {}
+    for each in directories:
+        for folder, _, files in os.walk(each.path):
             for name in files:
                 with contextlib.suppress(FileNotFoundError):  # a live run renames and removes
-                    total += Path(directory, name).lstat().st_blocks * 512
-        return total
+                    status = Path(folder, name).lstat()
+                    sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return sum(sizes.values())
 
 
 def root() -> Path:

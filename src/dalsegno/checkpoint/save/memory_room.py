@@ -26,7 +26,8 @@ def check_room(
     copies: int,
     freed: int,
 ) -> str:
-    """Compare two slots with the memory that is free; also before the first step has created the optimizer's state.
+    """Compare two slots, which share files of frozen parameters, with the memory that is free; also before the first
+    step has created the optimizer's state.
 
     Args:
         snapshotter: of one slot; has planned the files.
@@ -42,17 +43,24 @@ def check_room(
     Raises:
         ConfigurationError: on all ranks, if they do not fit into the memory of a host.
     """
-    size, trained = snapshotter.planned_bytes(), snapshotter.planned_bytes_trained(MODEL)
+    size = frozen = trained = 0
+    for file in snapshotter.planned:
+        if file.is_frozen:
+            frozen += file.layout.length
+        else:
+            size += file.layout.length
+            trained += file.layout.length if file.component == MODEL else 0
     is_exact = True
     for each in sharded:
         if each.optimizer is not None and not each.optimizer.state:
             per_parameter = tensors_per_parameter(each.optimizer)
             is_exact = is_exact and per_parameter is not None
             size += trained * (per_parameter or 0)
-    sizes = collectives.gather(size, "size of memory checkpoints")
-    own = [sum(sizes[rank] for rank in hosts.ranks(host)) for host in range(hosts.count)]
-    slots = [sum(own[host - distance] for distance in range(copies + 1)) for host in range(hosts.count)]
-    needed, ranks_here = 2 * slots[hosts.here], len(hosts.ranks(hosts.here))
+    sizes = collectives.gather((size, frozen), "size of memory checkpoints")
+    own, slots = _by_host([size for size, _ in sizes], hosts, copies)
+    own_shared, shared = _by_host([frozen for _, frozen in sizes], hosts, copies)
+    totals = [2 * of_slot + once for of_slot, once in zip(slots, shared, strict=True)]
+    needed, ranks_here = totals[hosts.here], len(hosts.ranks(hosts.here))
     free, room = free_disk(directory) + freed, available_memory()
     left = free - needed if room is None else min(free - needed, ranks_here * room + freed - needed)
     is_disk = left == free - needed
@@ -60,14 +68,22 @@ def check_room(
     about = "" if is_exact else ", and what the optimizer adds in the first step"
     shortest, is_disk = min(of_ranks)
     host = hosts.of_rank[of_ranks.index((shortest, is_disk))] if shortest < 0 else hosts.here
-    text = f"two slots of {format_bytes(slots[host])}{about}"
+    text = f"{format_bytes(shared[host])} of frozen parameters, and " if shared[host] else ""
+    text += f"two slots of {format_bytes(slots[host])}{about}"
     if copies:
-        text += f" ({format_bytes(own[host])} of its own, the rest copies of other hosts' parts)"
+        of_its_own = 2 * own[host] + own_shared[host]
+        text += f" ({format_bytes(of_its_own)} of its own, the rest copies of other hosts' parts)"
     if shortest < 0:
         place = directory.parent.parent if is_disk else "memory"
         where = f" of the host of rank {hosts.ranks(host)[0]}" if hosts.count > 1 else ""
         raise ConfigurationError(
-            f"save_in_memory=: memory checkpoints take {text}, and {format_bytes(max(0, 2 * slots[host] + shortest))} "
+            f"save_in_memory=: memory checkpoints take {text}, and {format_bytes(max(0, totals[host] + shortest))} "
             f"are free in {place}{where}; leave save_in_memory out, or train on a host with more memory"
         )
     return f"{text} in {directory}, where {format_bytes(free)} are free"
+
+
+def _by_host(sizes: Sequence[int], hosts: Hosts, copies: int) -> tuple[list[int], list[int]]:
+    """Bytes of its own ranks' files that each host keeps, and of these with the copies; ``sizes``: by rank."""
+    own = [sum(sizes[rank] for rank in hosts.ranks(host)) for host in range(hosts.count)]
+    return own, [sum(own[host - distance] for distance in range(copies + 1)) for host in range(hosts.count)]

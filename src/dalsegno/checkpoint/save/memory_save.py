@@ -3,7 +3,7 @@
 ::
 
     each rank hashes its files               rank 0: build the manifest, which every rank receives
-    each rank sends its files on             to the hosts that keep copies; these verify them
+    each rank sends its files on             to the hosts that keep copies and lack them; these verify them
     each host publishes                      by a rename, once all copies are whole
     each host hides the checkpoint before    once all hosts have published: so a whole one is left at any instant
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dalsegno.checkpoint.format import names
-from dalsegno.checkpoint.format.manifest import Manifest
+from dalsegno.checkpoint.format.manifest import FileRecord, Manifest
 from dalsegno.distributed import collectives
 from dalsegno.distributed.file_transfer import Transfer, transfer
 from dalsegno.distributed.hosts import Hosts
@@ -26,6 +26,7 @@ from dalsegno.system.worker import lower_thread_priority
 
 from .async_save import AsyncSave, Records, Report, described
 from .snapshot import Snapshot
+from .unchanged import FormerFiles, UnchangedFile
 
 logger = logging.getLogger("dalsegno")
 
@@ -49,7 +50,10 @@ class MemoryPublication:
         return None  # it is laid out
 
     def publish(self, manifest: Manifest) -> None:
-        """Turn the slot into the checkpoint."""
+        """Turn the slot into the checkpoint, without files that only an earlier one there had."""
+        for path in [path for path in self.partial.rglob("*") if path.is_file()]:
+            if path.relative_to(self.partial).as_posix() not in manifest.files:
+                filesystem.remove(path)
         filesystem.write_durably(self.partial / names.MANIFEST, manifest.to_bytes())
         self._move(self.partial, self.path)
 
@@ -87,11 +91,18 @@ class MemorySave(AsyncSave):
         hosts: Hosts,
         *,
         copies: int,
+        former: FormerFiles | None,
         step: int,
         manifest_of: Callable[[Sequence[Records]], Manifest],
     ) -> None:
-        """Start the save; arguments as of :class:`AsyncSave`, and ``copies``: less than the number of hosts."""
-        self._publication, self._hosts, self._copies = publication, hosts, copies
+        """Start the save; arguments as of :class:`AsyncSave`.
+
+        Args:
+            copies: number of other hosts that keep each host's files; less than the number of hosts.
+            former: files of the checkpoint before on this host, which need not be sent to it again.
+        """
+        self._publication, self._hosts, self._copies, self._former = publication, hosts, copies, former
+        self.files: FormerFiles | None = None
         super().__init__(snapshot, publication, step=step, is_best=False, manifest_of=manifest_of)
 
     def _conclude(self, report: Report) -> str | None:
@@ -108,6 +119,7 @@ class MemorySave(AsyncSave):
                 publication.undo()
             return reason
         self._is_published = True
+        self.files = FormerFiles(publication.path, manifest.files)
         if self._hosts.leads:
             try:
                 publication.remove_former()
@@ -128,6 +140,10 @@ class MemorySave(AsyncSave):
         """Send this rank's files to the hosts that keep copies, and receive those of others."""
         lower_thread_priority()  # this takes processor time, unlike a write to a disk
         transfers, progress = self._transfers(manifest, files), self._progress
+        if not transfers:
+            return None
+        linked = self._group.gather_decide(self._linked(transfers), lambda of_ranks: set[Transfer]().union(*of_ranks))
+        transfers = [each for each in transfers if each not in linked]
         self._bytes_to_move += sum(each.size for each in transfers if collectives.rank() in (each.source, each.target))
         try:
             return transfer(transfers, self._destination.partial, self._group, self._advance, progress.pause)
@@ -146,6 +162,20 @@ class MemorySave(AsyncSave):
                     record = manifest.files[name]
                     transfers.append(Transfer(name, record.size, record.xxh3, source, target))
         return transfers
+
+    def _linked(self, transfers: Sequence[Transfer]) -> set[Transfer]:
+        """Those to this rank whose file is in the checkpoint before on its host, and now is in this one: as a link."""
+        linked, former, directory = set[Transfer](), self._former, self._destination.partial
+        if former is None:
+            return linked
+        for each in transfers:
+            content = FileRecord(each.size, each.xxh3)
+            if each.target == collectives.rank() and (source := former.path_of(content)) is not None:
+                with contextlib.suppress(Exception):  # it is sent: the other ranks wait for this one
+                    filesystem.mkdir_nosync((directory / each.name).parent)
+                    UnchangedFile(each.name, content, source, former).write_to(directory, self._advance)
+                    linked.add(each)
+        return linked
 
     def _on_each_host(self, act: Callable[[], object]) -> str | None:
         """Run ``act`` on the lowest rank of each host; why it has failed on one."""

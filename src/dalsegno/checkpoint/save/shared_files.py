@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from dalsegno.checkpoint.format.layout import FileLayout
 from dalsegno.checkpoint.format.manifest import FileRecord
 from dalsegno.system import filesystem
 
 from .checksum import checksum_beside
 from .files import Advance, CopiedFile, counted
-from .planning import FilePlan
 from .staging import Buffer
+
+Layouts = Mapping[str, FileLayout]
+"""Layouts of files by their names."""
 
 
 class NoRoom(Exception):
@@ -23,6 +26,8 @@ class NoRoom(Exception):
 class SharedFiles:
     """The tensor files of one slot. The files stay mapped when the directory is renamed: a save costs a copy.
 
+    A file that another checkpoint has too, as a hard link, is never written to: a new one takes its name.
+
     Args:
         directory: in which the files are created.
     """
@@ -30,37 +35,36 @@ class SharedFiles:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._buffers: dict[str, Buffer] = {}
-        self._planned: Sequence[FilePlan] | None = None
-        self._reserved: Sequence[FilePlan] | None = None
 
     def __contains__(self, name: str) -> bool:
         return name in self._buffers
 
-    def fits(self, files: Sequence[FilePlan]) -> bool:
-        """Whether the files are laid out as planned, with all their memory. The same on all ranks, if the plans are."""
-        return files is self._reserved
+    def are_ready(self, files: Layouts) -> bool:
+        """Whether these files are laid out, with all their memory, and are no other checkpoint's too."""
+        return all(self._is_own(name) and self._buffers[name].is_ready(layout) for name, layout in files.items())
 
-    def lay_out(self, files: Sequence[FilePlan]) -> None:
-        """Create the files, whose memory is still to be reserved. Does nothing if they are as planned.
+    def lay_out(self, files: Layouts) -> None:
+        """Create those of the files that are not laid out yet; their memory is still to be reserved. Keeps no others.
 
         Raises:
             OSError: if they cannot be created. No file remains.
         """
-        if files is self._planned:
-            return
-        self.clear()
+        for name in [*self._buffers]:
+            if not (name in files and self._is_own(name) and self._buffers[name].is_laid_out(files[name])):
+                self._remove(name)
         try:
-            for file in files:
-                path = self._directory / file.name
-                filesystem.mkdir_nosync(path.parent)
-                self._buffers[file.name] = Buffer(_FilePages(path))
-                self._buffers[file.name].lay_out(file.layout)
+            for name, layout in files.items():
+                if name not in self._buffers:
+                    path = self._directory / name
+                    filesystem.mkdir_nosync(path.parent)
+                    filesystem.remove(path)  # a link to a file of another checkpoint
+                    self._buffers[name] = Buffer(_FilePages(path))
+                    self._buffers[name].lay_out(layout)
         except BaseException:
             self.clear()
             raise
-        self._planned = files
 
-    def reserve(self, files: Sequence[FilePlan]) -> None:
+    def reserve(self, files: Layouts) -> None:
         """Lay out the files, and reserve what :meth:`prefault` has not.
 
         Raises:
@@ -73,14 +77,15 @@ class SharedFiles:
         except BaseException:
             self.clear()
             raise
-        self._reserved = files
+
+    def release(self, name: str) -> None:
+        """Unmap a file that a link is going to replace."""
+        self._buffers.pop(name, None)
 
     def clear(self) -> None:
         """Remove the files."""
-        self._planned = self._reserved = None
         for name in [*self._buffers]:
-            del self._buffers[name]
-            filesystem.remove(self._directory / name)
+            self._remove(name)
 
     def prefault(self) -> Iterator[None]:
         """Reserve and map the memory, about a millisecond at each turn; ends where there is none left, which
@@ -92,6 +97,13 @@ class SharedFiles:
     def buffer(self, name: str) -> Buffer:
         """The memory of the file ``name``."""
         return self._buffers[name]
+
+    def _is_own(self, name: str) -> bool:
+        return name in self._buffers and filesystem.count_names(self._directory / name) == 1
+
+    def _remove(self, name: str) -> None:
+        del self._buffers[name]
+        filesystem.remove(self._directory / name)
 
 
 class _FilePages:

@@ -7,7 +7,7 @@ import datetime
 import functools
 import importlib.metadata
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from .cuda_copies import CudaCopies
 from .files import Advance, InlineFile, PendingFile, StagedFile, StreamedFile
 from .planning import FilePlan, Plan
 from .resources import available_memory, has_memory_for
-from .shared_files import MappedFile, NoRoom, SharedFiles
+from .shared_files import Layouts, MappedFile, NoRoom, SharedFiles
 from .staging import Buffer
 from .states import States, digest_of, encode_all, signature_of, warn_of_differences
 from .unchanged import FormerFiles, UnchangedFile, record_of
@@ -162,12 +162,12 @@ class Snapshotter:
         if collectives.all_reduce_max([signature != self._planned_for], "whether to plan a save anew")[0]:
             self._replan(states, signature)
 
-    def prepare(self, sharded: Sequence[Capturable], former: FormerFiles | None = None) -> Iterator[None]:
+    def prepare(self, sharded: Sequence[Capturable], sizes: Collection[int] = ()) -> Iterator[None]:
         """Plan the first save and lay out its buffers before it is due. Collective.
 
         Args:
             sharded: model and optimizer.
-            former: files of the checkpoint before; those that may be unchanged get no buffers.
+            sizes: of the files of the checkpoint before; those that may be unchanged get no buffers.
 
         Returns:
             Prefaults the buffers, about a millisecond at each turn; may run on another thread and be interrupted.
@@ -176,10 +176,10 @@ class Snapshotter:
             CannotSave: as :meth:`check_serializable`: the first step has created the optimizer's state.
         """
         self.check_serializable(sharded, ())
+        files = [file for file in self._plan.files if not _may_be_unchanged(file, sizes)]
         if self._shared is not None:
-            self._with_room(self._shared, self._shared.lay_out)
+            self._with_room(self._shared, self._shared.lay_out, files)
             return self._shared.prefault()
-        files = [file for file in self._plan.files if not _may_be_unchanged(file, former)]
         if self._memory_shortage(files):
             return iter(())
         buffers = [self._laid_out(file.name, file.layout) for file in files]
@@ -217,8 +217,9 @@ class Snapshotter:
         is_planned = failure is None and signature == self._planned_for
         unchanged, changed = self._planned(states.tensors, former) if is_planned else ([], [])
         shortage = self._memory_shortage([*changed, *sidecars])
-        has_failed, has_changed, is_short, highest, lowest = collectives.all_reduce_max(
-            [failure is not None, not is_planned, shortage > 0, digest, -digest], "what a save captures"
+        has_failed, has_changed, is_short, is_unready, highest, lowest = collectives.all_reduce_max(
+            [failure is not None, not is_planned, shortage > 0, self._is_unready(changed), digest, -digest],
+            "what a save captures",
         )
         if has_failed:
             collectives.run_on_all_ranks(lambda: _reraise(failure))
@@ -228,9 +229,11 @@ class Snapshotter:
             self._replan(states, signature)
             unchanged, changed = self._planned(states.tensors, former)
             shortage = self._memory_shortage([*changed, *sidecars])
-            (is_short,) = collectives.all_reduce_max([shortage > 0], "room for a save in memory")
-        if self._shared is not None and not self._shared.fits(self._plan.files):
-            self._with_room(self._shared, self._shared.reserve)
+            is_short, is_unready = collectives.all_reduce_max(
+                [shortage > 0, self._is_unready(changed)], "room for a save in memory"
+            )
+        if self._shared is not None and is_unready:
+            self._with_room(self._shared, self._shared.reserve, changed)
         small = self._inline_files(states)
         records = {key: each.record for key, each in (states.shared | states.own).items()}
         durables = [component.make_durable for component in components]
@@ -258,28 +261,32 @@ class Snapshotter:
         unchanged, changed = [], []
         for file in self._plan.files:
             content = _FileOfTensors(file.name, file.layout, file.tensors(tensors))
-            if former is not None and _may_be_unchanged(file, former):
+            if former is not None and _may_be_unchanged(file, former.sizes):
                 record = record_of(content.layout, content.tensors)
                 if (path := former.path_of(record)) is not None:
                     unchanged.append(UnchangedFile(file.name, record, path, former))
                     self._buffers.pop(file.name, None)
+                    if self._shared is not None:
+                        self._shared.release(file.name)
                     continue
             changed.append(content)
         return unchanged, changed
 
-    def planned_bytes(self) -> int:
-        """Bytes of tensors that this rank writes, as last planned."""
-        return sum(file.layout.length for file in self._plan.files)
+    @property
+    def planned(self) -> Sequence[FilePlan]:
+        """Files of tensors that this rank writes, as last planned."""
+        return self._plan.files
 
-    def planned_bytes_trained(self, component: str) -> int:
-        """Of these, the bytes of a component's tensors that are not frozen."""
-        files = [file for file in self._plan.files if file.component == component and not file.is_frozen]
-        return sum(file.layout.length for file in files)
+    def _is_unready(self, files: Sequence[_FileOfTensors]) -> bool:
+        """Whether files that are to be copied into shared memory are still to be made there."""
+        return self._shared is not None and not self._shared.are_ready(_layouts(files))
 
-    def _with_room(self, shared: SharedFiles, make: Callable[[Sequence[FilePlan]], None]) -> None:
-        """Make the planned files in shared memory. Collective."""
+    def _with_room(
+        self, shared: SharedFiles, make: Callable[[Layouts], None], files: Iterable[FilePlan | _FileOfTensors]
+    ) -> None:
+        """Make the files in shared memory. Collective."""
         try:
-            collectives.run_on_all_ranks(lambda: make(self._plan.files))
+            collectives.run_on_all_ranks(lambda: make(_layouts(files)))
         except BaseException as error:
             shared.clear()  # on every rank, so that all ranks lay out the files again at the next save
             if isinstance(error, (OSError, RankFailed)):
@@ -351,8 +358,13 @@ def _sidecar_files(states: States) -> Iterator[_FileOfTensors]:
             yield _FileOfTensors(names.sidecar_tensors(name), layout, list(arrays.values()))
 
 
-def _may_be_unchanged(file: FilePlan, former: FormerFiles | None) -> bool:
-    return file.is_frozen and former is not None and former.has_size(file.layout.length)
+def _may_be_unchanged(file: FilePlan, sizes: Collection[int]) -> bool:
+    """``sizes``: of the files of the checkpoint before."""
+    return file.is_frozen and file.layout.length in sizes
+
+
+def _layouts(files: Iterable[FilePlan | _FileOfTensors]) -> Layouts:
+    return {file.name: file.layout for file in files}
 
 
 def _reraise(failure: Exception | None) -> None:

@@ -47,13 +47,21 @@ class Buffer:
         """Bytes of fresh memory that ``layout`` needs."""
         return layout.length if layout.length > len(self._memory) else 0
 
+    def is_laid_out(self, layout: FileLayout) -> bool:
+        """Whether it is laid out so; its memory may still have to be reserved."""
+        return layout is self._layout
+
+    def is_ready(self, layout: FileLayout) -> bool:
+        """Whether it is laid out so, with all its memory reserved."""
+        return self.is_laid_out(layout) and self._reserved >= len(self._memory)
+
     def lay_out(self, layout: FileLayout) -> None:
         """Make room for ``layout`` and write its header. The tensors are still to be copied.
 
         Raises:
             OSError: if there is no memory for the header; see :meth:`reserve` for the rest.
         """
-        if layout is self._layout:
+        if self.is_laid_out(layout):
             return
         if self.missing(layout):
             self._places = []

@@ -61,9 +61,14 @@ class FormerFiles:
                 return cls(found.path, found.manifest.files, unverified=found.manifest.files)
         return None
 
-    def has_size(self, size: int) -> bool:
-        """Whether there is a file of ``size`` bytes."""
-        return any(record.size == size for record in self._records.values())
+    @property
+    def sizes(self) -> set[int]:
+        """Sizes of the files in bytes."""
+        return {record.size for record in self._records.values()}
+
+    def moved_to(self, directory: Path) -> FormerFiles:
+        """The same files, after their directory has been renamed."""
+        return FormerFiles(directory, self._records, unverified=self._unverified)
 
     def path_of(self, content: FileRecord) -> Path | None:
         """Path of a file of that content; None if there is none, or it has been removed or damaged."""
@@ -133,7 +138,11 @@ class UnchangedFile:
         return self.record
 
     def _link_or_copy(self, path: Path, advance: Advance) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if path.samefile(self.source):  # in a slot of memory checkpoints, which an earlier save has linked
+                return
         try:
+            filesystem.remove(path)
             filesystem.link(self.source, path)
         except OSError as error:
             if error.errno not in _NO_LINKS:

@@ -30,15 +30,18 @@ def run(arguments: argparse.Namespace) -> int:
 
     wanted = [path.resolve() for path in arguments.runs]
     found = [each for each in memory_dir.find_all() if not wanted or each.output_dir in wanted]
-    rows = []
+    rows, removable = [], []
     for each in sorted(found, key=lambda each: str(each.output_dir)):
         rows.append(_row(each))
         is_gone = each.output_dir in wanted and not each.output_dir.exists()
         rows[-1]["removable"] = rows[-1]["state"] in (_RESUMABLE, _LEFT_OVER) or is_gone
-        if arguments.yes and rows[-1]["removable"]:
-            memory_dir.remove(each)
-            rows[-1]["removed"] = True
-    _print(rows, arguments)
+        if rows[-1]["removable"]:
+            removable.append(each)
+            rows[-1]["removed"] = arguments.yes
+    freed = memory_dir.size_of(removable)
+    for each in removable if arguments.yes else []:
+        memory_dir.remove(each)
+    _print(rows, freed, arguments)
     return 0
 
 
@@ -76,7 +79,7 @@ def _state(directory: MemoryDir) -> str:
     return _RESUMABLE if directory.name in (last.memory, former) else _LEFT_OVER
 
 
-def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+def _print(rows: list[dict[str, Any]], freed: int, arguments: argparse.Namespace) -> None:
     from dalsegno.cli.tables import Column, number, print_json, print_table, size
 
     if arguments.json:
@@ -94,5 +97,4 @@ def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
         ],
         rows,
     )
-    freed = size(sum(row["size"] for row in rows if row["removable"]))
-    print(f"{freed} freed" if arguments.yes else f"{freed} would be freed: add --yes")
+    print(f"{size(freed)} freed" if arguments.yes else f"{size(freed)} would be freed: add --yes")
