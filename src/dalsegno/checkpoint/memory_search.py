@@ -20,7 +20,6 @@ from dalsegno.system import filesystem
 
 from .format import checkpoint_dir, memory_dir, names
 from .format.manifest import Checkpoint, Manifest
-from .format.memory_dir import MemoryDir
 from .spread import SpreadCheckpoint
 
 logger = logging.getLogger("dalsegno")
@@ -125,14 +124,12 @@ def _verified_apart(checkpoint: Checkpoint, share: Sequence[str]) -> tuple[set[s
     return valid, problems
 
 
-def _create(output_dir: Path, found: _Published, manifest: bytes) -> MemoryDir:
+def _create(output_dir: Path, found: _Published, manifest: bytes) -> None:
     """An empty directory for a checkpoint that other hosts have."""
-    directory = memory_dir.create(output_dir, found.name)
-    path = names.checkpoint_path(directory.checkpoints, found.step)
+    path = names.checkpoint_path(memory_dir.create(output_dir, found.name).checkpoints, found.step)
     filesystem.remove(path)
     filesystem.mkdir_nosync(path)
     filesystem.write_durably(path / names.MANIFEST, manifest)
-    return directory
 
 
 def _manifest_data(path: Path) -> bytes | None:

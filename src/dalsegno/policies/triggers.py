@@ -79,13 +79,13 @@ class Every(SaveTrigger):
         return self.seconds + 60 * self.minutes or math.inf
 
     def at_step(self, step: int) -> bool:
-        return _is_multiple(step, self.steps)
+        return self.steps > 0 and step % self.steps == 0
 
     def next_step(self, step: int) -> float:
-        return _next_multiple(step, self.steps)
+        return step - step % self.steps + self.steps if self.steps else math.inf
 
     def at_epoch(self, epoch: int) -> bool:
-        return _is_multiple(epoch, self.epochs)
+        return self.epochs > 0 and epoch % self.epochs == 0
 
 
 @dataclass(frozen=True, slots=True, repr=False, init=False)
@@ -204,26 +204,10 @@ class InMemory(Policy):
         """Whether a save is ever due."""
         return bool(self.steps or self.epochs)
 
-    def at_step(self, step: int) -> bool:
-        """Whether a save is due after ``step`` finished optimizer steps."""
-        return _is_multiple(step, self.steps)
-
-    def next_step(self, step: int) -> float:
-        """The first step after ``step`` at which a save is due; infinite if there is none."""
-        return _next_multiple(step, self.steps)
-
-    def at_epoch(self, epoch: int) -> bool:
-        """Whether a save is due after ``epoch`` finished epochs."""
-        return _is_multiple(epoch, self.epochs)
-
-
-def _is_multiple(number: int, of: int) -> bool:
-    return of > 0 and number % of == 0
-
-
-def _next_multiple(number: int, of: int) -> float:
-    """The least one greater than ``number``; infinite if ``of`` is 0."""
-    return number - number % of + of if of else math.inf
+    @property
+    def when(self) -> Every:
+        """The steps and epochs at which a save is due."""
+        return Every(self.steps, self.epochs)
 
 
 def memory_trigger(given: InMemory | SaveTrigger | str) -> InMemory | Every:

@@ -31,7 +31,7 @@ class ActionSchedule:
     def __init__(self, args: TrainingArguments) -> None:
         self._args = args
         self._logging, self._evaluation, self._saving = args.logging, args.evaluation, args.saving
-        self._saving_in_memory = args.saving_in_memory
+        self._saving_in_memory = args.saving_in_memory.when
         self._evaluates, self._saves = bool(self._evaluation), bool(self._saving)
         self._saves_in_memory = bool(self._saving_in_memory)
         self._idle_after, self._idle_before = -1, 0.0  # no schedule is due at the steps between these two

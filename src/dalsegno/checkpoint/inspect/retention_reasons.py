@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint.inspect.listing import CheckpointInfo
-from dalsegno.errors import ConfigurationError, DamagedCheckpoint
+from dalsegno.errors import DamagedCheckpoint
 from dalsegno.policies.retention import CheckpointSummary, Retention, rules_of
 
 from .json_view import readable_states
@@ -39,7 +39,7 @@ def rule_of_run(found: Sequence[CheckpointInfo]) -> Retention | None:
         (settings,) = readable_states(checkpoint)["settings"]
         known = {name: settings[name] for name in _SETTINGS if name in settings}
         return TrainingArguments(".", **known).keeping
-    except (KeyError, ValueError, TypeError, DamagedCheckpoint, ConfigurationError):
+    except (KeyError, ValueError, TypeError, DamagedCheckpoint):
         return None
 
 

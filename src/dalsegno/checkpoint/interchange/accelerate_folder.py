@@ -24,6 +24,8 @@ PROGRAM = "Accelerate"
 _PICKLED_WEIGHTS = "pytorch_model.bin"
 _PICKLES = {"optimizer": "optimizer.bin", "scheduler": "scheduler.bin", "scaler": "scaler.pt"}
 _RANDOM = "random_states_{}.pkl"
+_GENERATORS = {"python": "random_state", "numpy": "numpy_random_seed", "torch": "torch_manual_seed"}
+_CUDA = "torch_cuda_manual_seed"
 
 
 def is_at(path: Path) -> bool:
@@ -73,9 +75,8 @@ def write(run: RunState, target: Path, options: WriteOptions) -> Written:
     if run.scaler is not None:
         files.append(save(run.scaler, target / _PICKLES["scaler"]))
     for rank, each in enumerate(run.random):
-        states = {"step": 0, "random_state": each["python"], "numpy_random_seed": each["numpy"]}
-        states |= {"torch_manual_seed": each["torch"]}
-        states |= {"torch_cuda_manual_seed": each["cuda"]} if each["cuda"] else {}
+        states = {"step": 0, **{theirs: each[ours] for ours, theirs in _GENERATORS.items()}}
+        states |= {_CUDA: each["cuda"]} if each["cuda"] else {}
         files.append(save(states, target / _RANDOM.format(rank)))
     why = "no file for it: your loop counts them"
     return files, {"step, epoch and place in the data": why, **only_first(run)}
@@ -90,12 +91,7 @@ def _counted_by_process(saved: Mapping[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def _random(saved: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "python": saved["random_state"],
-        "numpy": saved["numpy_random_seed"],
-        "torch": saved["torch_manual_seed"],
-        "cuda": list(saved.get("torch_cuda_manual_seed", ())),
-    }
+    return {ours: saved[theirs] for ours, theirs in _GENERATORS.items()} | {"cuda": list(saved.get(_CUDA, ()))}
 
 
 def _schedule(saved: Mapping[str, Any], step: int, ranks: int) -> dict[str, Any]:
