@@ -224,10 +224,8 @@ def total_norm(readings: DeviceScalars) -> Tensor:
 
 
 def reduced(pieces: Sequence[LocalShard], measure: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    """Apply ``measure`` to the local tensors and sum over the ranks that share each.
-
-    Args:
-        measure: maps a list of tensors to float64, with one number or row of numbers per tensor.
+    """Apply ``measure``, which returns a number or a row of numbers (float64) for each tensor of a list, to the local
+    tensors, and sum over the ranks that share each.
 
     Returns:
         Shape (number of pieces, …), float64, in the order of ``pieces``.
@@ -259,12 +257,8 @@ def summed(measured: Tensor, groups: Sequence[tuple[ProcessGroup, ...]]) -> Tens
 
 
 def joint_group(groups: Sequence[tuple[ProcessGroup, ...]]) -> ProcessGroup | None:
-    """Return the process group in which one collective reduces measurements of all these tensors: theirs if they are
-    sharded over a single one, else all ranks; None if no tensor is sharded.
-
-    Args:
-        groups: the process groups of each tensor.
-    """
+    """Return the process group in which one collective reduces measurements of all these tensors, each with its
+    ``groups``: theirs if they are sharded over a single one, else all ranks; None if no tensor is sharded."""
     every = {group for its in groups for group in its}
     return every.pop() if len(every) == 1 else dist.group.WORLD if every else None
 

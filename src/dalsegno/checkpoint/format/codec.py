@@ -47,7 +47,6 @@ def encode(tree: State, where: str) -> tuple[Json, Arrays]:
     The tensors may share memory with the tree: copy them before training continues.
 
     Args:
-        tree: the state.
         where: key of its component, such as ``callbacks.MyCb``; only for messages.
 
     Raises:
@@ -61,7 +60,6 @@ def decode(json: Json, read_array: ReadArray, where: str) -> State:
     """Decode the JSON that :func:`encode` returned.
 
     Args:
-        json: the encoded tree.
         read_array: returns the tensor of a name, dtype and shape; raises if it is not stored.
         where: key of the component; only for messages.
 

@@ -44,12 +44,8 @@ def rule_of_run(found: Sequence[CheckpointInfo]) -> Retention | None:
 
 
 def reasons(rule: Retention | None, entries: Sequence[CheckpointSummary]) -> dict[int, list[str]]:
-    """By step, the parts of the rule that keep the checkpoint, as the user wrote them; empty if none does.
-
-    Args:
-        rule: None keeps all.
-        entries: the valid checkpoints of a run, oldest first.
-    """
+    """By step, the parts of the rule (None keeps all) that keep the checkpoint, as the user wrote them; empty if none
+    does. ``entries``: the valid checkpoints of a run, oldest first."""
     if rule is None:
         return {entry.step: [ALL_STAY] for entry in entries}
     kept: dict[int, list[str]] = {entry.step: [] for entry in entries}

@@ -148,15 +148,7 @@ def export_model(
 
 
 def expect_all_saved(source: Checkpoint, index: Index, found: Collection[str]) -> None:
-    """
-    Args:
-        source: the checkpoint.
-        index: of its tensors.
-        found: names of the model's tensors whose values are there.
-
-    Raises:
-        ConfigurationError: if the model has further ones, which were not saved.
-    """
+    """Raises ConfigurationError if the model has tensors that were not saved, and whose values are not ``found``."""
     if absent := sorted(index.absent_of(MODEL).keys() - {*found}):
         more = ", …" if absent[1:] else ""
         raise ConfigurationError(

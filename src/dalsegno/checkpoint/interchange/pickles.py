@@ -49,10 +49,7 @@ class Unpickled:
 
 
 def read(paths: Mapping[str, Path], *, program: str = "pickle_process") -> Unpickled:
-    """Read files that ``torch.save`` wrote; with the program ``dcp_process``, folders of DCP.
-
-    Args:
-        paths: by any name.
+    """Read files that ``torch.save`` wrote, by any name; with the program ``dcp_process``, folders of DCP.
 
     Raises:
         NotFound: if one does not exist.

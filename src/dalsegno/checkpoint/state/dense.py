@@ -22,6 +22,9 @@ def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
 
 def is_sharded(value: object, parameter: torch.Tensor) -> bool:
     """Whether an optimizer's value is sharded like its parameter."""
-    if not is_dense(value):
-        return False
+    return is_dense(value) and is_shaped_like(value, parameter)
+
+
+def is_shaped_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether an optimizer's value has an element for each of its parameter's."""
     return isinstance(value, DTensor) or (value.dim() > 0 and value.shape == parameter.shape)

@@ -44,12 +44,7 @@ SHARDED = "sharded "
 
 
 def form_of(tensor: torch.Tensor, context: object, parts: dict[str, Form | None], where: str) -> Form:
-    """
-    Args:
-        tensor: a wrapped one.
-        context: what its parts do not contain.
-        parts: their forms.
-        where: the tensor's full name, for errors.
+    """Form of a wrapped tensor. ``context``: what its parts do not contain; ``where``: its full name, for errors.
 
     Raises:
         CannotSave: for a context that cannot be compared.

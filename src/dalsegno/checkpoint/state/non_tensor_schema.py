@@ -68,13 +68,7 @@ class OptimizerRest(TypedDict):
 
 
 def check_model_rest(rest: State, names: Collection[str], where: str) -> None:
-    """
-    Args:
-        names: names of the saved tensors.
-
-    Raises:
-        StateMismatch: if ``rest`` cannot have been saved from a model.
-    """
+    """Raises StateMismatch if ``rest`` cannot have been saved from a model whose saved tensors have these ``names``."""
     check(rest, ModelRest, where)
     for alias, name in rest["tied"].items():
         if name not in names:
@@ -82,9 +76,7 @@ def check_model_rest(rest: State, names: Collection[str], where: str) -> None:
 
 
 def check_optimizer_rest(rest: State, optimizer: torch.optim.Optimizer, where: str) -> None:
-    """
-    Args:
-        optimizer: its hyperparameters must have the same types as the saved ones, if the groups are as many.
+    """Hyperparameters must have the same types as those of ``optimizer``, if it has as many groups.
 
     Raises:
         StateMismatch: if ``rest`` cannot have been saved from such an optimizer.

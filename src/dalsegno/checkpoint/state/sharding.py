@@ -51,10 +51,7 @@ def sharding_of(tensor: torch.Tensor) -> Sharding:
 
 
 def box_here(tensor: torch.Tensor, name: str) -> Box | None:
-    """The part of ``tensor`` that this rank holds; None if its mesh is of other ranks.
-
-    Args:
-        name: of the tensor, for errors.
+    """The part of ``tensor`` that this rank holds; None if its mesh is of other ranks. ``name``: for errors.
 
     Raises:
         StateMismatch: if the tensor is in uneven shards.

@@ -55,23 +55,16 @@ _WITHOUT_KERNELS = {
 """Dtypes that torch can neither copy nor compare, with the dtype as which it can."""
 
 
-def parts_of(tensor: torch.Tensor, where: str) -> Parts:
-    """The plain tensors of any tensor.
-
-    Args:
-        where: the tensor's full name, for errors.
+def parts_of(tensor: torch.Tensor, where: str, depth: int = 0) -> Parts:
+    """The plain tensors of any tensor. ``where``: its full name, for errors; ``depth``: levels of wrappers around it.
 
     Raises:
         CannotSave: if ``tensor`` is neither plain nor can be taken apart.
     """
-    return _parts_of(tensor, where, 0)
-
-
-def _parts_of(tensor: torch.Tensor, where: str, depth: int) -> Parts:
     if is_dense(tensor):
         return Parts({"": tensor}, None)
     if isinstance(tensor, DTensor) and not is_dense(tensor._local_tensor):
-        return of_all_ranks(tensor, _parts_of(tensor._local_tensor, where, depth + 1), where)
+        return of_all_ranks(tensor, parts_of(tensor._local_tensor, where, depth + 1), where)
     taken = _take_apart(tensor) if depth < DEEPEST else None
     if taken is None:
         raise CannotSave(
@@ -82,7 +75,7 @@ def _parts_of(tensor: torch.Tensor, where: str, depth: int) -> Parts:
     tensors: Tensors = {}
     inner: dict[str, Form | None] = {}
     for end, part in taken.parts.items():
-        tensors_of_part, inner[end] = _parts_of(like_parameter(part, tensor), f"{where}{end}", depth + 1)
+        tensors_of_part, inner[end] = parts_of(like_parameter(part, tensor), f"{where}{end}", depth + 1)
         tensors |= {f"{end}{further}": each for further, each in tensors_of_part.items()}
     return Parts(tensors, form_of(tensor, taken.context, inner, where))
 

@@ -21,12 +21,8 @@ from .forms import SHARDED, Form, Parts
 
 
 def of_all_ranks(whole: DTensor, shard: Parts, where: str) -> Parts:
-    """The parts of a sharded tensor, as DTensors that share the memory of this rank's.
-
-    Args:
-        whole: the tensor.
-        shard: parts of this rank's shard, which is wrapped.
-        where: the tensor's full name, for errors.
+    """The parts of a sharded tensor, as DTensors that share the memory of those of this rank's ``shard``, which is
+    wrapped. ``where``: the tensor's full name, for errors.
 
     Raises:
         CannotSave: on a rank at least, if the ranks have shards of different sizes whose parts are not rows.

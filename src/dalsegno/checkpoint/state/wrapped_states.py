@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from dalsegno.checkpoint.format.composites import is_composite
 from dalsegno.checkpoint.format.stored_tensors import StoredTensor
 from dalsegno.distributed.rng import preserved_generators
 
 from .contract import Tensors
+from .dense import is_shaped_like
 from .forms import Form, describe_mismatch
 from .wrapped import parts_of
 
@@ -35,19 +35,13 @@ _OWN_OF_A_TWIN = ("state", "param_groups", "_optimizer_step_pre_hooks", "_optimi
 
 def is_wrapped(value: object, parameter: torch.Tensor) -> bool:
     """Whether an optimizer's value that is not dense has an element for each of its parameter's."""
-    if not isinstance(value, torch.Tensor) or is_composite(value):
-        return False
-    return isinstance(value, DTensor) or (value.dim() > 0 and value.shape == parameter.shape)
+    return isinstance(value, torch.Tensor) and not is_composite(value) and is_shaped_like(value, parameter)
 
 
 def differences(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, forms: Forms, stored: Stored
 ) -> Iterator[tuple[str, str]]:
-    """How the states that the optimizer creates for a parameter differ from the saved ones, by kind.
-
-    Args:
-        stored: the saved parts.
-    """
+    """How the states that the optimizer creates for a parameter differ from the saved ones, by kind."""
     return _differences(_first_states(optimizer, parameter), forms, stored)
 
 

@@ -15,12 +15,7 @@ from .base import Parallel
 
 
 class WithTrainedLoss(Parallel):
-    """Distributes both in the same mode, as separate units, so that the gradients of both are averaged.
-
-    Args:
-        model: the distributed model.
-        loss_fn: the distributed loss function.
-    """
+    """Distributes both in the same mode, as separate units, so that the gradients of both are averaged."""
 
     def __init__(self, model: Parallel, loss_fn: Parallel) -> None:
         self.module, self.loss_fn = model.module, loss_fn.module

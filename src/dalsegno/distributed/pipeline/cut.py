@@ -33,11 +33,8 @@ class Cut:
         return next(iter(self.stages[stage]))
 
     def stages_of(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[int, tuple[int, ...]]:
-        """Return the stages that store each tensor, by its ``id``: several for a tied tensor, all for a shared one.
-
-        Args:
-            tensors: name and tensor, each tied tensor under all of its names.
-        """
+        """Return the stages that store each tensor, by its ``id``: several for a tied tensor, which is given under all
+        of its names, and all for a shared one."""
         found: dict[int, set[int]] = {}
         for name, tensor in tensors:
             found.setdefault(id(tensor), set()).update(self._stages_of(name))

@@ -57,13 +57,7 @@ class Stage(PipelineStage):
 
 
 def check(name: str, *, stages: int, ranks: int, microbatches: int) -> None:
-    """Check a schedule against the number of micro-batches in a step.
-
-    Args:
-        name: of the schedule.
-        stages: number of stages.
-        ranks: over which the stages are spread.
-        microbatches: in a step.
+    """Check a schedule of ``stages`` stages on ``ranks`` ranks against the number of micro-batches in a step.
 
     Raises:
         ConfigurationError: if the schedule cannot run so many; the message names numbers that fit.

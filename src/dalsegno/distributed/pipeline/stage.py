@@ -63,12 +63,7 @@ class StageRun:
 
 
 class StageModule(nn.Module):
-    """One stage. Its parameters are those of the stage, under other names than in the model.
-
-    Args:
-        cut: the stages.
-        index: which of them.
-    """
+    """The stage ``index`` of a cut. Its parameters are those of the stage, under other names than in the model."""
 
     def __init__(self, cut: Cut, index: int) -> None:
         super().__init__()
@@ -99,9 +94,13 @@ class StageModule(nn.Module):
         Returns:
             The activation for the next stage; of the last stage the loss times its factor, 0-dim.
         """
+        global _running
         run = self.run
-        with _noted(run.first + run.number):
+        _running = run.first + run.number
+        try:
             loss_and_outputs = self._call(run, received[0] if received else None)
+        finally:
+            _running = None
         if isinstance(loss_and_outputs, Tensor):
             return loss_and_outputs
         loss, outputs = loss_and_outputs
@@ -172,16 +171,6 @@ class StageModule(nn.Module):
         if stage == self._index + 1 and name == cut.entry(stage):
             return _Exit(self, module)
         return _Absent(self, module, f"Pipeline: stage {self._index} calls {name}, which is in stage {stage}")
-
-
-@contextmanager
-def _noted(number: int) -> Iterator[None]:
-    global _running
-    _running = number
-    try:
-        yield
-    finally:
-        _running = None
 
 
 class _StageEnd(BaseException):
