@@ -23,6 +23,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.logs import RecordLog
 from dalsegno.state import TrainerState
 from dalsegno.web import connections, server
+from dalsegno.web.connections import Limits
 from dalsegno.web.security import check_access, tls_context
 from dalsegno.web.server import listen
 
@@ -62,7 +63,13 @@ class Served:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
+def limits() -> Limits:
+    return Limits()
+
+
+@pytest.fixture
+def served(tmp_path: Path, limits: Limits, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setattr(connections, "DEFAULT_LIMITS", limits)  # before the server's thread reads them
     served = Served(tmp_path)
     yield served
     served.server.stop()
@@ -443,8 +450,8 @@ def test_access_that_cannot_be_meant_is_refused() -> None:
 # -- clients that misbehave -------------------------------------------------------------------------------------------
 
 
-def test_a_slow_request_is_cut_off(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "DEFAULT_LIMITS", connections.Limits(request_timeout=0.3))
+@pytest.mark.parametrize("limits", [Limits(request_timeout=0.3)])
+def test_a_slow_request_is_cut_off(served: Served) -> None:
     head = f"POST /jobs/job/control HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
     slow = ["", "GET", head, f"{head}Content-Length: 50\r\n\r\n{{", f"{head}Transfer-Encoding: chunked\r\n\r\n5\r\nab"]
     for begin in slow:
@@ -453,17 +460,17 @@ def test_a_slow_request_is_cut_off(served: Served, monkeypatch: pytest.MonkeyPat
     assert served.commands.waiting() == []
 
 
-def test_slow_clients_do_not_keep_others_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limits", [Limits(connections=8)])
+def test_slow_clients_do_not_keep_others_out(served: Served) -> None:
     """More of them than there are places, each in the middle of its request: a new client is answered at once."""
-    monkeypatch.setattr(connections, "DEFAULT_LIMITS", connections.Limits(connections=8))
     slow = [connect(served.port, b"GET /jobs HTTP/1.1\r\nHost: local") for _ in range(20)]
     assert served.ask("GET", "/jobs/job/status").status == 200
     for raw in slow:
         raw.close()
 
 
-def test_clients_that_are_being_answered_are_not_driven_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "DEFAULT_LIMITS", connections.Limits(connections=2))
+@pytest.mark.parametrize("limits", [Limits(connections=2)])
+def test_clients_that_are_being_answered_are_not_driven_out(served: Served) -> None:
     streams = [Stream(served.port, "/jobs/job/stream", TOKEN) for _ in range(2)]
     with connect(served.port) as raw:
         assert is_closed_by_peer(raw)
@@ -481,9 +488,9 @@ def answers(served: Served) -> bool:
         return False
 
 
-def test_a_client_that_does_not_read_is_cut_off(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limits", [Limits(write_timeout=0.3)])
+def test_a_client_that_does_not_read_is_cut_off(served: Served) -> None:
     """Its answer stays in bounded buffers, and its place becomes free."""
-    monkeypatch.setattr(connections, "DEFAULT_LIMITS", connections.Limits(write_timeout=0.3))
     for _ in range(3000):
         served.job.note_log({"text": "x" * 5000}, "train")
     request = f"GET /jobs/job/records HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
@@ -639,7 +646,7 @@ def test_a_tls_handshake_that_never_ends_keeps_nobody_out(
 ) -> None:
     from dalsegno.control.client import JobClient
 
-    monkeypatch.setattr(connections, "DEFAULT_LIMITS", connections.Limits(connections=4))
+    monkeypatch.setattr(connections, "DEFAULT_LIMITS", Limits(connections=4))
     served = Served(tmp_path, tls=tls_context(*certificate))
     silent = [connect(served.port) for _ in range(10)]
     url = f"https://127.0.0.1:{served.port}"

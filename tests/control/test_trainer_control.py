@@ -239,8 +239,11 @@ def test_a_command_to_a_job_that_is_just_ending_is_answered_or_refused(tmp_path:
         assert (status == 200 and answer["step"] is not None) or "end" in answer["error"], answer
 
 
-def test_a_killed_jobs_file_commands_nobody(tmp_path: Path, registry: Path) -> None:
+def test_a_killed_jobs_file_commands_nobody(tmp_path: Path, registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dalsegno.control import client
     from dalsegno.control.client import JobClient, resolve, send_command
+
+    monkeypatch.setattr(client, "TIMEOUT", 0.3)
 
     with start_job(tmp_path / "run", "--job-id", "killed") as process:
         wait_until(OldClient().list_jobs)
