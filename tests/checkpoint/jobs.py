@@ -243,13 +243,13 @@ def fail_to_write(directory: Path, bad_rank: int) -> Any:
 def find_only(directory: Path) -> tuple[int, int]:
     """The step that find() returns, and the number of files that this rank read."""
     opened = []
-    original = os.readv
+    original = os.preadv
 
-    def counted(descriptor: int, buffers: Any) -> int:
+    def counted(descriptor: int, buffers: Any, begin: int) -> int:
         opened.append(descriptor)
-        return original(descriptor, buffers)
+        return original(descriptor, buffers, begin)
 
-    os.readv = counted
+    os.preadv = counted
     checkpoint = CheckpointManager(directory).find()
     assert checkpoint is not None
     return checkpoint.step, len(opened)
@@ -257,21 +257,21 @@ def find_only(directory: Path) -> tuple[int, int]:
 
 def find_while_ranks_fail_differently(directory: Path) -> str:
     """Rank 0 finds a wrong checksum, rank 1 a disk error."""
-    original = os.readv
+    original = os.preadv
 
-    def failing(descriptor: int, buffers: Any) -> int:
+    def failing(descriptor: int, buffers: Any, begin: int) -> int:
         if collectives.rank() == 1:
             raise OSError(5, "Input/output error")
-        count = original(descriptor, buffers)
+        count = original(descriptor, buffers, begin)
         if count:
             buffers[0][0] ^= 1
         return count
 
-    os.readv = failing
+    os.preadv = failing
     try:
         CheckpointManager(directory).find()
     except Exception as error:
-        os.readv = original
+        os.preadv = original
         CheckpointManager(directory).find()  # a collective: the ranks are in step again
         return f"{type(error).__name__}: {error}"
     return "found"

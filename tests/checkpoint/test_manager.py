@@ -141,7 +141,7 @@ UNREADABLE = {"a disk that does not answer": errno.EIO, "a stale handle": errno.
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-@pytest.mark.parametrize("call", ["open", "readv"])
+@pytest.mark.parametrize("call", ["open", "preadv"])
 def test_what_cannot_be_read_is_not_damaged(
     tmp_path: Path, name: str, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
