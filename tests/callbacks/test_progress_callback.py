@@ -288,8 +288,8 @@ def test_a_notebook_has_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ({"step_columns": {"loss": ".3q"}}, r"step_columns\['loss'\]=.*'.3q'.*; needs a format for a number"),
         ({"step_columns": {"loss": {"wide": 3}}}, r"step_columns\['loss'\]=.*; needs a format for a number"),
         ({"final_metrics": {"train_loss": 3}}, r"final_metrics\['train_loss'\]=.*3.*; needs a format"),
-        ({"header_interval": 0}, "header_interval=0; needs an integer over 0"),
-        ({"header_interval": 2.5}, "header_interval=2.5; needs an integer over 0"),
+        ({"header_interval": 0}, "header_interval=0; needs an integer of at least 1"),
+        ({"header_interval": 2.5}, "header_interval=2.5; needs an integer of at least 1"),
     ],
 )
 def test_arguments_that_cannot_work(arguments: dict[str, Any], message: str) -> None:

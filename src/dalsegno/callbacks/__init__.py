@@ -10,59 +10,59 @@ from typing import TYPE_CHECKING
 from dalsegno.system.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .check_loss import CheckLoss
-    from .compute_budget import ComputeBudget
-    from .compute_norm import ComputeNorm
-    from .count_params import CountParams
-    from .default_metrics import DefaultMetrics
+    from .check_loss import CheckLoss as CheckLoss
+    from .compute_budget import ComputeBudget as ComputeBudget
+    from .compute_norm import ComputeNorm as ComputeNorm
+    from .count_params import CountParams as CountParams
+    from .default_metrics import DefaultMetrics as DefaultMetrics
     from .defaults import default_callbacks as default_callbacks
     from .defaults import reporting_callbacks as reporting_callbacks
-    from .diloco import DiLoCoCallback
-    from .divergence_detector import DivergenceDetector
-    from .dump_activations import DumpActivations
-    from .duration_profiler import DurationProfiler
-    from .early_stopping import EarlyStopping
-    from .ema import EMA
-    from .expert_load_balance import ExpertLoadBalance
-    from .flop_utilization import FlopUtilization
-    from .garbage_collection import GarbageCollection
-    from .grad_histogram import GradHistogram
-    from .grad_norm_logger import GradNormLogger
-    from .gradient_noise_scale import GradientNoiseScale
-    from .hang_watchdog import HangWatchdog
-    from .info_callback import InfoCallback
-    from .json_logger import JsonLogger
-    from .learning_dynamics import LearningDynamics
-    from .log_input_summaries import LogInputSummaries
-    from .log_optimizer_param_group import LogOptimizerParamGroup
-    from .memory_monitor import MemoryMonitor
-    from .model_eval_metrics import ModelEvalMetrics
-    from .model_merge import ModelMerge
-    from .nan_checker import NaNChecker
-    from .notify import Notify
+    from .diloco import DiLoCoCallback as DiLoCoCallback
+    from .divergence_detector import DivergenceDetector as DivergenceDetector
+    from .dump_activations import DumpActivations as DumpActivations
+    from .duration_profiler import DurationProfiler as DurationProfiler
+    from .early_stopping import EarlyStopping as EarlyStopping
+    from .ema import EMA as EMA
+    from .expert_load_balance import ExpertLoadBalance as ExpertLoadBalance
+    from .flop_utilization import FlopUtilization as FlopUtilization
+    from .garbage_collection import GarbageCollection as GarbageCollection
+    from .grad_histogram import GradHistogram as GradHistogram
+    from .grad_norm_logger import GradNormLogger as GradNormLogger
+    from .gradient_noise_scale import GradientNoiseScale as GradientNoiseScale
+    from .hang_watchdog import HangWatchdog as HangWatchdog
+    from .info_callback import InfoCallback as InfoCallback
+    from .json_logger import JsonLogger as JsonLogger
+    from .learning_dynamics import LearningDynamics as LearningDynamics
+    from .log_input_summaries import LogInputSummaries as LogInputSummaries
+    from .log_optimizer_param_group import LogOptimizerParamGroup as LogOptimizerParamGroup
+    from .memory_monitor import MemoryMonitor as MemoryMonitor
+    from .model_eval_metrics import ModelEvalMetrics as ModelEvalMetrics
+    from .model_merge import ModelMerge as ModelMerge
+    from .nan_checker import NaNChecker as NaNChecker
+    from .notify import Notify as Notify
     from .optuna_pruning import OptunaPruning as OptunaPruning
     from .optuna_pruning import resume_killed_trials as resume_killed_trials
-    from .parameter_norm_logger import ParameterNormLogger
-    from .peak_memory import PeakMemory
-    from .profiler_callback import ProfilerCallback
-    from .progress_callback import ProgressCallback
-    from .rate_profiler import RateProfiler
-    from .resumable_summary_writer import ResumableSummaryWriter
-    from .samples_streamed_info import SamplesStreamedInfo
-    from .scale_loss import ScaleLoss
-    from .scoped_flags import ScopedFlags
-    from .skip_samples import SkipSamples
-    from .slow_rank_detector import SlowRankDetector
-    from .stability_monitor import StabilityMonitor
-    from .tb_logger import TBLogger
-    from .textgen_callback import TextgenCallback
-    from .trace_malloc import TraceMalloc
-    from .trackers.comet_logger import CometLogger
-    from .trackers.mlflow_logger import MLflowLogger
-    from .trackers.trackio_logger import TrackioLogger
-    from .trackers.wandb_logger import WandbLogger
-    from .trainer_control import TrainerControlCallback
-    from .weight_norm_logger import WeightNormLogger
+    from .parameter_norm_logger import ParameterNormLogger as ParameterNormLogger
+    from .peak_memory import PeakMemory as PeakMemory
+    from .profiler_callback import ProfilerCallback as ProfilerCallback
+    from .progress_callback import ProgressCallback as ProgressCallback
+    from .rate_profiler import RateProfiler as RateProfiler
+    from .resumable_summary_writer import ResumableSummaryWriter as ResumableSummaryWriter
+    from .samples_streamed_info import SamplesStreamedInfo as SamplesStreamedInfo
+    from .scale_loss import ScaleLoss as ScaleLoss
+    from .scoped_flags import ScopedFlags as ScopedFlags
+    from .skip_samples import SkipSamples as SkipSamples
+    from .slow_rank_detector import SlowRankDetector as SlowRankDetector
+    from .stability_monitor import StabilityMonitor as StabilityMonitor
+    from .tb_logger import TBLogger as TBLogger
+    from .textgen_callback import TextgenCallback as TextgenCallback
+    from .trace_malloc import TraceMalloc as TraceMalloc
+    from .trackers.comet_logger import CometLogger as CometLogger
+    from .trackers.mlflow_logger import MLflowLogger as MLflowLogger
+    from .trackers.trackio_logger import TrackioLogger as TrackioLogger
+    from .trackers.wandb_logger import WandbLogger as WandbLogger
+    from .trainer_control import TrainerControlCallback as TrainerControlCallback
+    from .weight_norm_logger import WeightNormLogger as WeightNormLogger
 
 _HOMES = {
     "check_loss": ("CheckLoss",),
@@ -70,10 +70,7 @@ _HOMES = {
     "compute_norm": ("ComputeNorm",),
     "count_params": ("CountParams",),
     "default_metrics": ("DefaultMetrics",),
-    "defaults": (
-        "default_callbacks",
-        "reporting_callbacks",
-    ),
+    "defaults": ("default_callbacks", "reporting_callbacks"),
     "diloco": ("DiLoCoCallback",),
     "divergence_detector": ("DivergenceDetector",),
     "dump_activations": ("DumpActivations",),
@@ -97,10 +94,7 @@ _HOMES = {
     "model_merge": ("ModelMerge",),
     "nan_checker": ("NaNChecker",),
     "notify": ("Notify",),
-    "optuna_pruning": (
-        "OptunaPruning",
-        "resume_killed_trials",
-    ),
+    "optuna_pruning": ("OptunaPruning", "resume_killed_trials"),
     "parameter_norm_logger": ("ParameterNormLogger",),
     "peak_memory": ("PeakMemory",),
     "profiler_callback": ("ProfilerCallback",),
@@ -124,58 +118,7 @@ _HOMES = {
     "weight_norm_logger": ("WeightNormLogger",),
 }
 
-__all__ = [
-    "EMA",
-    "CheckLoss",
-    "CometLogger",
-    "ComputeBudget",
-    "ComputeNorm",
-    "CountParams",
-    "DefaultMetrics",
-    "DiLoCoCallback",
-    "DivergenceDetector",
-    "DumpActivations",
-    "DurationProfiler",
-    "EarlyStopping",
-    "ExpertLoadBalance",
-    "FlopUtilization",
-    "GarbageCollection",
-    "GradHistogram",
-    "GradNormLogger",
-    "GradientNoiseScale",
-    "HangWatchdog",
-    "InfoCallback",
-    "JsonLogger",
-    "LearningDynamics",
-    "LogInputSummaries",
-    "LogOptimizerParamGroup",
-    "MLflowLogger",
-    "MemoryMonitor",
-    "ModelEvalMetrics",
-    "ModelMerge",
-    "NaNChecker",
-    "Notify",
-    "OptunaPruning",
-    "ParameterNormLogger",
-    "PeakMemory",
-    "ProfilerCallback",
-    "ProgressCallback",
-    "RateProfiler",
-    "ResumableSummaryWriter",
-    "SamplesStreamedInfo",
-    "ScaleLoss",
-    "ScopedFlags",
-    "SkipSamples",
-    "SlowRankDetector",
-    "StabilityMonitor",
-    "TBLogger",
-    "TextgenCallback",
-    "TraceMalloc",
-    "TrackioLogger",
-    "TrainerControlCallback",
-    "WandbLogger",
-    "WeightNormLogger",
-]
+__all__ = [name for names in _HOMES.values() for name in names if name[0].isupper()]  # the classes
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

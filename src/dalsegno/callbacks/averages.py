@@ -112,15 +112,11 @@ class Averages:
         Raises:
             ConfigurationError: if averages are already swapped in, as in an evaluation; or if there are none.
         """
-        if self._model is None or self._model in _in_place:
-            there = None if self._model is None else _in_place[self._model]
-            what = (
-                f"the averages of {there} are swapped in already"
-                if there
-                else "there is no average yet; call train() first"
-            )
-            raise ConfigurationError(f"{key}.averaged(): {what}")
-        self.put_in_place(key)
+        if self._model is None:
+            raise ConfigurationError(f"{key}.averaged(): there is no average yet; call train() first")
+        if not self.put_in_place(key):
+            there = _in_place[self._model]
+            raise ConfigurationError(f"{key}.averaged(): the averages of {there} are swapped in already")
         try:
             yield
         finally:

@@ -10,14 +10,7 @@ from torch import Tensor
 
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import (
-    BeforeSaveContext,
-    Context,
-    LogContext,
-    MicrobatchEndContext,
-    RollbackContext,
-    TrainBeginContext,
-)
+from dalsegno.events.contexts import BeforeSaveContext, Context, LogContext, MicrobatchEndContext
 from dalsegno.events.table import Event
 
 from .argument_checks import check_can_roll_back, end_or_roll_back, one_of
@@ -51,11 +44,10 @@ class CheckLoss(Callback):
     def on_init_end(self, ctx: Context) -> None:
         check_can_roll_back(self, ctx, self._action)
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: Context) -> None:
         self._first = None
 
-    def on_rollback(self, ctx: RollbackContext) -> None:
-        self._first = None
+    on_rollback = on_train_begin
 
     def on_microbatch_end(self, ctx: MicrobatchEndContext) -> None:
         if not ctx.samples:

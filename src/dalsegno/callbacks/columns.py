@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from dalsegno.errors import ConfigurationError
@@ -42,11 +42,11 @@ class Column:
     fmt: Format = ""
     width: int = WIDTH
     suffix: str = ""
-    full_width: int = field(init=False)
-    """In characters, wide enough for the label."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "full_width", max(self.width, len(self.label)))
+    @property
+    def full_width(self) -> int:
+        """In characters, wide enough for the label."""
+        return max(self.width, len(self.label))
 
     def text(self, value: Any) -> str:
         return f"{shown(value, self.fmt)}{self.suffix if value is not None else ''}"
@@ -83,7 +83,7 @@ def columns(argument: str, given: Specs | None, defaults: Mapping[str, Spec]) ->
     if given is None:
         specs: Mapping[str, Spec] = defaults
     elif isinstance(given, Mapping):
-        specs = merge_specs(defaults, {name: _spec(argument, name, each) for name, each in given.items()})
+        specs = merge_specs(defaults, {name: _spec(each) for name, each in given.items()})
     elif isinstance(given, Sequence) and not isinstance(given, str):
         known = default_step_columns() | default_final_metrics()
         specs = {name: known.get(name, {}) for name in given}
@@ -92,10 +92,8 @@ def columns(argument: str, given: Specs | None, defaults: Mapping[str, Spec]) ->
     return {name: _column(argument, name, spec) for name, spec in specs.items()}
 
 
-def _spec(argument: str, name: str, given: Any) -> Spec | None:
-    if given is None or isinstance(given, Mapping):
-        return None if given is None else dict(given)
-    return {"fmt": given}
+def _spec(given: Any) -> Spec | None:
+    return given if given is None or isinstance(given, dict) else {"fmt": given}
 
 
 def _column(argument: str, name: str, spec: Spec) -> Column:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypedDict
 
-from torch import nn
-
 from dalsegno.distributed import collectives
 from dalsegno.events.callback import Binder, Callback
 from dalsegno.events.contexts import LogContext, TrainBeginContext
@@ -87,7 +85,7 @@ class ComputeBudget(Callback):
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         assert self._model_flops is not None, "bound_handlers() is called before any event"
         self._peak = self._model_flops.want(self._given_peak, ctx, always=True, each_record=True)
-        self._parameters = self._given or _count_parameters(ctx.model)
+        self._parameters = self._given or sum(each.numel() for each in ctx.model.parameters())  # whole ones, if sharded
 
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind != "train" or self._model_flops is None:
@@ -110,8 +108,3 @@ class ComputeBudget(Callback):
 
     def load_state_dict(self, state: Any) -> None:
         self._flops, self._tokens, self._samples = state["flops"], state["tokens"], state["samples"]
-
-
-def _count_parameters(model: nn.Module) -> int:
-    """Count the elements of all parameters, frozen ones too, each once; of sharded ones, the whole."""
-    return sum(parameter.numel() for parameter in model.parameters())

@@ -25,10 +25,8 @@ _TRACKERS = {
 
 def default_callbacks() -> list[Callback]:
     """Those that listen to every run unless they are removed; one of the user's own with the same key replaces one."""
-    together = (
-        [GarbageCollection()] if collectives.world_size() > 1 else []
-    )  # on a single rank, no other rank waits for the collector
-    return [DefaultMetrics(), ProgressCallback(), InfoCallback(), *together]
+    alone = collectives.world_size() == 1  # then no other rank waits for the garbage collector
+    return [DefaultMetrics(), ProgressCallback(), InfoCallback(), *([] if alone else [GarbageCollection()])]
 
 
 def reporting_callbacks(report_to: Iterable[str], without: Container[str] = ()) -> list[Callback]:
@@ -37,9 +35,5 @@ def reporting_callbacks(report_to: Iterable[str], without: Container[str] = ()) 
     Raises:
         ConfigurationError: if a tracker's library is not installed.
     """
-    homes = [_TRACKERS[tracker] for tracker in report_to]
-    return [
-        getattr(importlib.import_module(f".{module}", __package__), name)()
-        for module, name in homes
-        if name not in without
-    ]
+    wanted = [(module, name) for module, name in map(_TRACKERS.__getitem__, report_to) if name not in without]
+    return [getattr(importlib.import_module(f".{module}", __package__), name)() for module, name in wanted]

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from dalsegno.distributed import collectives
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import Context, LogContext, RollbackContext, TrainBeginContext
+from dalsegno.events.contexts import Context, LogContext
 
 SECTIONS = ("data", "forward", "backward", "optimizer", "evaluate", "save", "other")
 
@@ -33,20 +33,18 @@ class DurationProfiler(Callback):
         self._last_log = 0.0
         self._last_step = 0
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        self._begin(ctx)
-
-    def on_rollback(self, ctx: RollbackContext) -> None:
-        self._begin(ctx)
-
-    def _begin(self, ctx: Context) -> None:
+    def on_train_begin(self, ctx: Context) -> None:
         self._seconds.clear()
         self._is_saving = False
         self._since = self._last_log = time.perf_counter()
         self._last_step = ctx.state.global_step
 
+    on_rollback = on_train_begin
+
     def on_microbatch_begin(self, ctx: Context) -> None:
         self._account("data")
+
+    on_epoch_end = on_microbatch_begin
 
     def on_before_backward(self, ctx: Context) -> None:
         self._account("forward")
@@ -57,8 +55,10 @@ class DurationProfiler(Callback):
     def on_step_end(self, ctx: Context) -> None:
         self._account("optimizer")
 
-    def on_evaluate_begin(self, ctx: Context) -> None:
+    def on_epoch_begin(self, ctx: Context) -> None:
         self._account("other")
+
+    on_evaluate_begin = on_step_done = on_epoch_begin
 
     def on_evaluate(self, ctx: Context) -> None:
         self._account("evaluate")
@@ -69,15 +69,6 @@ class DurationProfiler(Callback):
 
     def on_save(self, ctx: Context) -> None:
         self._account("save")  # waiting for the previous save
-
-    def on_step_done(self, ctx: Context) -> None:
-        self._account("other")
-
-    def on_epoch_end(self, ctx: Context) -> None:
-        self._account("data")
-
-    def on_epoch_begin(self, ctx: Context) -> None:
-        self._account("other")
 
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind != "train":

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from typing import Any, TypedDict
 
 from torch import Tensor, nn
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import (
-    EvaluateBeginContext,
-    EvaluateEndContext,
-    LoadContext,
-    StepEndContext,
-    TrainBeginContext,
-)
+from dalsegno.events.contexts import Context, EvaluateBeginContext, EvaluateEndContext, StepEndContext
 from dalsegno.stateful.schema import Count
 
 from .argument_checks import flag, number, whole
@@ -75,26 +69,23 @@ class EMA(Callback):
         self._averages = Averages()
         self._is_evaluated = False
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self) -> AbstractContextManager[None]:
         """Swap the averages into the model: ``with ema.averaged():``. Must be entered on all ranks.
 
         Raises:
             ConfigurationError: if averages of any callback are already swapped in, as in an evaluation; or if nothing
                 was restored and no training has begun.
         """
-        with self._averages.averaged(self.key):
-            yield
+        return self._averages.averaged(self.key)
 
-    def on_load(self, ctx: LoadContext) -> None:
-        self._begin(ctx.model)  # so that a finished run's averages can be evaluated: it begins no training
+    def on_train_begin(self, ctx: Context) -> None:
+        self._averages.begin(ctx.model, self.key, were_saved=self._updates > 0)
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        self._begin(ctx.model)
+    on_load = on_train_begin  # so that a finished run's averages can be evaluated: it begins no training
 
     def on_step_end(self, ctx: StepEndContext) -> None:
         if not self._averages.have_begun:  # added in the middle of a leg
-            self._begin(ctx.model)
+            self.on_train_begin(ctx)
         if ctx.step % self._every == 0:
             decay = min(self._decay, (1 + self._updates) / (10 + self._updates)) if self._warmup else self._decay
             self._averages.approach(1 - decay)
@@ -116,6 +107,3 @@ class EMA(Callback):
     def load_sharded_state(self, names: Collection[str], rest: Any) -> None:
         self._averages.note_restored(names)
         self._updates = rest["updates"]
-
-    def _begin(self, model: nn.Module) -> None:
-        self._averages.begin(model, self.key, were_saved=self._updates > 0)

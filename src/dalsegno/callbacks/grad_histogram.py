@@ -53,7 +53,7 @@ class GradHistogram(RecordCallback):
     def on_gradients_ready(self, ctx: Context) -> None:
         if (ctx.state.global_step + 1) % self._every == 0:
             pieces = gradient_shards(ctx.model)
-            counts = reduced(pieces, _histograms)
+            counts = reduced(pieces, lambda tensors: torch.stack([_histogram(each) for each in tensors]))
             existing = [number for number, piece in enumerate(pieces) if piece.exists]
             self._names, self._counts = [pieces[number].name for number in existing], counts[existing]
 
@@ -90,10 +90,6 @@ def _add_histogram(writer: Any, tag: str, counts: list[int], step: int) -> None:
         bucket_counts=counts,
         global_step=step,
     )
-
-
-def _histograms(tensors: list[Tensor]) -> Tensor:
-    return torch.stack([_histogram(tensor) for tensor in tensors])
 
 
 def _histogram(tensor: Tensor) -> Tensor:

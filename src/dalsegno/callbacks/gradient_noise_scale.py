@@ -75,7 +75,21 @@ class GradientNoiseScale(Callback):
         """Samples of this rank in this step."""
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        _refuse_what_cannot_be_measured(ctx)
+        if max(ctx.args.accumulation.values.values()) < 2:
+            raise ConfigurationError(
+                "GradientNoiseScale: needs two micro-batches in a step, to compare the gradients of one and of all: "
+                "gradient_accumulation_steps=2 or more, with a smaller per_device_train_batch_size for the same batch"
+            )
+        if ctx.args.fuse_optim_with_backward:
+            raise ConfigurationError(
+                "GradientNoiseScale: with fuse_optim_with_backward=True, no gradient is left at the end of the step; "
+                "remove one of the two"
+            )
+        if any(isinstance(parameter, DTensor) for parameter in ctx.model.parameters()):
+            raise ConfigurationError(
+                "GradientNoiseScale: the weights are sharded, so a rank's own gradients cannot be measured; use "
+                "parallel='ddp', say for a few hundred steps of a model that fits, or remove the callback"
+            )
 
     def on_step_begin(self, ctx: Context) -> None:
         self._factors, self._first, self._samples = [], None, 0
@@ -136,21 +150,3 @@ def _squared_norm(model: nn.Module) -> Tensor:
         device = device_of(model)
         return torch.zeros((), dtype=accelerator.wide_dtype(device), device=device)
     return squared_norms(gradients).sum()
-
-
-def _refuse_what_cannot_be_measured(ctx: Context) -> None:
-    if max(ctx.args.accumulation.values.values()) < 2:
-        raise ConfigurationError(
-            "GradientNoiseScale: needs two micro-batches in a step, to compare the gradients of one and of all: "
-            "gradient_accumulation_steps=2 or more, with a smaller per_device_train_batch_size for the same batch"
-        )
-    if ctx.args.fuse_optim_with_backward:
-        raise ConfigurationError(
-            "GradientNoiseScale: with fuse_optim_with_backward=True, no gradient is left at the end of the step; "
-            "remove one of the two"
-        )
-    if any(isinstance(parameter, DTensor) for parameter in ctx.model.parameters()):
-        raise ConfigurationError(
-            "GradientNoiseScale: the weights are sharded, so a rank's own gradients cannot be measured; use "
-            "parallel='ddp', say for a few hundred steps of a model that fits, or remove the callback"
-        )

@@ -10,16 +10,7 @@ from typing import TextIO
 
 from dalsegno.distributed import collectives
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import (
-    Context,
-    EvaluateContext,
-    LogContext,
-    PredictionStepContext,
-    SaveContext,
-    StepDoneContext,
-    TrainBeginContext,
-    TrainEndContext,
-)
+from dalsegno.events.contexts import Context, TrainBeginContext, TrainEndContext
 
 from .argument_checks import number
 
@@ -62,22 +53,10 @@ class HangWatchdog(Callback):
         self._arm()
 
     def on_microbatch_end(self, ctx: Context) -> None:
-        self._note()
+        if time.monotonic() - self._armed > min(REARM, self._seconds / 4):
+            self._arm()
 
-    def on_prediction_step(self, ctx: PredictionStepContext) -> None:
-        self._note()
-
-    def on_evaluate(self, ctx: EvaluateContext) -> None:
-        self._note()
-
-    def on_log(self, ctx: LogContext) -> None:
-        self._note()
-
-    def on_save(self, ctx: SaveContext) -> None:
-        self._note()
-
-    def on_step_done(self, ctx: StepDoneContext) -> None:
-        self._note()
+    on_prediction_step = on_evaluate = on_log = on_save = on_step_done = on_microbatch_end
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
         faulthandler.cancel_dump_traceback_later()
@@ -86,10 +65,6 @@ class HangWatchdog(Callback):
             if self._path.exists() and not self._path.stat().st_size:  # else it contains the stacks of an earlier leg
                 self._path.unlink()
         self._file = None
-
-    def _note(self) -> None:
-        if time.monotonic() - self._armed > min(REARM, self._seconds / 4):
-            self._arm()
 
     def _arm(self) -> None:
         self._armed = time.monotonic()

@@ -126,11 +126,8 @@ def _partial_means(ctx: Context, pieces: Sequence[LocalShard]) -> list[PartialSu
     device = pieces[0].local.device
     rows = torch.zeros(len(pieces), 3, dtype=accelerator.wide_dtype(device), device=device)
     if numbers:
-        measured = torch.stack([squared_norms(means), _sums(squares)], 1)
+        sums = torch.stack([each.sum(dtype=rows.dtype) for each in squares])
+        measured = torch.stack([squared_norms(means), sums], 1)
         corrected = measured / torch.stack(starts).to(device)  # before the sum: each rank knows its own steps
         rows[torch.tensor(numbers, device=device)] = torch.nn.functional.pad(corrected, (0, 1), value=1.0)
     return [PartialSums.of(pieces, column) for column in rows.T]
-
-
-def _sums(tensors: list[Tensor]) -> Tensor:
-    return torch.stack([tensor.sum(dtype=accelerator.wide_dtype(tensor.device)) for tensor in tensors])

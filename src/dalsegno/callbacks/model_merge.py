@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any, TypedDict
 
@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import (
-    EvaluateBeginContext,
-    LoadContext,
-    RollbackContext,
-    StepEndContext,
-    TrainBeginContext,
-)
+from dalsegno.events.contexts import Context, EvaluateBeginContext, StepEndContext, TrainBeginContext
 from dalsegno.stateful.schema import Count
 
 from .argument_checks import whole
@@ -78,15 +72,13 @@ class ModelMerge(Callback):
         self._merged = 0  # number of steps in the present means
         self._means = Averages()
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self) -> AbstractContextManager[None]:
         """Swap the merged weights into the model: ``with merge.averaged():``. Must be entered on all ranks.
 
         Raises:
             ConfigurationError: if averages of any callback are already swapped in; or if no window has begun.
         """
-        with self._means.averaged(self.key):
-            yield
+        return self._means.averaged(self.key)
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         last, saving = ctx.state.max_steps, ctx.args.saving
@@ -102,13 +94,11 @@ class ModelMerge(Callback):
                     f"AtSteps({step}) to save=, or choose another step"
                 )
 
-    def on_load(self, ctx: LoadContext) -> None:
+    def on_load(self, ctx: Context) -> None:
         if self._merged:
             self._bind(ctx.model)
 
-    def on_rollback(self, ctx: RollbackContext) -> None:
-        if self._merged:
-            self._bind(ctx.model)
+    on_rollback = on_load
 
     def on_step_end(self, ctx: StepEndContext) -> None:
         merge_step = self._merge_step_of(ctx.step)

@@ -20,6 +20,7 @@ from dalsegno.events.contexts import (
 )
 from dalsegno.events.table import Event
 
+from .argument_checks import whole
 from .columns import WIDTH, Column, Specs, columns, default_final_metrics, default_step_columns
 
 
@@ -59,8 +60,7 @@ class ProgressCallback(Callback):
             raise ConfigurationError(f"ProgressCallback: use_tqdm={use_tqdm!r}; allowed are True, False and None")
         if output_stream is not None and not callable(getattr(output_stream, "write", None)):
             raise ConfigurationError(f"ProgressCallback: output_stream={output_stream!r}; needs a stream to write to")
-        if type(header_interval) is not int or header_interval < 1:
-            raise ConfigurationError(f"ProgressCallback: header_interval={header_interval!r}; needs an integer over 0")
+        whole("ProgressCallback", "header_interval", header_interval)
         self._use_tqdm = use_tqdm
         self._stream = output_stream
         self._columns = columns("ProgressCallback: step_columns", step_columns, default_step_columns())

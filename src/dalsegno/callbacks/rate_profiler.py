@@ -7,7 +7,7 @@ from typing import Any
 
 from dalsegno.distributed import collectives
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import LogContext, MicrobatchEndContext, RollbackContext, TrainBeginContext
+from dalsegno.events.contexts import Context, LogContext, MicrobatchEndContext
 
 
 class RateProfiler(Callback):
@@ -26,11 +26,10 @@ class RateProfiler(Callback):
         self._began = 0.0
         self._samples = self._tokens = 0
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: Context) -> None:
         self._begin()
 
-    def on_rollback(self, ctx: RollbackContext) -> None:
-        self._begin()
+    on_rollback = on_train_begin
 
     def on_microbatch_end(self, ctx: MicrobatchEndContext) -> None:
         if ctx.samples:

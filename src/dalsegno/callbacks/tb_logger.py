@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Binder, Callback
-from dalsegno.events.contexts import LoadContext, LogContext, RollbackContext, TrainBeginContext, TrainEndContext
+from dalsegno.events.contexts import LogContext, TrainBeginContext, TrainEndContext
 from dalsegno.events.table import Event
 from dalsegno.logs.event_files import EventState
 from dalsegno.state import Handler
@@ -105,23 +105,12 @@ class TBLogger(Callback):
         self._is_training = self._has_warned = False
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        if self._own is not None:
-            self._own.bound_handlers(binder)  # its handlers are called below
-        return super().bound_handlers(binder)
-
-    def on_load(self, ctx: LoadContext) -> None:
-        if self._own is not None:
-            self._own.on_load(ctx)
-
-    def on_rollback(self, ctx: RollbackContext) -> None:
-        if self._own is not None:
-            self._own.on_rollback(ctx)
+        own = [] if self._own is None else self._own.bound_handlers(binder)
+        return [*own, *super().bound_handlers(binder)]
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._is_training = True
         check_rewound("TBLogger", self._writer)
-        if self._own is not None:
-            self._own.on_train_begin(ctx)
 
     def on_log(self, ctx: LogContext) -> None:
         if not self._is_training:
@@ -146,8 +135,6 @@ class TBLogger(Callback):
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
         self._is_training = False
-        if self._own is not None:
-            self._own.on_train_end(ctx)
 
     def state_dict(self) -> TBLoggerState:
         return {"described": self._has_described, "writer": None if self._own is None else self._own.state_dict()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ class TrainerControlCallback(Callback):
             trainer.commands,
             trainer.state,
             callbacks=lambda: _described(trainer),
-            history=_History(ctx.args.directory),
+            history=_history(ctx.args.directory),
             log_path=_log_path(trainer.callbacks),
         )
         job.note_event("train_begin", resumed_from=ctx.resumed_from.name if ctx.resumed_from else None)
@@ -196,34 +197,28 @@ class TrainerControlCallback(Callback):
             self._job.note_event(event, **details)
 
 
-class _History:
-    """Legs, commands and checkpoints of the run in ``directory``."""
+def _history(directory: Path) -> Callable[[], dict[str, Any]]:
+    """Return a function that reads the legs, commands and checkpoints of the run in ``directory``."""
+    recorded, folder = RunHistory(directory), directory / names.CHECKPOINTS
 
-    def __init__(self, directory: Path) -> None:
-        self._recorded = RunHistory(directory)
-        self._checkpoints = directory / names.CHECKPOINTS
+    def read() -> dict[str, Any]:
+        checkpoints = reversed(checkpoint_dir.newest_first(folder))
+        return {**recorded(), "checkpoints": [names.step_of(each) for each in checkpoints]}
 
-    def __call__(self) -> dict[str, Any]:
-        checkpoints = reversed(checkpoint_dir.newest_first(self._checkpoints))
-        return {**self._recorded(), "checkpoints": [names.step_of(each) for each in checkpoints]}
-
-
-class _LogPath:
-    """The file that a logger writes; the last one, once it has closed it."""
-
-    def __init__(self, log: JsonLogger) -> None:
-        self._log = log
-        self._last: Path | None = None
-
-    def __call__(self) -> Path | None:
-        self._last = self._log.log_path or self._last
-        return self._last
+    return read
 
 
-def _log_path(callbacks: list[Callback]) -> _LogPath | None:
-    """The path of the run's JSON log; None if it writes none."""
+def _log_path(callbacks: list[Callback]) -> Callable[[], Path | None] | None:
+    """Return a function for the path of the run's JSON log, also once it is closed; None if the run writes none."""
     log = next((each for each in callbacks if isinstance(each, JsonLogger)), None)
-    return None if log is None else _LogPath(log)
+    last: Path | None = None
+
+    def path() -> Path | None:
+        nonlocal last
+        last = last if log is None or log.log_path is None else log.log_path
+        return last
+
+    return None if log is None else path
 
 
 def _described(trainer: TrainerLike) -> list[dict[str, Any]]:

@@ -10,13 +10,18 @@ from typing import TYPE_CHECKING
 from dalsegno.system.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .event_files import EventPosition
-    from .legs import Leg, RunFile, RunRecord
-    from .previous_leg import PreviousLeg
-    from .reader import ReadReport, read_records
-    from .rewind import Position, RewindReport
-    from .wall_clock import drop_wall_clock, is_wall_clock
-    from .writer import RecordLog
+    from .event_files import EventPosition as EventPosition
+    from .legs import Leg as Leg
+    from .legs import RunFile as RunFile
+    from .legs import RunRecord as RunRecord
+    from .previous_leg import PreviousLeg as PreviousLeg
+    from .reader import ReadReport as ReadReport
+    from .reader import read_records as read_records
+    from .rewind import Position as Position
+    from .rewind import RewindReport as RewindReport
+    from .wall_clock import drop_wall_clock as drop_wall_clock
+    from .wall_clock import is_wall_clock as is_wall_clock
+    from .writer import RecordLog as RecordLog
 
 _HOMES = {
     "wall_clock": ("is_wall_clock", "drop_wall_clock"),
@@ -27,21 +32,6 @@ _HOMES = {
     "rewind": ("Position", "RewindReport"),
     "writer": ("RecordLog",),
 }
-
-__all__ = [
-    "EventPosition",
-    "Leg",
-    "Position",
-    "PreviousLeg",
-    "ReadReport",
-    "RecordLog",
-    "RewindReport",
-    "RunFile",
-    "RunRecord",
-    "drop_wall_clock",
-    "is_wall_clock",
-    "read_records",
-]
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, TypedDict
 
-import torch
 import xxhash
 
+from dalsegno.callbacks.measures.module_outputs import tensors_in
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import MicrobatchBeginContext
 from dalsegno.stateful.schema import Count, Must
@@ -32,7 +31,7 @@ class DataOrder(Callback):
     def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
         self.batches += 1
         digest = xxhash.xxh3_128(self.digest.encode())
-        for tensor in _tensors(ctx.batch):
+        for tensor in tensors_in(ctx.batch):
             digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
         self.digest = digest.hexdigest()
 
@@ -47,14 +46,3 @@ class DataOrder(Callback):
         """Each rank continues from the concatenated digests of all former ranks."""
         merged = {"batches": states[0]["batches"], "digest": "".join(state["digest"] for state in states)}
         return [merged] * world_size
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for key in tree:
-            yield from _tensors(tree[key])
-    elif isinstance(tree, (list, tuple)):
-        for each in tree:
-            yield from _tensors(each)

@@ -112,6 +112,9 @@ class _Counter(TorchDispatchMode):
         return result
 
 
+_Formula = Callable[..., int]
+"""The FLOPs of an operation, from its arguments."""
+
 _GROUPED = {torch.ops.aten._grouped_mm.default}
 
 
@@ -139,15 +142,7 @@ def _matrix(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> int:
     return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
-def _added_matrix(added: Tensor, a: Tensor, b: Tensor, *rest: Any, **named: Any) -> int:
-    return _matrix(a, b)
-
-
 def _vector(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> int:
-    return 2 * a.numel()
-
-
-def _added_vector(added: Tensor, a: Tensor, b: Tensor, *rest: Any, **named: Any) -> int:
     return 2 * a.numel()
 
 
@@ -156,38 +151,28 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: A
     return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
-def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> int:
-    """Twice the forward pass; torch's formula also counts the scores, which the kernel recomputes."""
-    return 2 * _attention(query, key, value)
-
-
-def _flex_attention_backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> int:
-    return 2 * _attention(query, key, value)
-
-
-def _experts_backward(gradient: Tensor, a: Tensor, b: Tensor, *rest: Any, **named: Any) -> int:
-    return 2 * _matrix(a, b)
-
-
 def _recurrent(x: Tensor, weights: Sequence[Tensor], *rest: Any, **named: Any) -> int:
     """cuDNN's recurrent layers: inputs (..., width), and for each layer the matrices of inputs and states."""
     return 2 * math.prod(x.shape[:-1]) * sum(each.numel() for each in weights if each.dim() == 2)
-
-
-def _recurrent_backward(x: Tensor, weights: Sequence[Tensor], *rest: Any, **named: Any) -> int:
-    return 2 * _recurrent(x, weights)
 
 
 def _recurrent_layer(x: Tensor, inputs: Tensor, states: Tensor, *rest: Any, **named: Any) -> int:
     return _recurrent(x, [inputs, states])
 
 
-def _recurrent_layer_backward(x: Tensor, inputs: Tensor, states: Tensor, *rest: Any, **named: Any) -> int:
-    return 2 * _recurrent(x, [inputs, states])
+def _after_first(formula: _Formula) -> _Formula:
+    """The formula without an operation's first argument: a tensor that is added, or a gradient."""
+    return lambda first, *args, **named: formula(*args, **named)
 
 
+def _twice(formula: _Formula) -> _Formula:
+    """For a backward pass. (torch's formulas for attention also count the scores, which the kernel recomputes.)"""
+    return lambda *args, **named: 2 * formula(*args, **named)
+
+
+_ATTENTION_BACKWARD = _twice(_after_first(_attention))
 _KERNELS = ("flash", "efficient", "cudnn")
-_FORMULAS: Mapping[str, Callable[..., int]] = {
+_FORMULAS: Mapping[str, _Formula] = {
     "aten::_grouped_mm": _matrix,
     "aten::_scaled_grouped_mm": _matrix,
     "aten::_scaled_grouped_mm_v2": _matrix,
@@ -196,22 +181,22 @@ _FORMULAS: Mapping[str, Callable[..., int]] = {
     "aten::mv": _vector,
     "aten::dot": _vector,
     "aten::vdot": _vector,
-    "aten::addmv": _added_vector,
-    "aten::addbmm": _added_matrix,
+    "aten::addmv": _after_first(_vector),
+    "aten::addbmm": _after_first(_matrix),
     "aten::_cudnn_rnn": _recurrent,
-    "aten::_cudnn_rnn_backward": _recurrent_backward,
+    "aten::_cudnn_rnn_backward": _twice(_recurrent),
     "aten::mkldnn_rnn_layer": _recurrent_layer,
-    "aten::mkldnn_rnn_layer_backward": _recurrent_layer_backward,
+    "aten::mkldnn_rnn_layer_backward": _twice(_recurrent_layer),
     "transformers::grouped_mm_fallback": _matrix,
-    "transformers::grouped_mm_fallback_backward": _experts_backward,
+    "transformers::grouped_mm_fallback_backward": _twice(_after_first(_matrix)),
     "flex_attention": _attention,
-    "flex_attention_backward": _flex_attention_backward,
+    "flex_attention_backward": _twice(_attention),
     **{f"aten::_scaled_dot_product_{kernel}_attention": _attention for kernel in _KERNELS},
-    **{f"aten::_scaled_dot_product_{kernel}_attention_backward": _attention_backward for kernel in _KERNELS},
+    **{f"aten::_scaled_dot_product_{kernel}_attention_backward": _ATTENTION_BACKWARD for kernel in _KERNELS},
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _ATTENTION_BACKWARD,
     "aten::_scaled_dot_product_fused_attention_overrideable": _attention,
-    "aten::_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
+    "aten::_scaled_dot_product_fused_attention_overrideable_backward": _ATTENTION_BACKWARD,
 }
 """Formulas by operation, for those that torch's table lacks or counts differently."""
 

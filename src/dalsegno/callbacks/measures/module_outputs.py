@@ -1,4 +1,4 @@
-"""Tensors in a module's output."""
+"""Tensors in a module's output, or in a batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Yield every tensor in a module's return value, inside nested tuples, lists and mappings too."""
+    """Yield every tensor in a module's return value or a batch, inside nested tuples, lists and mappings too."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, Mapping):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -103,15 +102,12 @@ class GivenPeak:
     peak_flops_in_total: float | None = None
 
     def __post_init__(self) -> None:
-        given = self._given()
+        names = ("peak_hardware_flops", "peak_flops_per_device", "peak_flops_in_total")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         for name, value in given.items():
             number(self.owner, name, value, over=0)
         if len(given) > 1:
             raise ConfigurationError(f"{self.owner}: {' and '.join(given)} are given; give only one")
-
-    def _given(self) -> dict[str, Any]:
-        names = ("peak_hardware_flops", "peak_flops_per_device", "peak_flops_in_total")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def of_this_rank(self, device: torch.device, args: TrainingArguments) -> float | None:
         """Return this rank's share of the peak; None if it is unknown.

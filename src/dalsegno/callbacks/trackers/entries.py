@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from dalsegno.errors import StateMismatch
@@ -13,30 +13,31 @@ from dalsegno.logs.wall_clock import drop_wall_clock
 
 
 @dataclass(frozen=True, slots=True)
-class Points:
-    """The numbers of one record."""
-
-    kind: ClassVar = "points"
+class Entry:
+    kind: ClassVar[str]
     step: int
     time: float
     """UTC seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Points(Entry):
+    """The numbers of one record."""
+
+    kind: ClassVar = "points"
     values: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class Text(Entry):
     kind: ClassVar = "text"
-    step: int
-    time: float
     tag: str
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Histogram:
+class Histogram(Entry):
     kind: ClassVar = "histogram"
-    step: int
-    time: float
     tag: str
     edges: list[float]
     """One more than ``counts``, ascending."""
@@ -44,12 +45,10 @@ class Histogram:
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class Card(Entry):
     """Model card of a checkpoint."""
 
     kind: ClassVar = "card"
-    step: int
-    time: float
     name: str
     """Name of the checkpoint."""
     text: str
@@ -57,17 +56,14 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
-class Return:
+class Return(Entry):
     """The run has returned to ``step``: what follows belongs to a new timeline, whose number is ``timeline``."""
 
     kind: ClassVar = "return"
-    step: int
-    time: float
     timeline: int
     """From 2: the first return begins the second timeline."""
 
 
-Entry = Points | Text | Histogram | Card | Return
 Status = Literal["finished", "failed", "killed"]
 
 _KINDS: dict[str, type[Entry]] = {each.kind: each for each in (Points, Text, Histogram, Card, Return)}
@@ -91,7 +87,7 @@ def names_in(entry: Entry) -> Collection[str]:
 
 
 def to_line(entry: Entry) -> bytes:
-    return encode({"kind": entry.kind} | {name: getattr(entry, name) for name in entry.__slots__}) + b"\n"
+    return encode({"kind": entry.kind, **asdict(entry)}) + b"\n"
 
 
 def from_line(line: bytes) -> Entry:

@@ -169,7 +169,7 @@ class WandbLogger(TrackerLogger):
         )
 
 
-def _values(entry: Points | Text | Histogram | Return) -> dict[str, Any]:
+def _values(entry: Entry) -> dict[str, Any]:
     import wandb
 
     if isinstance(entry, Text):
