@@ -2,9 +2,9 @@
 
 Each command is a module with ``describe(parser)``, ``run(arguments) -> exit status`` and optionally ``EXIT_STATUSES``,
 the meanings that are its own, and ``suggest(unknown arguments) -> hint``; or a group: a package with its own
-``COMMANDS``. Only the command that is called is imported, or those that a help lists, and each imports its dependencies
-inside ``run``: torch takes over a second to import, and ``dalsegno --help`` must not wait for it. No other package
-imports inside functions for this reason.
+``COMMANDS``. Only the command that is called is imported, or those that a help lists, and each imports what takes long
+inside ``run``: torch takes over a second, and ``dalsegno --help`` must not wait for it. No other package imports inside
+functions for this reason.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from dalsegno.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dalsegno.testing import RunComparison, Trial
+    from dalsegno.testing import Trial
 
     from .import_factory import Factory
 
@@ -35,7 +36,6 @@ EXIT_STATUSES = {
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument(
         "factory", metavar="FACTORY", help="function that builds the trainer, as module:function, say my_run:build"
     )
@@ -91,10 +91,15 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="dalsegno-check-resume-") as temporary:
         folder = arguments.keep or Path(temporary)
         check = _check_thoroughly if arguments.thorough else _check
-        return check(arguments, factory, folder, _to_stderr if arguments.json else _to_stdout)
+        return check(
+            arguments, factory, folder, partial(print, flush=True, file=sys.stderr if arguments.json else None)
+        )
 
 
 def _check(arguments: argparse.Namespace, factory: Factory, folder: Path, say: Callable[[str], None]) -> int:
+    from dataclasses import asdict
+
+    from dalsegno.cli.tables import print_json
     from dalsegno.testing import check_resume
 
     from .fault_spec import fault_plan
@@ -108,11 +113,18 @@ def _check(arguments: argparse.Namespace, factory: Factory, folder: Path, say: C
         seed=arguments.seed,
         say=say,
     )
-    _to_stdout(_as_json(comparison) if arguments.json else _as_text(comparison))
+    if arguments.json:
+        rows = [{**asdict(row), "identical": row.identical} for row in comparison.rows]
+        print_json({"identical": comparison.identical, "rows": rows})
+    else:
+        print(f"\n{comparison.table()}\n\n{'Nothing differs.' if comparison.identical else 'THE RUNS DIFFER.'}")
     return 0 if comparison.identical else 1
 
 
 def _check_thoroughly(arguments: argparse.Namespace, factory: Factory, folder: Path, say: Callable[[str], None]) -> int:
+    from dataclasses import asdict
+
+    from dalsegno.cli.tables import print_json
     from dalsegno.testing import Verdict, check_resume_thoroughly
 
     trials = check_resume_thoroughly(
@@ -124,7 +136,10 @@ def _check_thoroughly(arguments: argparse.Namespace, factory: Factory, folder: P
     )
     if not any(trial.breaks for trial in trials):
         raise ConfigurationError(trials[0].words if trials else "the run is too short to be interrupted anywhere")
-    _to_stdout(_trials_as_json(trials) if arguments.json else _trials_as_text(trials))
+    if arguments.json:
+        print_json([{**asdict(trial), "comparison": None} for trial in trials])
+    else:
+        print(_as_text(trials))
     return 1 if {trial.verdict for trial in trials} & {Verdict.DIFFERENT, Verdict.SAID} else 0
 
 
@@ -133,20 +148,7 @@ def _check_empty(keep: Path) -> None:
         raise ConfigurationError(f"--keep {keep}: not an empty directory; name another one")
 
 
-def _as_text(comparison: RunComparison) -> str:
-    verdict = "Nothing differs." if comparison.identical else "THE RUNS DIFFER."
-    return f"\n{comparison.table()}\n\n{verdict}"
-
-
-def _as_json(comparison: RunComparison) -> str:
-    import json
-    from dataclasses import asdict
-
-    rows = [{**asdict(row), "identical": row.identical} for row in comparison.rows]
-    return json.dumps({"identical": comparison.identical, "rows": rows}, indent=2)
-
-
-def _trials_as_text(trials: Sequence[Trial]) -> str:
+def _as_text(trials: Sequence[Trial]) -> str:
     """A line per interruption, followed by the message or difference if it is not exact."""
     lines = [""]
     for trial in trials:
@@ -156,18 +158,3 @@ def _trials_as_text(trials: Sequence[Trial]) -> str:
             lines.append(f"           {trial.words}")
     exact = all(trial.verdict == "exact" for trial in trials)
     return "\n".join([*lines, "", "Nothing differs." if exact else "NOT EVERYTHING IS EXACT."])
-
-
-def _trials_as_json(trials: Sequence[Trial]) -> str:
-    import json
-    from dataclasses import asdict
-
-    return json.dumps([{**asdict(trial), "comparison": None} for trial in trials], indent=2)
-
-
-def _to_stdout(line: str) -> None:
-    print(line, flush=True)
-
-
-def _to_stderr(line: str) -> None:
-    print(line, flush=True, file=sys.stderr)

@@ -32,7 +32,6 @@ _CONFIGURATIONS = (".toml", ".yaml", ".yml", ".json")
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument(
         "--nproc", metavar="N", default="auto", help="ranks on this host; auto: one per GPU, or one (default: auto)"
     )

@@ -163,6 +163,14 @@ def _print_unshortened(columns: Sequence[Column], cells: Sequence[Sequence[str]]
         print("  ".join(padded).rstrip(), file=file)
 
 
+def print_rows(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
+    """Print the rows as a table, or whole as JSON."""
+    if as_json:
+        print_json(rows)
+    else:
+        print_table(columns, rows)
+
+
 def print_json(value: Any) -> None:
     """Print ``value`` as JSON, with non-finite numbers as ``"NaN"``, ``"Infinity"``, ``"-Infinity"``."""
     print(json.dumps(to_json(value), indent=2, allow_nan=False))

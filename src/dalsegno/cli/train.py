@@ -34,7 +34,6 @@ EXIT_STATUSES = OF_TRAINING
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("config", type=Path, metavar="FILE", help="configuration: .toml, .yaml or .json")
     parser.add_argument(
         "--set",

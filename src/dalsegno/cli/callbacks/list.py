@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from dalsegno.cli.tables import Column, print_rows
 from dalsegno.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -12,20 +13,16 @@ if TYPE_CHECKING:
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """A callback that cannot be imported is listed with the error."""
-    from dalsegno.cli.tables import Column, print_json, print_table
     from dalsegno.config import named_callbacks
 
     rows = [_row(each) for each in named_callbacks()]
-    if arguments.json:
-        print_json(rows)
-    else:
-        print_table([Column("name", "callback"), Column("origin", "from"), Column("summary", "")], rows)
+    columns = [Column("name", "callback"), Column("origin", "from"), Column("summary", "")]
+    print_rows(columns, rows, as_json=arguments.json)
     return 0
 
 

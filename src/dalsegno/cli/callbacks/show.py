@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dalsegno.cli.tables import Column, print_json, print_table
+
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument(
         "name", metavar="NAME", help="callback, say DivergenceDetector or my_package.callbacks:MyCallback"
     )
@@ -26,8 +27,6 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: if it cannot be imported.
     """
     sys.path.insert(0, str(Path.cwd()))
-
-    from dalsegno.cli.tables import print_json
 
     shown = _describe(arguments.name)
     if arguments.json:
@@ -60,8 +59,6 @@ def _describe(name: str) -> dict[str, Any]:
 
 
 def _print_page(shown: dict[str, Any]) -> None:
-    from dalsegno.cli.tables import Column, print_table
-
     print(shown["doc"] or shown["name"], end="\n\n")
     if shown["arguments"]:
         rows = [{**each, "default": "required" if each["required"] else each["default"]} for each in shown["arguments"]]

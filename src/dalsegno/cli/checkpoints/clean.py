@@ -11,6 +11,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dalsegno.cli.tables import Column, number, print_json, print_table, size
+
 from .arguments import add_json
 
 if TYPE_CHECKING:
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("runs", metavar="DIR", nargs="*", type=Path, help="only of these runs; default: of all")
     parser.add_argument("--yes", action="store_true", help="remove them")
     add_json(parser)
@@ -80,8 +81,6 @@ def _state(directory: MemoryDir) -> str:
 
 
 def _print(rows: list[dict[str, Any]], freed: int, arguments: argparse.Namespace) -> None:
-    from dalsegno.cli.tables import Column, number, print_json, print_table, size
-
     if arguments.json:
         print_json(rows)
         return

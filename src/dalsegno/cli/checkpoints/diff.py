@@ -9,6 +9,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from dalsegno.cli.paths import place
+from dalsegno.cli.tables import Column, number, print_json, print_table
 
 from .arguments import add_json
 
@@ -19,7 +20,6 @@ EXIT_STATUSES = {1: "the checkpoints differ"}
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("first", metavar="A", type=place, help="checkpoint, or run directory for its newest one")
     parser.add_argument("second", metavar="B", type=place, help="checkpoint or run directory to compare with A")
     parser.add_argument("--tensors", action="store_true", help="compare tensors only: model, optimizer")
@@ -34,7 +34,6 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from dalsegno.checkpoint.inspect.difference import TensorDifference, state_differences, tensor_differences
     from dalsegno.checkpoint.inspect.listing import newest_verified
-    from dalsegno.cli.tables import print_json
 
     first, second = newest_verified(arguments.first), newest_verified(arguments.second)
     found = [*tensor_differences(first, second), *([] if arguments.tensors else state_differences(first, second))]
@@ -71,8 +70,6 @@ def _plain(value: Any) -> Any:
 
 
 def _print(tensors: list[dict[str, Any]], states: list[dict[str, Any]]) -> None:
-    from dalsegno.cli.tables import Column, number, print_table
-
     if not tensors and not states:
         print("Nothing differs.")
     if tensors:

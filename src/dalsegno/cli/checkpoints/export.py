@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from dalsegno.cli.tables import number, print_json, size
 from dalsegno.errors import ConfigurationError
 
 from .arguments import add_json, add_place
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_place(parser)
     parser.add_argument(
         "--to", metavar="TARGET", type=Path, required=True, help="output directory; must not contain a model"
@@ -62,7 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     from dalsegno.checkpoint.interchange.adapters import export_adapters
     from dalsegno.checkpoint.interchange.export import export_model
-    from dalsegno.cli.tables import number, print_json, size
 
     if arguments.adapters:
         done = export_adapters(arguments.place, arguments.to, average=arguments.average, best=arguments.best)
@@ -104,7 +103,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _export_run(arguments: argparse.Namespace) -> int:
     from dalsegno.checkpoint.interchange.exporting import export_checkpoint
-    from dalsegno.cli.tables import print_json
 
     for option, value in (("--average", arguments.average), ("--adapters", arguments.adapters)):
         if value:

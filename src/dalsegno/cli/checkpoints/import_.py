@@ -15,6 +15,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dalsegno.cli.tables import Column, number, print_json, print_table, size
+
 from .arguments import add_json
 
 if TYPE_CHECKING:
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("source", metavar="SOURCE", type=Path, help="folder or file of the other program")
     parser.add_argument(
         "-o",
@@ -61,7 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
         StateMismatch: if a file contains more than data.
     """
     from dalsegno.checkpoint.interchange.importing import import_checkpoint
-    from dalsegno.cli.tables import Column, print_json, print_table
 
     done = import_checkpoint(
         arguments.source,
@@ -83,8 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _rows(done: Imported) -> list[dict[str, Any]]:
-    from dalsegno.cli.tables import number, size
-
     run = done.run
     taken = {"model": f"{number(len(run.model))} tensors, {size(sum(each.nbytes for each in run.model.values()))}"}
     if (optimizer := run.optimizer) is not None:

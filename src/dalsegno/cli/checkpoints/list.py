@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from dalsegno.cli.tables import Column, number, print_rows, size
+
 from .arguments import add_json, add_place
 
 if TYPE_CHECKING:
@@ -33,7 +35,6 @@ STYLES = {
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_place(parser)
     parser.add_argument("--verify", action="store_true", help="read every byte and check it against its checksum")
     add_json(parser)
@@ -43,7 +44,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Raises NotFound if there is no checkpoint."""
     from dalsegno.checkpoint.inspect.disk_usage import added_bytes
     from dalsegno.checkpoint.inspect.listing import CheckpointStatus, directory_of, is_checkpoint, list_checkpoints
-    from dalsegno.cli.tables import Column, number, print_json, print_table, size
 
     found = list_checkpoints(arguments.place)
     everything = list_checkpoints(directory_of(arguments.place)) if is_checkpoint(arguments.place) else found
@@ -55,25 +55,20 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     if arguments.verify:
         _note_verified(rows, found)
-    if arguments.json:
-        print_json(rows)
-    else:
-        problem = [Column("problem", "problem", lambda each: each or "")] if any(row["problem"] for row in rows) else []
-        print_table(
-            [
-                Column("step", "step", number, right=True),
-                Column("saved", "saved", _local),
-                Column("size", "size", size, right=True),
-                Column("on_disk", "on disk", size, right=True),
-                Column("ranks", "ranks", number, right=True),
-                Column("metrics", "metrics", _metrics),
-                Column("best", "best", lambda best: "best" if best else ""),
-                Column("kept", "kept by", ", ".join),
-                Column("condition", "condition", style=lambda condition: STYLES.get(condition, "")),
-                *problem,
-            ],
-            rows,
-        )
+    columns = [
+        Column("step", "step", number, right=True),
+        Column("saved", "saved", _local),
+        Column("size", "size", size, right=True),
+        Column("on_disk", "on disk", size, right=True),
+        Column("ranks", "ranks", number, right=True),
+        Column("metrics", "metrics", _metrics),
+        Column("best", "best", lambda best: "best" if best else ""),
+        Column("kept", "kept by", ", ".join),
+        Column("condition", "condition", style=lambda condition: STYLES.get(condition, "")),
+    ]
+    if any(row["problem"] for row in rows):
+        columns.append(Column("problem", "problem", lambda problem: problem or ""))
+    print_rows(columns, rows, as_json=arguments.json)
     return 1 if any(row["condition"] == CheckpointStatus.DAMAGED for row in rows) else 0
 
 

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dalsegno.cli.tables import Column, number, print_json, print_table, size
 from dalsegno.errors import ConfigurationError
 
 from .arguments import add_json, add_place
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_place(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what would be deleted; delete nothing")
     parser.add_argument("--keep-latest", metavar="N", type=int, help="keep the N newest")
@@ -117,8 +117,6 @@ def _verifies(found: CheckpointInfo) -> bool:
 
 
 def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
-    from dalsegno.cli.tables import Column, number, print_json, print_table, size
-
     if arguments.json:
         print_json(rows)
         return

@@ -7,9 +7,11 @@ checkpoints verify'. Of a checkpoint with missing files, the rest is shown.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from dalsegno.cli.tables import Column, print_json, print_table, size, visible
 from dalsegno.errors import UnknownName
 
 from .arguments import add_json, add_place
@@ -22,7 +24,6 @@ EXIT_STATUSES = {1: "a file of the checkpoint cannot be read"}
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_place(parser)
     parser.add_argument(
         "--component",
@@ -43,7 +44,6 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from dalsegno.checkpoint.inspect.json_view import readable_states
     from dalsegno.checkpoint.inspect.listing import newest
-    from dalsegno.cli.tables import print_json
 
     checkpoint = newest(arguments.place)
     components = checkpoint.manifest.components
@@ -115,10 +115,6 @@ def _as_json(checkpoint: Checkpoint, states: dict[str, list[Any]], tensors: list
 def _print(
     checkpoint: Checkpoint, states: dict[str, list[Any]], tensors: list[dict[str, Any]], problems: Sequence[str]
 ) -> None:
-    import json
-
-    from dalsegno.cli.tables import Column, print_table, size, visible
-
     def show(line: str = "") -> None:
         print(visible(line))  # the contents are not verified
 

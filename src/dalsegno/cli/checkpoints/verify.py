@@ -6,10 +6,12 @@ Changes nothing. Skips saves in progress, and checkpoints that a run has set asi
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dalsegno.cli.tables import Column, number, print_json, print_table, size
 from dalsegno.errors import ConfigurationError
 
 from .arguments import add_json, add_place
@@ -25,7 +27,6 @@ THREADS = 8
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_place(parser)
     parser.add_argument(
         "--threads", type=int, default=THREADS, metavar="N", help="files read in parallel; default: %(default)s"
@@ -40,7 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: for fewer than one thread.
     """
     from dalsegno.checkpoint.inspect.listing import CheckpointStatus, is_checkpoint, list_checkpoints
-    from dalsegno.cli.tables import Column, number, print_json, print_table, size
 
     if arguments.threads < 1:
         raise ConfigurationError(f"--threads {arguments.threads}: must be at least 1")
@@ -73,7 +73,6 @@ def problems_of(found: Sequence[CheckpointInfo], threads: int = THREADS) -> dict
 
     The largest files start first, so that no thread is left alone with one at the end.
     """
-    import sys
     from concurrent.futures import ThreadPoolExecutor
 
     from tqdm import tqdm

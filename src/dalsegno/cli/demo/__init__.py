@@ -18,7 +18,6 @@ LEAST_STEPS = 12
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument(
         "--out", type=Path, default=Path("demo-run"), metavar="DIR", help="output directory; default: %(default)s"
     )

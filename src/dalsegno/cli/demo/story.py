@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
 from dalsegno.checkpoint import Checkpoint
@@ -15,6 +16,8 @@ from dalsegno.testing.event_trace import EventTrace
 from .legs import Job, LegEnd, run_leg
 from .plot import LegSpan, draw
 from .training import source_files
+
+_print = partial(print, flush=True)
 
 
 def tell(out: Path, steps: int, seed: int) -> int:
@@ -77,7 +80,3 @@ def _outcome(job: Job, plan: FaultPlan | None, end: LegEnd, trace: EventTrace) -
 
 def _moment(plan: FaultPlan) -> str:
     return "between two steps" if plan.operation is None else "while saving"
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)

@@ -19,7 +19,6 @@ DEFAULT_PORT = 8512
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("-o", "--output-dir", metavar="FOLDER", type=Path, required=True, help="folder of the run")
     parser.add_argument(
         "-n", "--num-workers", metavar="N", type=int, required=True, help="workers that the first round waits for"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 
+from dalsegno.cli.tables import Column, number, print_facts, print_json, print_table, text, visible
 from dalsegno.errors import ConfigurationError
 
 from .arguments import add_server, environment_of
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_server(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -22,7 +22,6 @@ def run(arguments: argparse.Namespace) -> int:
         NotRunning: if nothing answers there.
         ConfigurationError: if the token is refused, or no server is named.
     """
-    from dalsegno.cli.tables import Column, number, print_facts, print_json, print_table, text, visible
     from dalsegno.diloco.link import connect
     from dalsegno.diloco.options import WorkerOptions
     from dalsegno.system.byte_sizes import format_bytes

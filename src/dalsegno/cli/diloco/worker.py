@@ -24,7 +24,6 @@ RUN = ("train", "launch")
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_server(parser)
     parser.add_argument(
         "--worker-id", metavar="NAME", help="the worker's name in all its legs (default: made from host and output_dir)"

@@ -16,7 +16,6 @@ from .sending import add_sending, send
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_sending(parser)
     parser.add_argument("--force", action="store_true", help="do not ask")
 

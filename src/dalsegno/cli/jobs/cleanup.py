@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import argparse
 
+from dalsegno.cli.tables import print_json
+
 from .arguments import add_json
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("--unreadable", action="store_true", help="also those whose file cannot be read")
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Remove them."""
-    from dalsegno.cli.tables import print_json
     from dalsegno.control.jobs import remove_dead
 
     removed = [job.job_id for job in remove_dead(unreadable=arguments.unreadable)]

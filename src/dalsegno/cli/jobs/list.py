@@ -9,21 +9,29 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from dalsegno.cli.tables import Column, moment, print_json, print_table, text
+
 from .arguments import add_json, add_remote, remote_client
 
 STYLES = {"running": "green", "dead": "yellow", "unreadable": "red"}
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_remote(parser)
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+<<<<<<< HEAD
     """Raises NotRunning if nothing answers at --remote."""
     from dalsegno.cli.tables import Column, moment, print_json, print_table, text
 
+=======
+    """
+    Raises:
+        NotRunning: if nothing answers at --remote.
+    """
+>>>>>>> dbb7218 (Commands: what every command prints with is imported once per file, not once per function; rows are printed by one function, as a table or as JSON)
     rows = _remote_rows(arguments) if arguments.remote else _rows()
     if arguments.json:
         print_json(rows)

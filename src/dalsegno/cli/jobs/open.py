@@ -20,7 +20,6 @@ from .arguments import add_job, remote_client
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_job(parser)
     parser.add_argument("--port", type=int, default=0, help="port of the page, on 127.0.0.1; default: a free one")
     parser.add_argument("--print", action="store_true", help="print the private file's address; open no browser")

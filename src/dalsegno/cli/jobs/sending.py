@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dalsegno.cli.tables import print_json, visible
 from dalsegno.errors import ConfigurationError
 
 from .arguments import add_job, add_json, remote_client, required_job
@@ -44,7 +45,6 @@ def send(arguments: argparse.Namespace, command: str, data: Mapping[str, Any] | 
         NotRunning: if it is dead, or takes no more commands.
         ConfigurationError: if the job does not accept the command.
     """
-    from dalsegno.cli.tables import print_json, visible
     from dalsegno.control.client import send_command
 
     if not 0 <= arguments.wait <= 600:

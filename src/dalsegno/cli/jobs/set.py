@@ -18,7 +18,6 @@ from .sending import add_sending, send
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_sending(parser)
     parser.add_argument("settings", metavar="NAME=VALUE", nargs="*", help="say learning_rate=3e-4")
 

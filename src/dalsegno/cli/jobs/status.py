@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from dalsegno.cli.tables import moment, number, print_facts, print_json, text, visible
+
 from .arguments import add_job, add_json, client_of
 
 PLACE = {"job_id", "status", "timestamp", "logged_at", "global_step", "max_steps", "epoch"}
@@ -12,15 +14,12 @@ PLACE = {"job_id", "status", "timestamp", "logged_at", "global_step", "max_steps
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_job(parser)
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises as :func:`client_of` does."""
-    from dalsegno.cli.tables import moment, print_facts, print_json, visible
-
     with client_of(arguments) as client:
         status = client.status()
     if arguments.json:
@@ -44,6 +43,4 @@ def step_of(status: dict[str, Any]) -> str:
 
 def shown(value: Any) -> str:
     """A logged value."""
-    from dalsegno.cli.tables import number, text
-
     return number(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else text(value)

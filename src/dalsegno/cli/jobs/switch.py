@@ -14,7 +14,6 @@ from .sending import add_sending, send
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_sending(parser)
     parser.add_argument("words", metavar="KEY on|off", nargs="*", help="the callback, and on or off")
 

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from dalsegno.cli.tables import Column, number, print_json_line, print_table, rich_table
 from dalsegno.errors import ConfigurationError, DalsegnoError
 
 from .arguments import add_json
 from .status import shown, step_of
 
 if TYPE_CHECKING:
-    from dalsegno.cli.tables import Column
     from dalsegno.control.client import JobClient
     from dalsegno.control.jobs import Job
 
@@ -27,7 +27,6 @@ AT_ONCE = 8
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument(
         "--interval",
         type=float,
@@ -45,14 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"--interval {arguments.interval}: must be a positive number of seconds")
     updates = _updates(arguments.interval, arguments.updates)
     if arguments.json:
-        from dalsegno.cli.tables import print_json_line
-
         for rows in updates:
             print_json_line(rows)
             sys.stdout.flush()
     elif not sys.stdout.isatty():
-        from dalsegno.cli.tables import print_table
-
         for rows in updates:
             print_table(_columns(), rows)
             sys.stdout.flush()
@@ -64,16 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _draw(updates: Iterator[list[dict[str, Any]]]) -> None:
     from rich.live import Live
 
-    from dalsegno.cli.tables import rich_table
-
     with Live(auto_refresh=False) as live:
         for rows in updates:
             live.update(rich_table(_columns(), rows) if rows else "no jobs", refresh=True)
 
 
 def _columns() -> list[Column]:
-    from dalsegno.cli.tables import Column, number
-
     return [
         Column("job_id", "job"),
         Column("state", "state", style=lambda state: "green" if state == "running" else "yellow"),

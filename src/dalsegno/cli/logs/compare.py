@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from dalsegno.cli.tables import Column, number, print_json, print_table
 from dalsegno.errors import ConfigurationError
 
 from .arguments import add_json, add_metrics, add_runs
@@ -22,7 +23,6 @@ EXIT_STATUSES = {1: "a run separates from the first"}
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_runs(parser)
     add_metrics(parser, "the loss and the evaluation losses")
     parser.add_argument(
@@ -47,7 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: for fewer than two runs, or an invalid value.
     """
     from dalsegno.analysis import open_logs, plot_logs
-    from dalsegno.cli.tables import Column, number, print_json, print_table
 
     path = output_path(arguments, "compare") if arguments.output or arguments.format else None
     logs = open_logs(arguments.runs, arguments.step_key)

@@ -12,6 +12,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dalsegno.cli.tables import Column, number, print_json, print_table, text
 from dalsegno.errors import ConfigurationError
 
 from .arguments import RUN, add_json, add_step_key, settings_of
@@ -29,7 +30,6 @@ EXIT_STATUSES = {
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("runs", metavar="RUN", nargs="*", type=Path, help=RUN)
     parser.add_argument(
         "--good", metavar="RUN", nargs="+", type=Path, default=[], help="runs in which the detector should not fire"
@@ -112,7 +112,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _detect(marked: dict[str | None, list[Series]], settings: DetectorSettings, arguments: argparse.Namespace) -> int:
     from dalsegno.analysis import detect_divergence
-    from dalsegno.cli.tables import Column, number, print_json, print_table, text
 
     rows: list[dict[str, Any]] = []
     for mark, runs in marked.items():
@@ -169,7 +168,6 @@ def _sweep(marked: dict[str | None, list[Series]], arguments: argparse.Namespace
     from dataclasses import asdict
 
     from dalsegno.analysis import sweep_settings
-    from dalsegno.cli.tables import Column, number, print_json, print_table, text
 
     candidates = sweep_settings(marked["good"], marked["bad"], mode=arguments.mode)
     rows = [

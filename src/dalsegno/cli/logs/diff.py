@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dalsegno.cli.tables import Column, print_json, print_table
 from dalsegno.errors import ConfigurationError
 
 from .arguments import add_json, add_step_key
@@ -24,7 +26,6 @@ SHOWN = 10
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     for name, metavar in (("first", "A"), ("second", "B")):
         parser.add_argument(name, metavar=metavar, type=Path, help="run directory or log file")
     add_step_key(parser)
@@ -46,11 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         NotFound: if there is no such log.
         ConfigurationError: for a directory of several runs.
     """
-    from itertools import islice
-
     from dalsegno.analysis import diff_records, open_log
     from dalsegno.analysis.names import make_names_unique
-    from dalsegno.cli.tables import Column, print_json, print_table
 
     first, second = (open_log(path, arguments.step_key) for path in (arguments.first, arguments.second))
     for log in (first, second):

@@ -18,7 +18,6 @@ TARGETS = ("csv", "parquet", "json", "tensorboard")
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_runs(parser, several=False)
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--to", choices=TARGETS, help="output format")

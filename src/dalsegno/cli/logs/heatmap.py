@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 
+from dalsegno.cli.tables import print_json
+
 from .arguments import add_json, add_runs, given_run
 from .pictures import add_output, add_title, output_path, write
 
@@ -14,7 +16,6 @@ METRICS = ("grad_norm", "norm", "spectral_norm")
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_runs(parser, several=False, optional=True)
     parser.add_argument("--metric", choices=METRICS, default="grad_norm", help="norm to draw; default: %(default)s")
     parser.add_argument("-f", "--filter", metavar="REGEX", help="draw only parameters whose name matches; default: all")
@@ -37,7 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: for an invalid value, or if matplotlib is not installed.
     """
     from dalsegno.analysis import matching, plot_heatmap
-    from dalsegno.cli.tables import print_json
 
     path = output_path(arguments, "heatmap")
     series = matching(given_run(arguments).parameters(arguments.metric), arguments.filter)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from dalsegno.cli.tables import moment, print_json, span
 from dalsegno.errors import NotFound
 
 from .arguments import add_json, add_runs
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_runs(parser)
     parser.add_argument("--tails", action="store_true", help="show the records that were cut off; default: count them")
     add_json(parser)
@@ -34,7 +34,6 @@ def run(arguments: argparse.Namespace) -> int:
         StateMismatch: if run.json is damaged.
     """
     from dalsegno.analysis import open_logs
-    from dalsegno.cli.tables import print_json
 
     logs = [(log, log.lineage()) for log in open_logs(arguments.runs, arguments.step_key)]
     for log, legs in logs:
@@ -114,8 +113,6 @@ def _branch(aside: bool, ends: bool) -> tuple[str, str]:
 
 
 def _as_lines(summary: LegSummary) -> list[str]:
-    from dalsegno.cli.tables import moment, span
-
     leg = summary.leg
     start = f"from {leg.from_checkpoint}" if leg.from_checkpoint else "from scratch"
     by = f" by {leg.by}" if leg.by else ""

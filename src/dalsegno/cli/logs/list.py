@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dalsegno.cli.tables import Column, moment, number, print_rows
+
 from .arguments import add_json, add_step_key
 
 if TYPE_CHECKING:
@@ -17,7 +19,6 @@ STYLES = {"running": "green", "diverged": "red", "failed": "red", "died": "yello
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument(
         "folder",
         metavar="DIR",
@@ -33,7 +34,6 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Raises NotFound if there is no run."""
     from dalsegno.analysis import open_log
-    from dalsegno.cli.tables import Column, moment, number, print_json, print_table
 
     from .per_run_results import PerRunResults
 
@@ -42,21 +42,18 @@ def run(arguments: argparse.Namespace) -> int:
     row_of = {log.path: row for log, row in results.found}
     row_of |= {log.path: {**_name(log), "state": "unreadable", "error": error} for log, error in results.failed}
     rows = [row_of[log.path] for log in runs]
-    if arguments.json:
-        print_json(rows)
-    else:
-        columns = [
-            Column("run", "run"),
-            Column("state", "state", style=lambda state: STYLES.get(state, "")),
-            Column("step", "step", number, right=True),
-            Column("epoch", "epoch", number, right=True),
-            Column("loss", "loss", number, right=True),
-            Column("best_loss", "best", number, right=True),
-            Column("eval_loss", "eval", number, right=True),
-            Column("restarts", "restarts", number, right=True),
-            Column("changed", "last change", lambda seconds: moment(seconds)[: len("2026-01-31 12:00")], right=True),
-        ]
-        print_table(columns, rows)
+    columns = [
+        Column("run", "run"),
+        Column("state", "state", style=lambda state: STYLES.get(state, "")),
+        Column("step", "step", number, right=True),
+        Column("epoch", "epoch", number, right=True),
+        Column("loss", "loss", number, right=True),
+        Column("best_loss", "best", number, right=True),
+        Column("eval_loss", "eval", number, right=True),
+        Column("restarts", "restarts", number, right=True),
+        Column("changed", "last change", lambda seconds: moment(seconds)[: len("2026-01-31 12:00")], right=True),
+    ]
+    print_rows(columns, rows, as_json=arguments.json)
     return results.status()
 
 

@@ -7,8 +7,11 @@ their moving mean. A training metric is drawn with its evaluation metrics. Resta
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
 from typing import TYPE_CHECKING
 
+from dalsegno.cli.tables import print_json, shows_colours
 from dalsegno.errors import ConfigurationError
 
 from .arguments import add_json, add_metrics, add_runs, given_runs, settings_of
@@ -19,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_runs(parser, optional=True)
     add_metrics(parser, "the loss")
     parser.add_argument("--loss-curves", action="store_true", help="plot the loss, and the learning rate below it")
@@ -65,7 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: for an invalid value, or if the plotting library is not installed.
     """
     from dalsegno.analysis import View, plot_logs, sketch_logs
-    from dalsegno.cli.tables import print_json
 
     view = settings_of(View, arguments)
     if arguments.terminal and arguments.json:
@@ -106,11 +107,6 @@ def _loss_curves(logs: list[TrainingLog]) -> list[str]:
 
 def _terminal() -> tuple[int, bool]:
     """Width in columns (100 for a file or pipe), and whether it shows colours."""
-    import shutil
-    import sys
-
-    from dalsegno.cli.tables import shows_colours
-
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 100, shows_colours(sys.stdout)
 
 

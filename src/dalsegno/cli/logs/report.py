@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from dalsegno.cli.tables import print_json, size
 from dalsegno.errors import ConfigurationError
 
 from .arguments import add_json, add_runs
@@ -16,7 +17,6 @@ from .pictures import add_force, expect_free
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_runs(parser)
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="HTML file; default: %(default)s"
@@ -33,7 +33,6 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: if the file cannot be written there, or the runs do not fit into 5 MB.
     """
     from dalsegno.analysis import open_logs, write_report
-    from dalsegno.cli.tables import print_json, size
 
     path: Path = arguments.output
     if path.is_dir() or not path.absolute().parent.is_dir():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 from dalsegno.cli.paths import place
+from dalsegno.cli.tables import print_json
 
 from .arguments import add_json
 
@@ -15,7 +16,6 @@ EXIT_STATUSES = {1: "entries still wait, or an outbox is damaged"}
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("run_path", metavar="RUN", type=place, help="run directory")
     parser.add_argument(
         "--wait", metavar="SECONDS", type=float, default=300.0, help="time that each tracker has; default: %(default)g"
@@ -32,7 +32,6 @@ def run(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from dalsegno.callbacks.trackers.left_entries import send_left_entries
-    from dalsegno.cli.tables import print_json
 
     outcomes = send_left_entries(arguments.run_path, arguments.wait)
     if arguments.json:

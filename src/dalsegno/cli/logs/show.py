@@ -13,6 +13,7 @@ import argparse
 import math
 import sys
 
+from dalsegno.cli.tables import print_json_line
 from dalsegno.errors import ConfigurationError, UnknownName
 
 from .arguments import add_json, add_metrics, add_runs
@@ -24,7 +25,6 @@ KINDS = ("train", "eval", "final", "user", "sync")
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_runs(parser, several=False)
     parser.add_argument(
         "--step", metavar="A:B", default=":", help="steps A to B, both included, either optional; default: all"
@@ -45,7 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from dalsegno.analysis import open_log
     from dalsegno.analysis.where import parse_condition
-    from dalsegno.cli.tables import print_json_line
 
     from .records import RecordTable
 

@@ -6,7 +6,10 @@ A spike lies more than --sigmas standard deviations above the median of the prec
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from dalsegno.cli.tables import Column, number, print_json, print_table
 
 from .arguments import add_json, add_metrics, add_runs
 
@@ -17,7 +20,6 @@ EXIT_STATUSES = {2: "error, or a run that cannot be read; the others are searche
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_runs(parser)
     add_metrics(parser, "the loss and grad_norm")
     parser.add_argument(
@@ -46,10 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: for an invalid value.
     """
     from dataclasses import asdict
-    from functools import partial
 
     from dalsegno.analysis import find_spikes, open_logs
-    from dalsegno.cli.tables import Column, number, print_json, print_table
 
     from .per_run_results import PerRunResults
 

@@ -9,6 +9,7 @@ from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dalsegno.cli.tables import NOTHING, moment, number, print_facts, print_json, span
 from dalsegno.errors import ConfigurationError
 
 from .arguments import add_json, add_runs, given_runs
@@ -23,7 +24,6 @@ SHOWN_SPIKES = 5
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_runs(parser, optional=True)
     parser.add_argument("--all", action="store_true", help="summarize all runs below the current directory")
     parser.add_argument(
@@ -68,8 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _print(summaries: Sequence[tuple[TrainingLog, Summary]], form: str) -> None:
     from dataclasses import asdict
 
-    from dalsegno.cli.tables import print_facts, print_json
-
     if form == "json":
         print_json([{**asdict(summary), "path": str(log.path)} for log, summary in summaries])
     elif form == "one-line":
@@ -86,8 +84,6 @@ def _print(summaries: Sequence[tuple[TrainingLog, Summary]], form: str) -> None:
 
 def _facts(summary: Summary, log: TrainingLog) -> list[tuple[str, str]]:
     """Name and text of what the log contains, most wanted first."""
-    from dalsegno.cli.tables import NOTHING, moment, number
-
     records = ", ".join(f"{count:,} {kind}" for kind, count in summary.records.items())
     known: list[tuple[str, str | None]] = [
         ("state", _state(summary)),
@@ -120,8 +116,6 @@ def _breaks(summary: Summary) -> list[str]:
 
 
 def _metric(metric: MetricSummary | None) -> str | None:
-    from dalsegno.cli.tables import number
-
     if metric is None:
         return None
     best = f", best {number(metric.best)} at step {metric.best_step:,}" if metric.best_step is not None else ""
@@ -131,22 +125,16 @@ def _metric(metric: MetricSummary | None) -> str | None:
 
 
 def _peak(metric: MetricSummary | None) -> str | None:
-    from dalsegno.cli.tables import number
-
     if metric is None or metric.worst is None:
         return None
     return f"max {number(metric.worst)} at step {metric.worst_step:,}, mean {number(metric.average)}"
 
 
 def _change(metric: MetricSummary | None) -> str | None:
-    from dalsegno.cli.tables import number
-
     return None if metric is None else f"first {number(metric.first)}, last {number(metric.final)}"
 
 
 def _time(summary: Summary) -> str | None:
-    from dalsegno.cli.tables import span
-
     if summary.training_seconds is None:
         return None
     lost = f", {span(summary.lost_seconds)} lost between legs" if summary.restarts and summary.lost_seconds else ""
@@ -154,8 +142,6 @@ def _time(summary: Summary) -> str | None:
 
 
 def _spikes(summary: Summary) -> str | None:
-    from dalsegno.cli.tables import number
-
     if not summary.spikes:
         return None
     highest = sorted(summary.spikes, key=lambda spike: -spike.sigmas)[:SHOWN_SPIKES]
@@ -166,8 +152,6 @@ def _spikes(summary: Summary) -> str | None:
 
 
 def _one_line(summary: Summary) -> str:
-    from dalsegno.cli.tables import number
-
     parts = [summary.run, summary.state, f"step {number(summary.step)}"]
     for metric in [summary.loss, *summary.evaluation[:1]]:
         if metric is not None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from dalsegno.cli.tables import fitted, print_json_line
 from dalsegno.errors import ConfigurationError
 
 from .arguments import add_json, add_metrics, add_runs
@@ -28,7 +29,6 @@ WIDE = 56
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_runs(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="keep printing new records until Ctrl-C")
     parser.add_argument(
@@ -97,8 +97,6 @@ class _SideBySide:
         return as_words(news, self._metrics)
 
     def _print(self, cells: Sequence[str]) -> None:
-        from dalsegno.cli.tables import fitted
-
         room = self._width - 2
         if self._live and not self._alone:
             cells = [fitted(cell, room) for cell in cells]
@@ -114,8 +112,6 @@ class _Json:
         self._names = [log.name for log in logs]
 
     def news(self, of_runs: Sequence[Sequence[Record | Cut]]) -> None:
-        from dalsegno.cli.tables import print_json_line
-
         for name, of_run in zip(self._names, of_runs, strict=True):
             for news in of_run:
                 record = news if isinstance(news, dict) else {"kind": "cut", "global_step": news.step}
