@@ -91,9 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="dalsegno-check-resume-") as temporary:
         folder = arguments.keep or Path(temporary)
         check = _check_thoroughly if arguments.thorough else _check
-        return check(
-            arguments, factory, folder, partial(print, flush=True, file=sys.stderr if arguments.json else None)
-        )
+        say = partial(print, flush=True, file=sys.stderr if arguments.json else sys.stdout)
+        return check(arguments, factory, folder, say)
 
 
 def _check(arguments: argparse.Namespace, factory: Factory, folder: Path, say: Callable[[str], None]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 from dalsegno.state import TrainerState
@@ -24,6 +25,11 @@ class StandIn:
         raise AttributeError(
             f"{self._stands_for}.{name}: dalsegno has no counterpart of it; available: {', '.join(known)}"
         )
+
+
+def reads(path: str) -> Any:
+    """A property of an object that has the same value under another path, such as ``_state.global_step``."""
+    return property(attrgetter(path))
 
 
 class TrainerStandIn(StandIn):

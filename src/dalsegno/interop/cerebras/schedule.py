@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dalsegno.events.contexts import Context
-from dalsegno.interop.stand_in import StandIn
+from dalsegno.interop.stand_in import StandIn, reads
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,9 @@ class Schedule(StandIn):
     checkpoint_schedule = None
     """dalsegno saves at steps that a trigger decides on, so none is known ahead."""
     checkpoint_steps = None
+    initial_global_step: int = reads("_position.initial_step")
+    train_steps: int | None = reads("current_stage.steps")
+    """Steps of the current stretch of training."""
 
     def __init__(self, context: Context, position: Position) -> None:
         self._state, self._args, self._position = context.state, context.args, position
@@ -78,10 +81,6 @@ class Schedule(StandIn):
     def evaluates(self) -> bool:
         """Whether evaluations are scheduled."""
         return bool(self._args.evaluation) and bool(self._sets)
-
-    @property
-    def initial_global_step(self) -> int:
-        return self._position.initial_step
 
     @property
     def batch_idx(self) -> int:
@@ -139,11 +138,6 @@ class Schedule(StandIn):
     @property
     def epochs_remaining(self) -> int:
         return sum(stage.type == TRAINING for stage in [self.current_stage, *self.stages_remaining])
-
-    @property
-    def train_steps(self) -> int | None:
-        """Steps of the current stretch of training."""
-        return self.current_stage.steps
 
     @property
     def batches_remaining(self) -> int:

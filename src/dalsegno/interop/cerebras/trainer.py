@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from dalsegno.distributed import accelerator
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.events.contexts import Context
-from dalsegno.interop.stand_in import StandIn, TrainerStandIn
+from dalsegno.interop.stand_in import StandIn, TrainerStandIn, reads
 from dalsegno.system import filesystem
 
 from .schedule import Position, Schedule
@@ -47,6 +47,12 @@ class Loop(StandIn):
     """Stands in for ``trainer.loop``, the training loop, with its ``val_loop``."""
 
     _stands_for = "trainer.loop"
+    num_trains: int = reads("_schedule.epochs")
+    """Stretches of training in this fit."""
+    train_steps: int | None = reads("_schedule.train_steps")
+    """Steps of the current stretch."""
+    total_steps: int = reads("_state.max_steps")
+    """-1 where the data's length is unknown."""
 
     def __init__(self, context: Context, schedule: Schedule) -> None:
         args, self._state = context.args, context.state
@@ -60,24 +66,9 @@ class Loop(StandIn):
         self.val_loop = ValidationLoop(schedule)
 
     @property
-    def num_trains(self) -> int:
-        """Stretches of training in this fit."""
-        return self._schedule.epochs
-
-    @property
-    def train_steps(self) -> int | None:
-        """Steps of the current stretch."""
-        return self._schedule.train_steps
-
-    @property
     def grad_accum_steps(self) -> int:
         """Of the next step."""
         return self._accumulation.at(self._state.global_step)
-
-    @property
-    def total_steps(self) -> int:
-        """-1 where the data's length is unknown."""
-        return self._state.max_steps
 
 
 class ValidationLoop(StandIn):
@@ -90,14 +81,11 @@ class ValidationLoop(StandIn):
     on_step_end_hook = "on_validate_step_end"
     on_batch_start_hook = "on_validate_batch_start"
     on_batch_end_hook = "on_validate_batch_end"
+    eval_steps: int | None = reads("_schedule.current_stage.steps")
+    """Batches of the evaluation set; None where their number is unknown."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-
-    @property
-    def eval_steps(self) -> int | None:
-        """Batches of the evaluation set; None where their number is unknown."""
-        return self._schedule.current_stage.steps
 
 
 class Logging(StandIn):
@@ -118,26 +106,17 @@ class Executor(StandIn):
     """Stands in for ``trainer.executor``."""
 
     _stands_for = "trainer.executor"
+    artifact_dir: Path = reads("_trainer.artifact_dir")
+    on_first_iteration: bool = reads("_trainer.is_first_iteration")
+    on_final_iteration: bool = reads("_trainer.is_final_iteration")
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     @property
-    def artifact_dir(self) -> Path:
-        return self._trainer.artifact_dir
-
-    @property
     def user_iteration(self) -> int:
         """Of the batch in progress in its stage, from 1."""
         return self._trainer.schedule.batch_idx + 1
-
-    @property
-    def on_first_iteration(self) -> bool:
-        return self._trainer.is_first_iteration
-
-    @property
-    def on_final_iteration(self) -> bool:
-        return self._trainer.is_final_iteration
 
 
 class CheckpointSettings(StandIn):
@@ -194,6 +173,10 @@ class Trainer(TrainerStandIn):
     """Stands in for ``trainer``. Callbacks may set further attributes on it."""
 
     is_tracing = False
+    global_step: int = reads("_state.global_step")
+    batch_idx: int = reads("position.batch_idx")
+    """Index of the micro-batch within this stretch of training."""
+    summary_dir: Path = reads("artifact_dir")
 
     def __init__(self, context: Context) -> None:
         super().__init__(context.state)
@@ -223,15 +206,6 @@ class Trainer(TrainerStandIn):
         self.is_silent = False
         """Whether logged values are dropped, because this step has no record."""
         self._scopes: list[str] = []
-
-    @property
-    def global_step(self) -> int:
-        return self._state.global_step
-
-    @property
-    def batch_idx(self) -> int:
-        """Index of the micro-batch within this stretch of training."""
-        return self.position.batch_idx
 
     @property
     def is_log_step(self) -> bool:
@@ -264,10 +238,6 @@ class Trainer(TrainerStandIn):
             self._artifacts = filesystem.numbered(self.model_dir / "cerebras_logs", name)
             filesystem.make_directory(self._artifacts)
         return self._artifacts
-
-    @property
-    def summary_dir(self) -> Path:
-        return self.artifact_dir
 
     @property
     def loggers(self) -> list[Any]:

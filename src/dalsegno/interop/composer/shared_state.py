@@ -20,7 +20,7 @@ from dalsegno.events.contexts import (
     RollbackContext,
 )
 from dalsegno.interop.progress import Progress, ProgressState
-from dalsegno.interop.stand_in import StandIn
+from dalsegno.interop.stand_in import StandIn, reads
 from dalsegno.logs import is_wall_clock
 
 from .time import Timestamp, time_of
@@ -104,6 +104,13 @@ class State(StandIn):
     algorithms: tuple[Any, ...] = ()
     train_metrics = None
     fsdp_enabled = is_model_ddp = deepspeed_enabled = False
+    batch: Any = reads("_shared.batch")
+    """The micro-batch, or batch of an evaluation, in progress."""
+    outputs: Any = reads("_shared.outputs")
+    train_dataloader: Any = reads("_context.train_dataloader")
+    dataloader_label: str = reads("_shared.label")
+    """``train``; in an evaluation its set's name, or ``eval``."""
+    device_train_microbatch_size: int = reads("_context.args.per_device_train_batch_size")
 
     def __init__(self, shared: SharedState) -> None:
         context = shared.context
@@ -142,15 +149,6 @@ class State(StandIn):
         return time_of(state.global_step / state.max_steps, "dur") if state.max_steps > 0 else None
 
     @property
-    def batch(self) -> Any:
-        """The micro-batch, or batch of an evaluation, in progress."""
-        return self._shared.batch
-
-    @property
-    def outputs(self) -> Any:
-        return self._shared.outputs
-
-    @property
     def loss(self) -> Any:
         """Of the newest micro-batch, without gradient."""
         return self._shared.outputs["loss"].detach()
@@ -166,23 +164,10 @@ class State(StandIn):
         return loaders[self._shared.label] if isinstance(loaders, Mapping) else loaders
 
     @property
-    def train_dataloader(self) -> Any:
-        return self._context.train_dataloader
-
-    @property
-    def dataloader_label(self) -> str:
-        """``train``; in an evaluation its set's name, or ``eval``."""
-        return self._shared.label
-
-    @property
     def eval_metrics(self) -> dict[str, dict[str, Metric]]:
         """By label and name, with and without ``eval_``: metrics whose ``compute()`` returns the newest value."""
         metrics = self._shared.metrics
         return {label: {name: Metric(value) for name, value in each.items()} for label, each in metrics.items()}
-
-    @property
-    def device_train_microbatch_size(self) -> int:
-        return self._context.args.per_device_train_batch_size
 
     @property
     def callbacks(self) -> list[Any]:

@@ -10,7 +10,7 @@ import torch
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError
-from dalsegno.interop.stand_in import StandIn
+from dalsegno.interop.stand_in import StandIn, reads
 
 from .measured import Measured
 from .parts import Logger
@@ -29,6 +29,10 @@ class Module(StandIn):
     _model: Any
     automatic_optimization = True
     example_input_array = None
+    trainer: Trainer = reads("_trainer")
+    logger: Logger = reads("trainer.logger")
+    current_epoch: int = reads("_shared.epoch")
+    global_step: int = reads("trainer.global_step")
 
     def __init__(self, shared: Measured, trainer: Trainer) -> None:
         vars(self).update(_shared=shared, _trainer=trainer, _model=shared.context.model)
@@ -45,24 +49,8 @@ class Module(StandIn):
         return self._model(*args, **kwargs)
 
     @property
-    def trainer(self) -> Trainer:
-        return self._trainer
-
-    @property
-    def logger(self) -> Logger:
-        return self.trainer.logger
-
-    @property
     def device(self) -> torch.device:
         return device_of(self._model)
-
-    @property
-    def current_epoch(self) -> int:
-        return self._shared.epoch
-
-    @property
-    def global_step(self) -> int:
-        return self.trainer.global_step
 
     @property
     def global_rank(self) -> int:

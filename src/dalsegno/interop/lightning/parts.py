@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dalsegno.distributed import collectives
-from dalsegno.interop.stand_in import StandIn
+from dalsegno.interop.stand_in import StandIn, reads
 
 from .measured import Measured
 
@@ -85,27 +85,21 @@ class Logger(StandIn):
 class LoggerConnector:
     """Stands in for a private part of the trainer, which LearningRateMonitor reads."""
 
+    should_update_logs: bool = reads("_state.will_log")
+
     def __init__(self, shared: Measured) -> None:
         self._state = shared.context.state
-
-    @property
-    def should_update_logs(self) -> bool:
-        return self._state.will_log
 
 
 class EpochLoop(StandIn):
     """Stands in for ``trainer.fit_loop.epoch_loop``."""
 
     _stands_for = "trainer.fit_loop.epoch_loop"
+    global_step: int = reads("_shared.context.state.global_step")
+    _batches_that_stepped = global_step
 
     def __init__(self, shared: Measured) -> None:
         self._shared = shared
-
-    @property
-    def global_step(self) -> int:
-        return self._shared.context.state.global_step
-
-    _batches_that_stepped = global_step
 
     @property
     def batch_idx(self) -> int:
@@ -116,18 +110,12 @@ class FitLoop(StandIn):
     """Stands in for ``trainer.fit_loop``."""
 
     _stands_for = "trainer.fit_loop"
+    max_epochs: Any = reads("_trainer.max_epochs")
+    max_batches: Any = reads("_trainer.num_training_batches")
 
     def __init__(self, trainer: Any, shared: Measured) -> None:
         self._trainer = trainer
         self.epoch_loop = EpochLoop(shared)
-
-    @property
-    def max_epochs(self) -> Any:
-        return self._trainer.max_epochs
-
-    @property
-    def max_batches(self) -> Any:
-        return self._trainer.num_training_batches
 
 
 class TrainerState(StandIn):

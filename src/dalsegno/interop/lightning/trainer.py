@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dalsegno.distributed.sharded_tensors import device_of
+from dalsegno.interop.stand_in import reads
 
 from .measured import Measured
 from .parts import FitLoop, Logger, LoggerConnector, OnRanks, Strategy, TrainerState
@@ -55,18 +56,10 @@ class Trainer(OnRanks):
 
     # -- progress
 
-    @property
-    def global_step(self) -> int:
-        """Finished steps."""
-        return self._state.global_step
-
-    @property
-    def current_epoch(self) -> int:
-        return self._shared.epoch
-
-    @property
-    def max_steps(self) -> int:
-        return self._state.max_steps
+    global_step: int = reads("_state.global_step")
+    """Finished steps."""
+    current_epoch: int = reads("_shared.epoch")
+    max_steps: int = reads("_state.max_steps")
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -87,21 +80,14 @@ class Trainer(OnRanks):
     def training(self) -> bool:
         return self._shared.fitting and not self._shared.validating
 
-    @property
-    def validating(self) -> bool:
-        return self._shared.validating
-
-    @property
-    def ckpt_path(self) -> str | None:
-        """The checkpoint that this leg was resumed from."""
-        return self._shared.resumed_from
+    validating: bool = reads("_shared.validating")
+    ckpt_path: str | None = reads("_shared.resumed_from")
+    """The checkpoint that this leg was resumed from."""
 
     # -- metrics
 
-    @property
-    def callback_metrics(self) -> dict[str, Any]:
-        """The newest value of each metric, as tensors, under dalsegno's and Lightning's usual names."""
-        return self._shared.metrics
+    callback_metrics: dict[str, Any] = reads("_shared.metrics")
+    """The newest value of each metric, as tensors, under dalsegno's and Lightning's usual names."""
 
     logged_metrics = progress_bar_metrics = callback_metrics
 
@@ -123,9 +109,7 @@ class Trainer(OnRanks):
 
     # -- data
 
-    @property
-    def train_dataloader(self) -> Any:
-        return self._context.train_dataloader
+    train_dataloader: Any = reads("_context.train_dataloader")
 
     @property
     def val_dataloaders(self) -> Any:

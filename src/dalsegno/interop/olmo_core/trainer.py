@@ -12,7 +12,7 @@ from typing import Any
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import UnknownName
-from dalsegno.interop.stand_in import StandIn, TrainerStandIn
+from dalsegno.interop.stand_in import StandIn, TrainerStandIn, reads
 from dalsegno.system import filesystem
 
 from .measured import Measured
@@ -39,6 +39,10 @@ class Trainer(TrainerStandIn):
     dp_process_group = None
     """The default group."""
     async_bookkeeping = False
+    global_train_tokens_seen: int = reads("_state.num_input_tokens_seen")
+    """Tokens on all ranks; exact at each record."""
+    data_loader: Any = reads("_context.train_dataloader")
+    is_canceled: bool = reads("_context.control.should_training_stop")
 
     def __init__(self, shared: Measured) -> None:
         context = shared.context
@@ -70,18 +74,9 @@ class Trainer(TrainerStandIn):
         return None if args.max_steps > 0 else math.ceil(args.num_train_epochs)
 
     @property
-    def global_train_tokens_seen(self) -> int:
-        """Tokens on all ranks; exact at each record."""
-        return self._state.num_input_tokens_seen
-
-    @property
     def metrics_collect_interval(self) -> int:
         """Steps between records."""
         return int(self._context.args.logging.steps or 0)
-
-    @property
-    def data_loader(self) -> Any:
-        return self._context.train_dataloader
 
     @property
     def rank(self) -> int:
@@ -121,10 +116,6 @@ class Trainer(TrainerStandIn):
     def cancel_run(self, reason: str, no_sync: bool = False) -> None:
         """End the run after this step, with a checkpoint."""
         self._context.control.stop(reason, final=True)
-
-    @property
-    def is_canceled(self) -> bool:
-        return self._context.control.should_training_stop
 
     # -- files
 
