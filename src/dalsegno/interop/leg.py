@@ -234,6 +234,13 @@ class Leg:
         train_end.fill(reason, metrics, self._newest)
         raise_first(train_end.fire_all())
 
+    def complete(self, *, is_stopped: bool) -> None:
+        """Fire on_step_done, the final record and on_train_end: training has come to its end, or to a requested one."""
+        self.finish()
+        self.record({"train_runtime": self.state.elapsed(), "step": self.state.global_step}, "final")
+        is_aborted = self.control.should_abort_without_save
+        self.end("aborted" if is_aborted else "stopped" if is_stopped else "finished", {})
+
     def fail(self, error: BaseException) -> None:
         """Fire on_exception and on_train_end. What a handler raises becomes a note of ``error``. Not collective."""
         failures: list[BaseException] = []
@@ -294,6 +301,12 @@ class Leg:
         self.events.evaluate.fire_with(metrics, name, evaluated_weights, dict(self._all_metrics), is_last)
         if is_last:
             self._all_metrics = {}
+
+    @property
+    def evaluated_weights(self) -> str | None:
+        """Key of the callback whose averages the newest evaluation has measured; None: it has measured the weights."""
+        begin = self.events.evaluate_begin
+        return begin.context.evaluated_weights if begin else None
 
     def requests(self) -> ControlRequests:
         """Return what callbacks on any rank have requested, equal on all ranks. Collective."""

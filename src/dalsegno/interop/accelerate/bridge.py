@@ -158,11 +158,8 @@ class Bridge:
         self._installed.close()
         if error is not None:
             leg.fail(error)
-            return
-        leg.finish()
-        leg.record({"train_runtime": leg.state.elapsed(), "step": self.step}, "final")
-        reason = "finished" if self.step >= leg.state.max_steps else "stopped"
-        leg.end("aborted" if leg.control.should_abort_without_save else reason, {})
+        else:
+            leg.complete(is_stopped=self.step < leg.state.max_steps)
 
     @property
     def _followed(self) -> Leg:
@@ -266,9 +263,8 @@ class Bridge:
     def evaluating(self) -> Iterator[None]:
         """Around an evaluation, on all ranks: averages of callbacks such as EMA are in the model meanwhile."""
         events = self._followed.events
-        begin = events.evaluate_begin
-        begin.fire_with("eval")
-        self._evaluated_weights = begin.context.evaluated_weights if begin else None
+        events.evaluate_begin.fire_with("eval")
+        self._evaluated_weights = self._followed.evaluated_weights
         try:
             yield
         finally:

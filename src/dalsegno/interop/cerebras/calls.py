@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import BeforeForwardContext, LogContext, SaveContext
@@ -50,26 +51,26 @@ CONDITIONS: dict[str, Callable[[SharedState, Any], bool]] = {
 }
 
 
-class Row(Protocol):
-    """One row of the order."""
-
-    @property
-    def event(self) -> Event: ...
-    @property
-    def method(self) -> str: ...
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the method's arguments."""
-
-    def bind(self, method: Callable[..., Any], shared: SharedState, stacks: Stacks) -> Bound: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Calls ``method(trainer, *given)``: always, or under the condition ``when``."""
+@dataclass(frozen=True)
+class Row(ABC):
+    """One row of the order: calls ``method`` at ``event``."""
 
     event: Event
     method: str
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """Names of the method's arguments."""
+
+    @abstractmethod
+    def bind(self, method: Callable[..., Any], shared: SharedState, stacks: Stacks) -> Bound: ...
+
+
+@dataclass(frozen=True)
+class Call(Row):
+    """Calls ``method(trainer, *given)``: always, or under the condition ``when``."""
+
     given: str = ""
     when: str | None = None
 
@@ -88,12 +89,9 @@ class Call:
         return call
 
 
-@dataclass(frozen=True, slots=True)
-class SetUp:
+class SetUp(Row):
     """Calls ``method(trainer)`` once in the life of a trainer."""
 
-    event: Event
-    method: str
     names = ("trainer",)
 
     def bind(self, method: Callable[..., Any], shared: SharedState, stacks: Stacks) -> Bound:
@@ -104,27 +102,14 @@ class SetUp:
         return call
 
 
-@dataclass(frozen=True, slots=True)
-class Within:
-    """Makes ``call`` inside ``scope``, which changes what the trainer shows meanwhile."""
+@dataclass(frozen=True)
+class Within(Call):
+    """Makes the call inside ``scope``, which changes what the trainer shows meanwhile."""
 
-    call: Call
-    scope: Callable[[SharedState, Any], AbstractContextManager[None]]
-
-    @property
-    def event(self) -> Event:
-        return self.call.event
-
-    @property
-    def method(self) -> str:
-        return self.call.method
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.call.names
+    scope: Callable[[SharedState, Any], AbstractContextManager[None]] = field(kw_only=True)
 
     def bind(self, method: Callable[..., Any], shared: SharedState, stacks: Stacks) -> Bound:
-        inner = self.call.bind(method, shared, stacks)
+        inner = super().bind(method, shared, stacks)
 
         def call(adapted: Callback, ctx: Any) -> None:
             with self.scope(shared, ctx):
@@ -156,12 +141,9 @@ def in_training(shared: SharedState, ctx: Any) -> Iterator[None]:
         position.val_name = name
 
 
-@dataclass(frozen=True, slots=True)
-class Log:
+class Log(Row):
     """Calls ``log_metrics(metrics, step)`` of a logger with each record."""
 
-    event: Event
-    method: str
     names = ("metrics", "step")
 
     def bind(self, method: Callable[..., Any], shared: SharedState, stacks: Stacks) -> Bound:
@@ -171,15 +153,11 @@ class Log:
         return call
 
 
-@dataclass(frozen=True, slots=True)
-class Enter:
+@dataclass(frozen=True)
+class Enter(Call):
     """Calls ``method(trainer, stack, *given)``; the stack stays open until :class:`Leave` of the same part."""
 
-    event: Event
-    method: str
-    part: str
-    given: str
-    when: str | None = None
+    part: str = field(kw_only=True)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -190,15 +168,13 @@ class Enter:
             stack = stacks[self.part] = ExitStack()
             method(trainer, stack, *given)
 
-        return Call(self.event, self.method, self.given, self.when).bind(enter, shared, stacks)
+        return super().bind(enter, shared, stacks)
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+@dataclass(frozen=True)
+class Leave(Row):
     """Closes the stack that ``method`` has opened, if it is open; with the exception, if there is one."""
 
-    event: Event
-    method: str
     part: str
     names = ()
 
@@ -212,12 +188,9 @@ class Leave:
         return close
 
 
-@dataclass(frozen=True, slots=True)
-class Forward:
+class Forward(Row):
     """Calls ``method(trainer, model, batch, args, kwargs)``; ``args`` is ``[batch]``. The method may change both."""
 
-    event: Event
-    method: str
     names = ("trainer", "model", "batch", "args", "kwargs")
 
     def bind(self, method: Callable[..., Any], shared: SharedState, stacks: Stacks) -> Bound:

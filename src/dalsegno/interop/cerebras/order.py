@@ -16,10 +16,10 @@ ORDER: tuple[Row, ...] = (
     *(SetUp(Event.BEFORE_LOAD, method) for method in _SET_UP),  # for a callback that was added later
     Call(Event.BEFORE_LOAD, "on_before_load_checkpoint", "ckpt_path"),
     *(SetUp(Event.TRAIN_BEGIN, method) for method in _SET_UP),  # where no checkpoint is loaded
-    Enter(Event.TRAIN_BEGIN, "on_enter_fit", "fit", "train_dataloader val_dataloaders loop"),
+    Enter(Event.TRAIN_BEGIN, "on_enter_fit", "train_dataloader val_dataloaders loop", part="fit"),
     Call(Event.TRAIN_BEGIN, "on_fit_start", "train_dataloader val_dataloaders loop"),
     # a stretch of training
-    Enter(Event.STEP_BEGIN, "on_enter_train", "train", "train_dataloader loop loop_idx", "a stretch begins"),
+    Enter(Event.STEP_BEGIN, "on_enter_train", "train_dataloader loop loop_idx", "a stretch begins", part="train"),
     Call(Event.STEP_BEGIN, "on_train_start", "model train_dataloader loop loop_idx", "a stretch begins"),
     Call(Event.MICROBATCH_BEGIN, "on_train_batch_start", "model batch batch_idx"),
     Call(Event.MICROBATCH_BEGIN, "on_train_step_start", "model batch"),
@@ -37,19 +37,19 @@ ORDER: tuple[Row, ...] = (
     Call(Event.AFTER_ZERO_GRAD, "on_after_optimizer_zero_grad", "model optimizer"),
     Call(Event.BEFORE_SCHEDULER_STEP, "on_before_scheduler_step", "model optimizer scheduler"),
     Call(Event.AFTER_SCHEDULER_STEP, "on_after_scheduler_step", "model optimizer scheduler"),
-    Within(Call(Event.STEP_END, "on_train_step_end", "model last_outputs last_batch"), before_count),
+    Within(Event.STEP_END, "on_train_step_end", "model last_outputs last_batch", scope=before_count),
     Call(Event.STEP_END, "on_train_batch_end", "model last_outputs last_batch batch_idx"),
-    Within(Call(Event.EVALUATE_BEGIN, "on_train_end", "model loop loop_idx", "a stretch ends"), in_training),
+    Within(Event.EVALUATE_BEGIN, "on_train_end", "model loop loop_idx", "a stretch ends", scope=in_training),
     Leave(Event.EVALUATE_BEGIN, "on_enter_train", "train"),
     # a validation
-    Enter(Event.EVALUATE_BEGIN, "on_enter_validate", "validate", "val_dataloader val_loop"),
+    Enter(Event.EVALUATE_BEGIN, "on_enter_validate", "val_dataloader val_loop", part="validate"),
     Call(Event.EVALUATE_BEGIN, "on_validate_start", "model val_dataloader val_loop"),
     Call(Event.PREDICTION_STEP, "on_validate_step_end", "model outputs batch", "validating"),
     Call(Event.PREDICTION_STEP, "on_validate_batch_end", "model outputs batch val_batch_idx", "validating"),
     Call(Event.LOG_STEP, "on_validate_end", "model val_loop", "a validation ends"),  # its metrics are logged with it
     Leave(Event.EVALUATE, "on_enter_validate", "validate"),
     Log(Event.LOG, LOG_METRICS),
-    Within(Call(Event.SAVE, "on_after_save_checkpoint", "ckpt_path"), as_saved),
+    Within(Event.SAVE, "on_after_save_checkpoint", "ckpt_path", scope=as_saved),
     # teardown; after an exception innermost first
     Leave(Event.EXCEPTION, "on_enter_validate", "validate"),
     Call(Event.EXCEPTION, "on_validate_exception", "exception", "validation broke"),

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from dalsegno.distributed import accelerator
 from dalsegno.distributed.sharded_tensors import device_of
@@ -138,35 +140,21 @@ class EarlyExit(StandIn):
     _stands_for = "trainer.early_exit"
 
     def __init__(self) -> None:
-        self._functions: list[Callable[[], Any]] = []
+        self._functions: OrderedDict[int, Callable[[], Any]] = OrderedDict()
 
-    def register(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Handle:
+    def register(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> RemovableHandle:
         """Call ``function(*args, **kwargs)`` at the end of each step."""
-
-        def call() -> Any:
-            return function(*args, **kwargs)
-
-        self._functions.append(call)
-        return Handle(self._functions, call)
+        handle = RemovableHandle(self._functions)
+        self._functions[handle.id] = partial(function, *args, **kwargs)
+        return handle
 
     @property
     def should_exit(self) -> bool:
-        return any([bool(call()) for call in self._functions])  # noqa: C419  (all are called, whatever one returns)
+        answers = [call() for call in tuple(self._functions.values())]  # all are called, whatever one returns
+        return any(answers)
 
     def reset_exit_fns(self) -> None:
         self._functions.clear()
-
-
-class Handle:
-    """Removes one item from a list."""
-
-    def __init__(self, items: list[Any], item: object) -> None:
-        self._items = items
-        self._item = item
-
-    def remove(self) -> None:
-        if self._item in self._items:
-            self._items.remove(self._item)
 
 
 class Trainer(TrainerStandIn):

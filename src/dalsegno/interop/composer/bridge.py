@@ -164,11 +164,8 @@ class Bridge:
         leg = self._followed(state)
         if leg is None:
             return
-        leg.finish()
-        leg.record({"train_runtime": leg.state.elapsed(), "step": leg.state.global_step}, "final")
+        leg.complete(is_stopped=self._is_stopping)
         self._stop_following()
-        is_aborted = leg.control.should_abort_without_save
-        leg.end("aborted" if is_aborted else "stopped" if self._is_stopping else "finished", {})
 
     def close(self, state: Any, logger: Any) -> None:
         if self._leg is not None and self._is_training:
@@ -261,8 +258,7 @@ class Bridge:
         leg = self._followed(state)
         if leg is None:
             return
-        name, begin = state.dataloader_label, leg.events.evaluate_begin
-        weights = begin.context.evaluated_weights if begin else None
+        name, weights = state.dataloader_label, leg.evaluated_weights
         leg.events.evaluate_end.fire_with(name)
         prefix = "eval_" if name == "eval" else f"eval_{name}_"
         computed = state.eval_metric_values

@@ -56,9 +56,7 @@ class Composer(TableAdapter):
         return binder.shared(SharedState)
 
     def _defines(self, method: str) -> bool:
-        if method in _EVENTS and super()._defines("run_event"):
-            return True
-        return super()._defines(method)
+        return super()._defines(method) or (method in _EVENTS and super()._defines("run_event"))
 
     def method(self, name: str) -> Callable[..., Any]:
         if name in _EVENTS and super()._defines("run_event"):

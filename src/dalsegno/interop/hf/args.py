@@ -147,7 +147,8 @@ class Arguments:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all settings as JSON values."""
-        own = {name: _plain(value) for name, value in vars(self).items() if not name.startswith("_")}
+        values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        own = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
         return {**_FIXED, **self._args.to_dict(), **own, "device": str(self.device), "n_gpu": self.n_gpu}
 
     def __repr__(self) -> str:
@@ -162,10 +163,6 @@ class Arguments:
             name: value if isinstance(value, (bool, int, float, str)) else str(value)
             for name, value in self.to_dict().items()
         }
-
-
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, Enum) else value
 
 
 def _schedule(when: SaveTrigger) -> tuple[Strategy, int]:

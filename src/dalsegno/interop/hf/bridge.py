@@ -45,12 +45,11 @@ from .translation import due_at_next_step, kind_of, mirror, set_name_of, setting
 
 logger = logging.getLogger("dalsegno")
 
-_NEVER = "Hugging Face's Trainer has no callback for; use dalsegno.Trainer, or another callback"
 _GIVE_TRAINER = "trainer.add_callback(Bridge([…], trainer=trainer))"
 
 UNSUPPORTED_EVENTS = dict.fromkeys(
     [*INSIDE_THE_STEP, Event.MICROBATCH_BEGIN, Event.MICROBATCH_END],
-    _NEVER,
+    "Hugging Face's Trainer has no callback for; use dalsegno.Trainer, or another callback",
 )
 """Events that the Bridge never fires. A callback that handles one of them raises EventNotFired."""
 
@@ -226,7 +225,7 @@ class Bridge(transformers.TrainerCallback):
         if kind == "final":
             leg.finish()
             self._metrics = logs
-        leg.record(logs, kind, self._evaluated_weights if kind == "eval" else None)
+        leg.record(logs, kind, leg.evaluated_weights if kind == "eval" else None)
         return self._passed_on(control)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -235,7 +234,7 @@ class Bridge(transformers.TrainerCallback):
             return control
         name, sets = set_name_of(metrics), getattr(self._trainer, "eval_dataset", None)
         is_last = not isinstance(sets, dict) or name not in sets or name == list(sets)[-1]
-        leg.evaluated(dict(metrics), name, self._evaluated_weights, is_last=is_last)
+        leg.evaluated(dict(metrics), name, leg.evaluated_weights, is_last=is_last)
         return self._passed_on(control)
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
@@ -247,10 +246,6 @@ class Bridge(transformers.TrainerCallback):
             folder = leg.save(timeline_of(state))
             leg.saved(folder.parent, is_best=state.best_global_step == state.global_step)
         return self._passed_on(control)
-
-    @property
-    def _evaluated_weights(self) -> str | None:
-        return None if self._inside is None else self._inside.evaluated_weights
 
     def _warn_if_nonfinite_is_hidden(self, args: Any) -> None:
         readers = [callback.key for callback in self._callbacks if callback.reads_nonfinite_loss]

@@ -27,8 +27,6 @@ class Inside:
     def __init__(self, trainer: transformers.Trainer, leg: Leg) -> None:
         self.grad_norm: torch.Tensor | None = None
         """Total norm of this step's gradients before clipping, over all ranks."""
-        self.evaluated_weights: str | None = None
-        """Key of the callback whose averages the newest evaluation has measured."""
         self._leg = leg
         self._losses: list[torch.Tensor] = []  # of this step's micro-batches
         self._has_scaler = trainer.accelerator.scaler is not None
@@ -80,9 +78,7 @@ class Inside:
         if description != "Evaluation":
             return evaluate()
         events, name = self._leg.events, metric_key_prefix.removeprefix("eval_")
-        begin = events.evaluate_begin
-        begin.fire_with(name)
-        self.evaluated_weights = begin.context.evaluated_weights if begin else None
+        events.evaluate_begin.fire_with(name)
         try:
             return evaluate()
         finally:

@@ -200,11 +200,10 @@ class Bridge:
         )
 
     def _end(self, leg: Leg) -> None:
-        leg.finish()
-        leg.record({"train_runtime": leg.state.elapsed(), "step": leg.state.global_step}, "final")
-        self._stop_following()
-        reason = "finished" if _all_done(leg) else "stopped"
-        leg.end("aborted" if leg.control.should_abort_without_save else reason, {})
+        try:
+            leg.complete(is_stopped=not _all_done(leg))
+        finally:
+            self._stop_following()
 
     def _stop_following(self) -> None:
         self._is_training = False
@@ -324,10 +323,8 @@ class Bridge:
         leg, name = self._followed(), self._evaluating
         if leg is None or name is None:
             return
-        begin = leg.events.evaluate_begin
-        weights = begin.context.evaluated_weights if begin else None
         self._close_evaluation(leg)
-        metrics = eval_metrics(evaluator.state.metrics, name)
+        weights, metrics = leg.evaluated_weights, eval_metrics(evaluator.state.metrics, name)
         leg.record(metrics, "eval", weights)
         leg.evaluated(metrics, name, weights, is_last=name == list(self._evaluators)[-1])
         self._requests.follow(leg, evaluates=False)

@@ -90,41 +90,28 @@ class InstructLab(CallbackAdapter):
         shared, function = binder.shared(SharedState), getattr(self.__wrapped__, method)
         run = self._worker.do if self._has_state else self._worker.submit
 
-        def submit(context: TrainingContext) -> None:
-            run(partial(function, self.converted(context, shared)), method)
-
         def learn(_: Any, ctx: Any) -> None:
             shared.learn(ctx.metrics)
 
-        def call(_: Any, ctx: Any) -> None:
-            submit(shared.context(method))
+        def has_just_ended(ctx: Any) -> bool:
+            ended, self._last_ended = self._last_ended, shared.step
+            return ended is not shared.step
 
-        def call_in_update(_: Any, ctx: Any) -> None:
-            if shared.in_update:
-                submit(shared.context(method))
-
-        def call_in_training(_: Any, ctx: Any) -> None:
-            if ctx.kind == "train":
-                submit(shared.context(method))
-
-        def call_saved(_: Any, ctx: Any) -> None:
-            submit(shared.saved_context(ctx))
-
-        def call_once_a_step(_: Any, ctx: Any) -> None:
-            if self._last_ended is not shared.step:
-                self._last_ended = shared.step
-                submit(shared.context(method))
-
-        special = {
-            Event.BEFORE_FORWARD: call_in_update,
-            Event.AFTER_FORWARD: call_in_update,
-            Event.TRAIN_METRICS: learn,
-            Event.LOG: call_in_training,
-            Event.BEFORE_SAVE: call_once_a_step,
-            Event.SAVE: call_saved,
-            Event.STEP_DONE: call_once_a_step,
+        conditions: dict[Event, Callable[[Any], bool]] = {
+            Event.BEFORE_FORWARD: lambda ctx: shared.in_update,
+            Event.AFTER_FORWARD: lambda ctx: shared.in_update,
+            Event.LOG: lambda ctx: ctx.kind == "train",
+            Event.BEFORE_SAVE: has_just_ended,
+            Event.STEP_DONE: has_just_ended,
         }
-        return special.get(event, call)
+        is_due = conditions.get(event, lambda ctx: True)
+
+        def call(_: Any, ctx: Any) -> None:
+            if is_due(ctx):
+                context = shared.saved_context(ctx) if event is Event.SAVE else shared.context(method)
+                run(partial(function, self.converted(context, shared)), method)
+
+        return learn if event is Event.TRAIN_METRICS else call
 
     def converted(self, context: TrainingContext, shared: SharedState) -> TrainingContext:
         """Return the context in the form in which the methods get it."""

@@ -93,14 +93,10 @@ def _as_sequence(given: Any) -> Sequence[Any]:
     return given if isinstance(given, (list, tuple)) else [given]
 
 
-def _nothing(context: TrainingContext) -> dict[str, Any]:
-    return {}
-
-
 def _observer(event: str, function: Function) -> InstructLab:
     if not callable(function):
         raise ConfigurationError(f"functions({event}={function!r}): needs a function, or a list of functions")
-    added = _EVENT_ARGUMENTS.get(event, _nothing)
+    added: Callable[[TrainingContext], dict[str, Any]] = _EVENT_ARGUMENTS.get(event, lambda context: {})
     accepted = _accepted(event, function, list(added(FunctionContext())))
 
     def call(context: TrainingContext) -> Any:

@@ -100,7 +100,7 @@ class SharedState(Callback):
 
     def learn(self, metrics: dict[str, Any]) -> None:
         """Store the metrics of this step, already reduced over all ranks."""
-        self._of_step |= _renamed(metrics)
+        self._of_step |= _with_a_field(metrics)
         batch = self._batch_metrics
         batch["total_length"] = metrics.get("tokens")
         if batch["num_loss_counted_tokens"] is not None:
@@ -171,7 +171,7 @@ class SharedState(Callback):
 
     def on_log(self, ctx: LogContext) -> None:
         if ctx.kind == "train":
-            self._of_record = _renamed(ctx.logs)
+            self._of_record = _with_a_field(ctx.logs)
             if not self._alone:
                 self._of_record["overall_throughput"] = self._throughput
             self._tokens_agreed = True
@@ -211,15 +211,9 @@ class SharedState(Callback):
         return None
 
 
-_NAMES = {
-    "loss": "loss",
-    "grad_norm": "grad_norm",
-}
-
-
-def _renamed(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return the metrics that the context has a field for, under the field's name."""
-    return {ours: float(metrics[name]) for name, ours in _NAMES.items() if name in metrics}
+def _with_a_field(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return the metrics that the context has a field for."""
+    return {name: float(metrics[name]) for name in ("loss", "grad_norm") if name in metrics}
 
 
 def _read(values: dict[str, Any]) -> dict[str, Any]:

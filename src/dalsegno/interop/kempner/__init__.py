@@ -115,15 +115,13 @@ class KempnerForge(CallbackAdapter):
         def train_end(_: Any, ctx: Context) -> None:
             function(ctx.state.global_step, ctx.state.num_input_tokens_seen)
 
-        if event in _AFTER_RECORD:
-            return _or_stop(after_record, method)
-        return {
-            "on_train_begin": _or_stop(train_begin, method),
-            "on_step_end": _or_stop(step_end, method),
-            "on_eval_end": _or_stop(eval_end, method),
-            "on_checkpoint_save": _or_stop(checkpoint_save, method),
-            "on_train_end": train_end,
-        }[method]
+        calls = {
+            "on_train_begin": train_begin,
+            "on_step_end": after_record if event in _AFTER_RECORD else step_end,
+            "on_eval_end": eval_end,
+            "on_checkpoint_save": checkpoint_save,
+        }
+        return train_end if method == "on_train_end" else _or_stop(calls[method], method)
 
 
 def _step_context(ctx: MetricsContext) -> StepContext:

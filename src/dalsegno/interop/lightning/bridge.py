@@ -142,12 +142,8 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         leg = self._leg
         if leg is None or not self._is_training:
             return
-        leg.finish()
-        leg.record({"train_runtime": leg.state.elapsed(), "step": leg.state.global_step}, "final")
+        leg.complete(is_stopped=self._is_stopping)
         self._stop_following()
-        leg.end(
-            "aborted" if leg.control.should_abort_without_save else "stopped" if self._is_stopping else "finished", {}
-        )
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if (leg := self._followed()) is not None:
@@ -249,8 +245,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         leg = self._followed()
         if leg is None or trainer.sanity_checking:
             return
-        begin = leg.events.evaluate_begin
-        weights = begin.context.evaluated_weights if begin else None
+        weights = leg.evaluated_weights
         leg.events.evaluate_end.fire_with("eval")
         metrics = {_as_eval(name): value for name, value in self._new_metrics().items()}
         leg.record(metrics, "eval", weights)
