@@ -69,9 +69,7 @@ def diff_records(first: Iterable[Record], second: Iterable[Record]) -> Iterator[
 
 
 def _next(groups: Iterator[tuple[int, Iterator[Record]]]) -> tuple[int, list[Record]] | None:
-    for step, records in groups:
-        return step, list(records)
-    return None
+    return next(((step, list(records)) for step, records in groups), None)
 
 
 def _in_step(first: list[Record], second: list[Record]) -> Iterator[RecordDifference]:

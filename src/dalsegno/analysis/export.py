@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs.values import Record, to_json
 from dalsegno.system import filesystem
+from dalsegno.system.extras import require_extra
 
 from .blocks import is_number
-from .extras import require_extra
 from .formats import BOOKKEEPING
 from .log import TrainingLog
 
@@ -36,7 +36,7 @@ def export_log(log: TrainingLog, to: Target, path: Path | BinaryIO) -> None:
     if to not in TARGETS:
         raise ConfigurationError(f"to is {to!r}; allowed: {', '.join(TARGETS)}")
     if to in ("csv", "parquet"):
-        require_extra("polars", f"writing {to}")
+        require_extra("analysis", "polars", f"writing {to}")
     if to == "tensorboard":
         if not isinstance(path, Path):
             raise ConfigurationError("TensorBoard reads directories: pass the path of one")
@@ -53,14 +53,6 @@ def export_log(log: TrainingLog, to: Target, path: Path | BinaryIO) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def _write_csv(log: TrainingLog, file: BinaryIO) -> None:
-    log.frame().write_csv(file)
-
-
-def _write_parquet(log: TrainingLog, file: BinaryIO) -> None:
-    log.frame().write_parquet(file)
-
-
 def _write_json(log: TrainingLog, file: BinaryIO) -> None:
     file.write(b"[")
     for number, record in enumerate(log.records()):
@@ -68,7 +60,11 @@ def _write_json(log: TrainingLog, file: BinaryIO) -> None:
     file.write(b"\n]\n")
 
 
-_WRITERS = {"csv": _write_csv, "parquet": _write_parquet, "json": _write_json}
+_WRITERS: Mapping[str, Callable[[TrainingLog, BinaryIO], None]] = {
+    "csv": lambda log, file: log.frame().write_csv(file),
+    "parquet": lambda log, file: log.frame().write_parquet(file),
+    "json": _write_json,
+}
 
 
 def _write_events(records: Iterator[Record], folder: Path) -> None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NoReturn
 from dalsegno.errors import ConfigurationError, NotFound, UnknownName
 from dalsegno.logs import Leg
 from dalsegno.logs.values import Record
+from dalsegno.system.extras import require_extra
 
 from .blocks import concatenate
-from .extras import require_extra
 from .formats.find import LOOKED_FOR, loose_sources, source_of_file, source_of_run
 from .formats.source import Skipped, Source, Unreadable
 from .formats.tensorboard import EventFiles
@@ -98,7 +98,7 @@ class RunFolder(TrainingLog):
         return list(dict.fromkeys(name for run in self.runs for name in run.metrics()))
 
     def frame(self) -> pl.DataFrame:
-        require_extra("polars", "frame()")
+        require_extra("analysis", "polars", "frame()")
         import polars as pl
 
         self.skipped = Skipped()

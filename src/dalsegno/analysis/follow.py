@@ -15,9 +15,9 @@ from dalsegno.logs.values import Record
 from dalsegno.system.posix import pread
 
 from .formats.find import source_of_run
-from .formats.json_lines import JsonLines, decode_lines, named
+from .formats.json_lines import JsonLines, decode_lines
 from .formats.naming import HEADER
-from .formats.source import Skipped, Source
+from .formats.source import Skipped, Source, named
 
 BACKWARDS = 1 << 16
 """Bytes per read, from the end of a file towards its beginning."""

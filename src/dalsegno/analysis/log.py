@@ -12,10 +12,10 @@ import numpy as np
 from dalsegno.errors import UnknownName
 from dalsegno.logs import Leg, RunFile
 from dalsegno.logs.values import Record
+from dalsegno.system.extras import require_extra
 
 from .blocks import KINDS, concatenate
 from .columns import read_columns
-from .extras import require_extra
 from .formats import BOOKKEEPING, HEADER, Skipped, Source
 from .formats.naming import loss_of
 from .lineage import LegSummary, summarize_legs
@@ -128,7 +128,7 @@ class TrainingLog:
         Raises:
             ConfigurationError: if Polars is not installed; ``dalsegno[analysis]`` includes it.
         """
-        require_extra("polars", "frame()")
+        require_extra("analysis", "polars", "frame()")
         self.skipped = Skipped()
         frame = concatenate([block.frame() for block in self.source.blocks(self.skipped)])
         empty = [name for name in frame.columns if len(frame) and frame[name].null_count() == len(frame)]

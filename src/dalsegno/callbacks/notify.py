@@ -6,7 +6,6 @@ import logging
 import socket
 import threading
 from collections.abc import Iterable
-from typing import Any
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
@@ -18,7 +17,7 @@ from dalsegno.events.contexts import (
     TrainBeginContext,
     TrainEndContext,
 )
-from dalsegno.system.extras import how_to_install
+from dalsegno.system.extras import require_extra
 
 from .argument_checks import one_of, texts
 
@@ -52,7 +51,10 @@ class Notify(Callback):
 
     def __init__(self, urls: str | Iterable[str], on: str | Iterable[str] = ("end", "exception")) -> None:
         self._on = {one_of("Notify", "on", occasion, OCCASIONS) for occasion in texts("Notify", "on", on)}
-        self._apprise = _apprise()
+        require_extra("notify", "apprise", "Notify")
+        import apprise
+
+        self._apprise = apprise.Apprise()
         for number, url in enumerate(texts("Notify", "urls", urls)):
             if not self._apprise.add(url):
                 scheme = url.partition("://")[0]  # the rest may contain a password
@@ -103,11 +105,3 @@ class Notify(Callback):
                 logger.warning("Notify: %r could not be sent to every address", title)
         except Exception as error:
             logger.warning("Notify: %r could not be sent: %s", title, error)
-
-
-def _apprise() -> Any:
-    try:
-        import apprise
-    except ImportError:
-        raise ConfigurationError(f"Notify needs apprise: {how_to_install('notify')}") from None
-    return apprise.Apprise()

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from dalsegno.errors import ConfigurationError, Locked
+from dalsegno.errors import Locked
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import EvaluateContext
-from dalsegno.system.extras import how_to_install
+from dalsegno.system.extras import require_extra
 
 from .argument_checks import text
 
@@ -54,7 +54,7 @@ class OptunaPruning(Callback):
 
     def __init__(self, trial: Any, metric: str = "eval_loss", *, name: str | None = None) -> None:
         self.name = name
-        _optuna()
+        require_extra("optuna", "optuna", "OptunaPruning")
         metric = text("OptunaPruning", "metric", metric)
         self._metric = metric if metric.startswith("eval_") else f"eval_{metric}"
         self._trial = trial
@@ -75,8 +75,10 @@ class OptunaPruning(Callback):
 
     def raise_if_pruned(self, result: Result) -> None:
         """Raises optuna.TrialPruned if this callback has stopped the run, in this leg or an earlier one."""
+        import optuna
+
         if result.stopped_by == self.key:
-            raise _optuna().TrialPruned(result.why)
+            raise optuna.TrialPruned(result.why)
 
 
 def resume_killed_trials(study: Any, objective: Callable[[Any], float], catch: tuple[type[Exception], ...] = ()) -> int:
@@ -93,7 +95,8 @@ def resume_killed_trials(study: Any, objective: Callable[[Any], float], catch: t
     Returns:
         Number of trials that were resumed.
     """
-    optuna = _optuna()
+    import optuna
+
     resumed = 0
     for killed in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
         trial = optuna.trial.Trial(study, killed._trial_id)
@@ -107,11 +110,3 @@ def resume_killed_trials(study: Any, objective: Callable[[Any], float], catch: t
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
         resumed += 1
     return resumed
-
-
-def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError:
-        raise ConfigurationError(f"OptunaPruning needs optuna: {how_to_install('optuna')}") from None
-    return optuna

@@ -8,12 +8,10 @@ shtab writes the script from the parser of all commands, so that completing a wo
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from dalsegno.errors import ConfigurationError
-from dalsegno.system.extras import how_to_install
+from dalsegno.system.extras import require_extra
 
 from .paths import place
 
@@ -26,8 +24,7 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
     Raises:
         ConfigurationError: if shtab is not installed.
     """
-    if importlib.util.find_spec("shtab") is None:
-        raise ConfigurationError(f"completion needs shtab: {how_to_install('completion')}")
+    require_extra("completion", "shtab", "completion")
     import shtab
 
     for action in _actions(parser):

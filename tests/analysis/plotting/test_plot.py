@@ -265,7 +265,7 @@ def test_what_is_not_installed_is_named_with_its_extra(module: str, draw: Any, m
     def without(name: str, *rest: Any) -> Any:
         return None if name == module else find_spec(name, *rest)
 
-    monkeypatch.setattr("dalsegno.analysis.extras.find_spec", without)
+    monkeypatch.setattr(util, "find_spec", without)
     with pytest.raises(ConfigurationError, match=rf"needs {module}, .* pip install 'dalsegno\[analysis\]'"):
         draw([killed()])
 

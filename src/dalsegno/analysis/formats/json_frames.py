@@ -279,7 +279,7 @@ def _record(line: bytes) -> Record | None:
 
 def _type_of(value: Any) -> type:
     if isinstance(value, int) and not isinstance(value, bool):
-        return int if abs(value) < 1 << 63 else float
+        return int if abs(value) < WHOLE else float
     return type(value) if isinstance(value, (bool, float)) else str
 
 

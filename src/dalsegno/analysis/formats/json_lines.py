@@ -18,7 +18,7 @@ from dalsegno.system.posix import pread
 
 from .json_frames import FrameReader
 from .naming import FIRST, HEADER, Naming, no_step
-from .source import Skipped, Source
+from .source import Skipped, Source, named
 
 CHUNK = 8 << 20
 """Bytes per read."""
@@ -143,13 +143,3 @@ def decode_lines(lines: Iterable[bytes], number: int, skipped: Skipped) -> Itera
             continue
         if record is not None:
             yield place, record
-
-
-def named(records: Iterable[tuple[int, Record]], naming: Naming, skipped: Skipped) -> Iterator[Record]:
-    """The records under dalsegno's names; those without a step are noted."""
-    for place, record in records:
-        renamed = naming.apply(record)
-        if renamed is None:
-            skipped.note(f"line {place}: no number under {naming.step!r}")
-        else:
-            yield renamed

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs.values import Record
 
 from .naming import Naming, no_step
-from .source import Skipped, Source
+from .source import Skipped, Source, named
 
 
 class MetricsCsv(Source):
@@ -26,16 +26,16 @@ class MetricsCsv(Source):
             naming = Naming.of(dict.fromkeys(names, 0), self.step_key)
             if naming is None:
                 raise ConfigurationError(no_step(self.path, names, self.step_key))
-            for number, row in enumerate(csv.reader(lines), start=2):
-                if len(row) != len(names):
-                    skipped.note(f"line {number}: {len(row)} fields under {len(names)} names")
-                    continue
-                cells = {name: _value(text) for name, text in zip(names, row, strict=True) if text}
-                record = naming.apply(cells)
-                if record is None:
-                    skipped.note(f"line {number}: no number under {naming.step!r}")
-                else:
-                    yield record
+            yield from named(_rows(lines, names, skipped), naming, skipped)
+
+
+def _rows(lines: Iterator[str], names: Sequence[str], skipped: Skipped) -> Iterator[tuple[int, Record]]:
+    """The rows below the names, each with its line number."""
+    for number, row in enumerate(csv.reader(lines), start=2):
+        if len(row) == len(names):
+            yield number, {name: _value(text) for name, text in zip(names, row, strict=True) if text}
+        else:
+            skipped.note(f"line {number}: {len(row)} fields under {len(names)} names")
 
 
 def _whole_lines(file: Iterable[str], skipped: Skipped) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -13,7 +13,7 @@ from dalsegno.analysis.blocks import Block, RecordBlock
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs.values import Record
 
-from .naming import HEADER
+from .naming import HEADER, Naming
 
 SENTENCES = 10
 """Most skipped lines or records that are described."""
@@ -41,6 +41,18 @@ class Skipped:
     def __str__(self) -> str:
         rest = self.count - len(self.sentences)
         return "; ".join([*self.sentences, *([f"and {rest:,} more"] if rest > 0 else [])])
+
+
+def named(
+    records: Iterable[tuple[int, Record]], naming: Naming, skipped: Skipped, what: str = "line"
+) -> Iterator[Record]:
+    """The records, each given with its number, under dalsegno's names; those without a step are noted."""
+    for number, record in records:
+        renamed = naming.apply(record)
+        if renamed is None:
+            skipped.note(f"{what} {number}: no number under {naming.step!r}")
+        else:
+            yield renamed
 
 
 class Source(ABC):

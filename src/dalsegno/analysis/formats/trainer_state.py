@@ -10,7 +10,7 @@ from dalsegno.logs.values import Record
 
 from .json_array import decode_array
 from .naming import HEADER, Naming
-from .source import Skipped, Source
+from .source import Skipped, Source, named
 
 _HISTORY = re.compile(r'"log_history"\s*:\s*\[')
 _NAMING = Naming("step", None, "epoch")
@@ -29,12 +29,8 @@ class TrainerState(Source):
         if history is None:
             skipped.note("no log_history")
             return
-        for number, record in enumerate(decode_array(text, history.end(), skipped), start=1):
-            renamed = _NAMING.apply(record)
-            if renamed is None:
-                skipped.note(f"record {number}: no step")
-            else:
-                yield renamed
+        records = enumerate(decode_array(text, history.end(), skipped), start=1)
+        yield from named(records, _NAMING, skipped, "record")
 
 
 def _header(text: str) -> Record:

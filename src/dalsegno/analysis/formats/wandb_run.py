@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dalsegno.logs.values import Record
+from dalsegno.logs.values import Record, from_json
 
 from .naming import is_of_evaluation, kind_of
 from .source import Skipped, Source
@@ -113,11 +113,8 @@ def _row(history: bytes) -> dict[str, Any]:
                     keys.append(text.decode())
                 elif part == _ITEM_JSON:
                     content = json.loads(text)
-            row[".".join(keys)] = _NON_FINITE.get(content, content) if isinstance(content, str) else content
+            row[".".join(keys)] = from_json(content)
     return row
-
-
-_NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 
 
 def _messages(path: Path, skipped: Skipped) -> Iterator[bytes]:

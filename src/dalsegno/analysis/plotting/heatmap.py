@@ -6,9 +6,9 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from dalsegno.analysis.extras import require_extra
 from dalsegno.analysis.series import ParameterSeries
 from dalsegno.errors import ConfigurationError, NotFound
+from dalsegno.system.extras import require_extra
 
 if TYPE_CHECKING:
     from .figure import Picture
@@ -62,7 +62,7 @@ def plot_heatmap(
         raise ConfigurationError(f"limits {limits!r}, size {size!r}: need numbers over 0")
     if low is not None and high is not None and not low < high:
         raise ConfigurationError(f"limits {limits!r}: the lowest value must be below the highest")
-    require_extra("matplotlib", "plotting")
+    require_extra("analysis", "matplotlib", "plotting")
     from .heatmap_figure import heatmap_figure
 
     return heatmap_figure(series, TITLES.get(series.name, series.name), limits, size)

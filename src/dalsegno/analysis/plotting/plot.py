@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dalsegno.analysis.extras import require_extra
+from dalsegno.system.extras import require_extra
 
 from .curves import Log, panels
 from .view import View
@@ -29,7 +29,7 @@ def plot_logs(
         ConfigurationError: if matplotlib is not installed, or a log does not have the quantity of the x axis.
     """
     view = view or View()
-    require_extra("matplotlib", "plotting")
+    require_extra("analysis", "matplotlib", "plotting")
     from .figure import draw
 
     return draw(panels(logs, metrics, view, compare=compare), view)
@@ -49,7 +49,7 @@ def sketch_logs(
     Without colours, the runs of a panel are drawn as letters. Raises as :func:`plot_logs` does.
     """
     view = view or View()
-    require_extra("plotille", "plotting in a terminal")
+    require_extra("analysis", "plotille", "plotting in a terminal")
     from .terminal import sketch
 
     return sketch(panels(logs, metrics, view, compare=compare), view, width=width, colours=colours)

@@ -12,7 +12,7 @@ from dalsegno.analysis.stats.smooth import automatic_window, smooth
 
 from .downsample import downsample
 from .palette import colour
-from .ticks import nice_ticks, tick_label
+from .ticks import labelled, nice_ticks
 
 Floats = NDArray[np.float64]
 
@@ -69,11 +69,11 @@ class _Frame:
             f"<line x1='{self._left}' x2='{right}' y1='{self._y(tick):.1f}' y2='{self._y(tick):.1f}' "
             f"stroke='currentColor' opacity='.15'/>"
             f"<text x='{self._left - 5}' y='{self._y(tick) + 3:.1f}' text-anchor='end'>{label}</text>"
-            for tick, label in _labelled(values)
+            for tick, label in labelled(values)
         ]
         parts += [
             f"<text x='{self._x(tick):.1f}' y='{self._height - 5}' text-anchor='middle'>{label}</text>"
-            for tick, label in _labelled(steps)
+            for tick, label in labelled(steps)
             if self._x(tick) < right - 12
         ]
         return "".join(parts)
@@ -85,8 +85,3 @@ class _Frame:
     def _y(self, value: float) -> float:
         part = (value - self._low) / ((self._high - self._low) or 1)
         return self._height - self._bottom - part * (self._height - self._top - self._bottom)
-
-
-def _labelled(ticks: list[float]) -> list[tuple[float, str]]:
-    apart = ticks[1] - ticks[0] if len(ticks) > 1 else 0.0
-    return [(tick, tick_label(tick, apart)) for tick in ticks]

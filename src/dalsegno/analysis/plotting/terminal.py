@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from .curves import Curve, Panel, value_range
 from .downsample import downsample, lone
-from .ticks import log_ticks, nice_ticks, tick_label
+from .ticks import labelled, log_ticks, nice_ticks
 from .view import View
 
 Floats = NDArray[np.float64]
@@ -140,9 +140,7 @@ def _value_labels(scale: _Scale) -> dict[float, str]:
     """Height → label, a few of them."""
     if scale.log:
         return {math.log10(tick): f"{tick:g}" for tick in log_ticks(10**scale.low, 10**scale.high, 5)}
-    ticks = nice_ticks(scale.low, scale.high, 5)
-    step = ticks[1] - ticks[0] if len(ticks) > 1 else 0.0
-    return {tick: tick_label(tick, step) for tick in ticks}
+    return dict(labelled(nice_ticks(scale.low, scale.high, 5)))
 
 
 def _row(scale: _Scale, height: float) -> int:
@@ -152,13 +150,10 @@ def _row(scale: _Scale, height: float) -> int:
 
 def _x_axis(scale: _Scale, margin: int, width: int, label: str) -> list[str]:
     inside = width - margin - 3
-    ticks = nice_ticks(scale.left, scale.right, max(2, inside // 14))
-    step = ticks[1] - ticks[0] if len(ticks) > 1 else 0.0
     ruler, texts = ["─"] * inside, [" "] * (inside + margin + 3)
-    for tick in ticks:
+    for tick, text in labelled(nice_ticks(scale.left, scale.right, max(2, inside // 14))):
         column = min(inside - 1, int((tick - scale.left) / (scale.right - scale.left) * inside))
         ruler[column] = "┬"
-        text = tick_label(tick, step)
         begin = max(0, min(margin + 2 + column - len(text) // 2, len(texts) - len(text)))
         texts[begin : begin + len(text)] = text
     return [f"{'':>{margin}} └{''.join(ruler)}", "".join(texts).rstrip(), label.rjust(width - 1)]

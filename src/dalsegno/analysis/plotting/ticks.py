@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 LEAST = 1e-300
 """Least distance of ticks; below it floats are too sparse."""
@@ -30,6 +31,12 @@ def log_ticks(low: float, high: float, most: int) -> list[float]:
         if len(found) <= most:
             return found
     return found[:: -(-len(found) // most)]
+
+
+def labelled(ticks: Sequence[float]) -> list[tuple[float, str]]:
+    """Each of evenly spaced ticks with its label."""
+    apart = ticks[1] - ticks[0] if len(ticks) > 1 else 0.0
+    return [(tick, tick_label(tick, apart)) for tick in ticks]
 
 
 def tick_label(value: float, step: float) -> str:

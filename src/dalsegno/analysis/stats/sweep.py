@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import Literal, TypedDict
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +27,6 @@ PATIENCE = (1, 3, 5, 10)
 WARMUP = (10, 50, 2)
 TRIED = 12
 """Number of candidates that are replayed with the detector itself and returned."""
-
-
-class Limits(TypedDict):
-    """The two alternative arguments of :class:`DetectorSettings`; one is None."""
-
-    threshold: float | None
-    relative_threshold: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +75,15 @@ def sweep_settings(good: Sequence[Series], bad: Sequence[Series], *, mode: Mode 
                 if gap in found:
                     continue  # this warm-up changes nothing
                 found.add(gap)
+                middle = _rounded(_middle(*gap))
+                threshold, factor = (middle, None) if limit == "threshold" else (None, 1 + middle)
                 settings = DetectorSettings(
                     smoothing=smoothing,
+                    threshold=threshold,
+                    relative_threshold=factor,
                     patience=patience,
                     warmup=warmup,
                     mode=mode,
-                    **_as_arguments(limit, _middle(*gap)),
                 )
                 drafts.append((_errors(gap, shown_good, shown_bad), _factor(min(shown_bad), max(shown_good)), settings))
     drafts.sort(key=lambda draft: (draft[0], -draft[1]))
@@ -139,12 +135,6 @@ def _factor(high: float, low: float) -> float:
     if high == low:
         return 1.0
     return math.inf if low == 0 else high / low
-
-
-def _as_arguments(limit: Limit, distance: float) -> Limits:
-    if limit == "threshold":
-        return {"threshold": _rounded(distance), "relative_threshold": None}
-    return {"threshold": None, "relative_threshold": 1 + _rounded(distance)}
 
 
 def _rounded(distance: float) -> float:

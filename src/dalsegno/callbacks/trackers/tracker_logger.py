@@ -18,7 +18,7 @@ from dalsegno.logs import RunFile
 from dalsegno.logs.values import to_json
 from dalsegno.policies.triggers import SaveTrigger, save_trigger
 from dalsegno.stateful import schema
-from dalsegno.system.extras import how_to_install
+from dalsegno.system.extras import require_extra
 
 from .connection import Connection, variables_here
 from .entries import Card, Entry, Histogram, Points, Status, Text, numbers_in
@@ -88,7 +88,7 @@ class TrackerLogger(RewoundWriter):
         self._arguments = self._checked(arguments)
         self._cards = None if cards is None else self._trigger(cards)
         self._wait_s = number(type(self).__name__, "wait_s", wait_s, least=0)
-        self._check_installed()
+        require_extra(self.extra, self.package, type(self).__name__)
         self._outbox: Outbox | None = None  # on rank 0, while training runs
         self._sender: Sender | None = None
         self._saved: TrackerState | None = None
@@ -109,14 +109,6 @@ class TrackerLogger(RewoundWriter):
             return save_trigger(cards)
         except ConfigurationError as error:
             raise ConfigurationError(f"{type(self).__name__}: cards={cards!r}: {error}") from None
-
-    def _check_installed(self) -> None:
-        from importlib.util import find_spec
-
-        if find_spec(self.package) is None:
-            raise ConfigurationError(
-                f"{type(self).__name__} needs {self.package}, which is not installed; {how_to_install(self.extra)}"
-            )
 
     # -- events -----------------------------------------------------------------------------------------------------
 

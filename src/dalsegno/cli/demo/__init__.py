@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 
 from dalsegno.errors import ConfigurationError
+from dalsegno.system.extras import require_extra
 
 EXIT_STATUSES = {1: "the runs differ"}
 
@@ -35,16 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: for an invalid argument, before anything is trained.
         Locked: if another demo is running in the directory.
     """
-    from importlib.util import find_spec
-
-    from dalsegno.system.extras import how_to_install
-
     if arguments.steps < LEAST_STEPS:
         raise ConfigurationError(f"--steps {arguments.steps}: two kills need at least {LEAST_STEPS} steps")
     if arguments.seed < 0:
         raise ConfigurationError(f"--seed {arguments.seed}: must be at least 0")
-    if find_spec("matplotlib") is None:
-        raise ConfigurationError(f"the demo plots losses with matplotlib: {how_to_install('analysis')}")
+    require_extra("analysis", "matplotlib", "the demo's plot")
     from .folder import own_folder
 
     with own_folder(arguments.out):
