@@ -118,7 +118,7 @@ _HOMES = {
     "weight_norm_logger": ("WeightNormLogger",),
 }
 
-__all__ = [name for names in _HOMES.values() for name in names if name[0].isupper()]  # the classes
+__all__ = sorted(name for names in _HOMES.values() for name in names if name[0].isupper())  # the classes
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
