@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -163,7 +164,7 @@ class TrainingLog:
             kinds=kinds,
             goal=goal if isinstance(goal, int) else None,
             clock=self._series("global_step"),
-            series=_LazySeries(names, self._curve),
+            series={name: partial(self._curve, name) for name in names},
             legs=legs,
             skipped=self.skipped.count,
         )
@@ -252,25 +253,3 @@ class TrainingLog:
         self.skipped = Skipped()
         self._columns = read_columns(self.source.blocks(self.skipped), wanted, also)
         self._stamp = stamp
-
-
-class _LazySeries(Mapping[str, Series]):
-    """Series built on access and not kept."""
-
-    def __init__(self, names: Sequence[str], make: Callable[[str], Series]) -> None:
-        self._names = names
-        self._make = make
-
-    def __getitem__(self, name: str) -> Series:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._make(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names

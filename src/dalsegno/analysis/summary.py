@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,9 @@ GRADIENT = ("max_grad_norm", "grad_norm")
 RATE = ("learning_rate", "lr", "train/learning_rate", "train/lr")
 MEMORY = ("peak_mem",)
 TOKENS = ("tokens", "num_input_tokens_seen", "total_tokens")
+
+Metrics = Mapping[str, Callable[[], Series]]
+"""Functions that read metrics, by name."""
 
 RISING = ("accuracy", "acc", "f1", "auc", "bleu", "reward", "precision", "recall")
 """Words in the names of metrics whose best value is the highest."""
@@ -98,7 +101,7 @@ def summarize(
     kinds: dict[str, int],
     goal: int | None,
     clock: Series,
-    series: Mapping[str, Series],
+    series: Metrics,
     legs: Sequence[LegSummary],
     skipped: int,
 ) -> Summary:
@@ -107,7 +110,7 @@ def summarize(
         kinds: number of records of each kind.
         goal: steps to train, if the log records it, as Hugging Face's does, which has no final record.
         clock: steps, epochs and times of all records.
-        series: the metrics to summarize; each is read once and not kept.
+        series: functions that return the metrics to summarize; none is kept.
     """
     ends, epochs = _ends(clock.times), _ends(clock.epochs)
     step = int(clock.steps.max()) if len(clock) else None
@@ -142,7 +145,7 @@ def summarize(
         restarts=max(0, len(legs) - 1),
         rollbacks=len(rollbacks),
         redone_steps=sum(each.redone for each in legs) + sum(each["from_step"] - each["to_step"] for each in rollbacks),
-        spikes=tuple(find_spikes(series[loss])) if loss else (),
+        spikes=tuple(find_spikes(series[loss]())) if loss else (),
         skipped=skipped,
     )
 
@@ -182,6 +185,6 @@ def _should_rise(name: str) -> bool:
     return any(part in RISING for part in name.lower().replace("/", "_").split("_"))
 
 
-def _summary(series: Mapping[str, Series], names: Sequence[str]) -> MetricSummary | None:
+def _summary(series: Metrics, names: Sequence[str]) -> MetricSummary | None:
     found = next((series[name] for name in names if name in series), None)
-    return None if found is None else summarize_metric(found)
+    return None if found is None else summarize_metric(found())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -52,7 +53,7 @@ class SlowRankDetector(Callback):
     def __init__(self, factor: float = 1.5, patience: int = 3) -> None:
         self._factor = number("SlowRankDetector", "factor", factor, over=1)
         self._patience = whole("SlowRankDetector", "patience", patience)
-        self._watch: Watch[Any] = Watch(HostClock())
+        self._watch: Watch[Any] = Watch(HOST_CLOCK)
         self._syncs_in_forward = False
         self._slow = (-1, 0)  # a rank, and its number of consecutive slow records
 
@@ -99,42 +100,28 @@ class SlowRankDetector(Callback):
             )
 
 
-class Clock(Protocol[M]):
-    """Points in time, and the seconds between them."""
+class Clock(NamedTuple, Generic[M]):
+    """Points in time, and the seconds between two of them."""
 
-    def now(self) -> M: ...
-
-    def seconds(self, begin: M, end: M) -> float: ...
-
-
-class HostClock:
-    """Host time."""
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
+    now: Callable[[], M]
+    seconds: Callable[[M, M], float]
 
 
-class DeviceClock:
-    """Time on a device's current stream: events, which are waited for only when they are read."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def now(self) -> Any:
-        return accelerator.timed_event(self._device)
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
+HOST_CLOCK = Clock(time.perf_counter, lambda begin, end: end - begin)
 
 
-def clock_of(parameters: Sequence[torch.Tensor]) -> HostClock | DeviceClock:
-    """The clock for a model's work: that of its device, if the device has one."""
+def clock_of(parameters: Sequence[torch.Tensor]) -> Clock[Any]:
+    """The clock for a model's work: events on its device's current stream, if the device has any; else host time."""
     device = next((each.device for each in parameters if each.device.type not in ("cpu", "meta")), None)
-    return HostClock() if device is None or not accelerator.has_timed_events(device) else DeviceClock(device)
+    if device is None or not accelerator.has_timed_events(device):
+        return HOST_CLOCK
+    return Clock(partial(accelerator.timed_event, device), _seconds_between)
+
+
+def _seconds_between(begin: Any, end: Any) -> float:
+    """Of two events, which are waited for only here, when they are read."""
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 class Watch(Generic[M]):

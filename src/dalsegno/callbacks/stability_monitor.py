@@ -118,8 +118,6 @@ class SpikeScore:
         return {"recent": list(self._recent), "judged": self._judged, "spikes": self._spikes}
 
     def check_state(self, state: SpikeScoreState) -> None:
-        """Raises StateMismatch if the window is shorter than the one whose values were saved, and lacks some of
-        them."""
         if self._recent.maxlen is not None and len(state["recent"]) > self._recent.maxlen:
             raise StateMismatch(
                 f"StabilityMonitor: window={self._recent.maxlen}; the checkpoint has {len(state['recent'])} values "

@@ -105,7 +105,8 @@ def compare_runs(first: str | Path, second: str | Path, *, ignoring: Collection[
     """
     first, second = Path(first), Path(second)
     ours, theirs = _newest(first), _newest(second)
-    rows = [Row("step", 1, "values", _unlike(ours.manifest.step, theirs.manifest.step))]
+    steps = ours.manifest.step, theirs.manifest.step
+    rows = [Row("step", 1, "values", None if steps[0] == steps[1] else f"{steps[0]} and {steps[1]}")]
     rows += sorted([*_tensors(read_tensors(ours), read_tensors(theirs)), *_states(ours, theirs, ignoring)], key=_place)
     rows += _logs(first, second)
     return RunComparison(rows)
@@ -182,11 +183,8 @@ def _first_difference(mine: Any, yours: Any, where: str) -> str | None:
         same = mine.dtype == yours.dtype and mine.shape == yours.shape and mine.tobytes() == yours.tobytes()
         return None if same else f"{where}: the arrays differ"
     else:
-        return (
-            None
-            if mine == yours or (mine != mine and yours != yours)
-            else f"{where}: {_short(mine)} and {_short(yours)}"
-        )
+        same = mine == yours or (mine != mine and yours != yours)
+        return None if same else f"{where}: {_short(mine)} and {_short(yours)}"
     return next(filter(None, (_first_difference(*pair) for pair in pairs)), None)
 
 
@@ -202,10 +200,6 @@ def _tensor_difference(mine: torch.Tensor, yours: torch.Tensor, where: str) -> s
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
-
-
-def _unlike(mine: object, yours: object) -> str | None:
-    return None if mine == yours else f"{mine} and {yours}"
 
 
 def _size(tree: Any) -> int:

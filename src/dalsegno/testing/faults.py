@@ -49,21 +49,28 @@ class FaultPlan:
 
     def arm(self) -> Callable[[], None]:
         """Activate the plan in this process. Returns a function that deactivates it."""
+        seen = itertools.count(1)  # next() is atomic: saves write on a thread of their own
+
+        def strike() -> None:
+            os.kill(os.getpid(), self.sends)
+
+        def count(_: object) -> None:
+            if next(seen) == self.count:
+                strike()
+
+        def watch(operation: str, path: Path) -> None:
+            if self.operation in ("any", operation) and self.path in str(path):
+                count(path)
+
         if self.event is not None:
-            return register_global_callback(_KillAtEvent(self.event, self.count, self._strike)).remove
+            return register_global_callback(_AtEvent(self.event, count)).remove
         if self.operation is not None:
-            former, filesystem.watcher = (
-                filesystem.watcher,
-                _KillAtOperation(self.operation, self.count, self.path, self._strike),
-            )
+            former, filesystem.watcher = filesystem.watcher, watch
             return partial(setattr, filesystem, "watcher", former)
-        timer = threading.Timer(self.seconds or 0.0, self._strike)
+        timer = threading.Timer(self.seconds or 0.0, strike)
         timer.daemon = True
         timer.start()
         return timer.cancel
-
-    def _strike(self) -> None:
-        os.kill(os.getpid(), self.sends)
 
     def __str__(self) -> str:
         by = "" if self.sends is signal.SIGKILL else f"by {self.sends.name} "
@@ -75,32 +82,8 @@ class FaultPlan:
         return f"{by}after {self.seconds:.2f} s"
 
 
-Strike = Callable[[], None]
-
-
-class _Countdown:
-    def __init__(self, count: int, strike: Strike) -> None:
-        self._left, self._strike = count, strike
-
-    def __call__(self, ctx: Any) -> None:
-        self._left -= 1
-        if self._left == 0:
-            self._strike()
-
-
-class _KillAtEvent(Callback):
+class _AtEvent(Callback):
     sets_control_flags = False
 
-    def __init__(self, event: Event, count: int, strike: Strike) -> None:
-        setattr(self, event.handler, _Countdown(count, strike))
-
-
-class _KillAtOperation:
-    def __init__(self, operation: str, count: int, path: str, strike: Strike) -> None:
-        self._operation, self._count, self._path, self._strike = operation, count, path, strike
-        self._seen = itertools.count(1)  # next() is atomic: saves write on a thread of their own
-
-    def __call__(self, operation: str, path: Path) -> None:
-        is_meant = self._operation in ("any", operation) and self._path in str(path)
-        if is_meant and next(self._seen) == self._count:
-            self._strike()
+    def __init__(self, event: Event, handler: Callable[[Any], None]) -> None:
+        setattr(self, event.handler, handler)

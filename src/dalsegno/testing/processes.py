@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -114,10 +115,8 @@ class Ranks:
 
     def _outcome(self, rank: int) -> Outcome:
         value, error = None, None
-        try:
+        with suppress(EOFError):  # killed before it could send anything
             value, error = self._pipes[rank].recv()
-        except EOFError:
-            error = None  # killed before it could send anything
         process = self._processes[rank]
         process.join()
         return Outcome(rank, process.exitcode or 0, value, error)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -23,27 +23,17 @@ T = TypeVar("T")
 
 async def off_loop(call: Callable[[], T]) -> T:
     """Run a blocking call on a daemon thread. (Python joins the threads of an executor when the process ends.)"""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if not future.done():
-            if error is None:
-                future.set_result(result)  # type: ignore[arg-type]
-            else:
-                future.set_exception(error)
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # a request that is cut off does not cancel the call
 
     def run() -> None:
-        result, failure = None, None
         try:
-            result = call()
+            future.set_result(call())
         except Exception as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
-            loop.call_soon_threadsafe(settle, result, failure)
+            future.set_exception(error)
 
     threading.Thread(target=run, name="dalsegno-control-call", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)
 
 
 class Answer(Response):

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         DamagedCheckpoint: if its manifest cannot be read.
         UnknownName: if it has no such component; suggests the nearest.
     """
-    from dalsegno.checkpoint.inspect.json_view import readable_states
+    from dalsegno.checkpoint.inspect.json_view import readable_states, shortened
     from dalsegno.checkpoint.inspect.listing import newest
 
     checkpoint = newest(arguments.place)
@@ -57,14 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({**_as_json(checkpoint, states, tensors), "problems": problems})
     else:
-        _print(checkpoint, states if arguments.full else _shortened(states), tensors, problems)
+        if not arguments.full:
+            states = {key: [shortened(state) for state in each] for key, each in states.items()}
+        _print(checkpoint, states, tensors, problems)
     return 1 if problems else 0
-
-
-def _shortened(states: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    from dalsegno.checkpoint.inspect.json_view import shortened
-
-    return {key: [shortened(state) for state in each] for key, each in states.items()}
 
 
 def _tensors(checkpoint: Checkpoint, keys: Sequence[str], problems: list[str]) -> list[dict[str, Any]]:

@@ -31,8 +31,6 @@ PACKAGES = ("cerebras", "dalsegno.interop.cerebras")
 
 
 class Backend(StandIn):
-    """Stands in for ``trainer.backend``."""
-
     _stands_for = "trainer.backend"
     is_csx = False
     is_e2e_execution = True
@@ -91,8 +89,6 @@ class ValidationLoop(StandIn):
 
 
 class Logging(StandIn):
-    """Stands in for ``trainer.logging``."""
-
     _stands_for = "trainer.logging"
     log_level = "INFO"
     enable_act_frequency = False
@@ -105,8 +101,6 @@ class Logging(StandIn):
 
 
 class Executor(StandIn):
-    """Stands in for ``trainer.executor``."""
-
     _stands_for = "trainer.executor"
     artifact_dir: Path = reads("_trainer.artifact_dir")
     on_first_iteration: bool = reads("_trainer.is_first_iteration")
@@ -122,8 +116,6 @@ class Executor(StandIn):
 
 
 class CheckpointSettings(StandIn):
-    """Stands in for ``trainer.checkpoint``."""
-
     _stands_for = "trainer.checkpoint"
     disable_strict_checkpoint_loading = False
 

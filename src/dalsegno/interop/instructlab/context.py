@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from dalsegno.args import TrainingArguments
+from dalsegno.interop.stand_in import reads
 
 
 class BatchMetrics(dict[str, Any]):
@@ -90,26 +91,9 @@ class FunctionContext(TrainingContext):
     def of(cls, context: TrainingContext, args: TrainingArguments) -> FunctionContext:
         return cls(**{each.name: getattr(context, each.name) for each in fields(TrainingContext)}, args=args)
 
-    @property
-    def global_step(self) -> int:
-        return self.step
-
-    @property
-    def samples_seen(self) -> int:
-        return self.total_samples
-
-    @property
-    def avg_loss_across_ranks(self) -> float | None:
-        return self.loss
-
-    @property
-    def current_lr(self) -> float | None:
-        return self.learning_rate
-
-    @property
-    def global_grad_norm(self) -> float | None:
-        return self.grad_norm
-
-    @property
-    def is_main_process(self) -> bool:
-        return self.is_world_process_zero
+    global_step: ClassVar[int] = reads("step")
+    samples_seen: ClassVar[int] = reads("total_samples")
+    avg_loss_across_ranks: ClassVar[float | None] = reads("loss")
+    current_lr: ClassVar[float | None] = reads("learning_rate")
+    global_grad_norm: ClassVar[float | None] = reads("grad_norm")
+    is_main_process: ClassVar[bool] = reads("is_world_process_zero")

@@ -34,8 +34,6 @@ class OnRanks(StandIn):
 
 
 class Strategy(OnRanks):
-    """Stands in for ``trainer.strategy``."""
-
     _stands_for = "trainer.strategy"
 
     def __init__(self, device: torch.device) -> None:
@@ -92,8 +90,6 @@ class LoggerConnector:
 
 
 class EpochLoop(StandIn):
-    """Stands in for ``trainer.fit_loop.epoch_loop``."""
-
     _stands_for = "trainer.fit_loop.epoch_loop"
     global_step: int = reads("_shared.context.state.global_step")
     _batches_that_stepped = global_step
@@ -107,8 +103,6 @@ class EpochLoop(StandIn):
 
 
 class FitLoop(StandIn):
-    """Stands in for ``trainer.fit_loop``."""
-
     _stands_for = "trainer.fit_loop"
     max_epochs: Any = reads("_trainer.max_epochs")
     max_batches: Any = reads("_trainer.num_training_batches")

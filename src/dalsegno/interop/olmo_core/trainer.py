@@ -20,8 +20,6 @@ from .recorded import MERGES, REDUCTIONS
 
 
 class TrainModule(StandIn):
-    """Stands in for ``trainer.train_module``."""
-
     _stands_for = "trainer.train_module"
 
     def __init__(self, shared: Measured) -> None:
