@@ -113,7 +113,7 @@ class _Lines:
     def _read(self, descriptor: int) -> Iterator[Record]:
         """The complete records after the last one read. A line without its end is complete if it is JSON."""
         place = self._end
-        data = _from(descriptor, place)
+        data = pread(descriptor, max(0, os.fstat(descriptor).st_size - place), place)
         naming = self.source.naming() if data.strip() else None
         for line in data.splitlines(keepends=True):
             begin, place = place, place + len(line)
@@ -167,10 +167,6 @@ class _Whole:
 
 def _last(count: int, records: list[Record]) -> list[Record]:
     return records[max(0, len(records) - count) :]
-
-
-def _from(descriptor: int, begin: int) -> bytes:
-    return pread(descriptor, max(0, os.fstat(descriptor).st_size - begin), begin)
 
 
 def _begin_of_last_lines(descriptor: int, count: int) -> int:

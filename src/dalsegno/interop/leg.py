@@ -26,7 +26,6 @@ from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, EventNotFired, StateMismatch
 from dalsegno.events.adapters import external_global_callbacks
 from dalsegno.events.callback import Callback, components_of, global_callbacks
-from dalsegno.events.contexts import Context
 from dalsegno.events.dispatcher import Dispatcher
 from dalsegno.events.failures import note_failures, raise_first
 from dalsegno.events.records import fire_record
@@ -150,8 +149,9 @@ class Leg:
         )
         """Progress, which the Bridge keeps equal to the library's."""
         self.control = TrainerControl()
+        fields = {name: getattr(surroundings, name) for name in Surroundings.__slots__}
         self.events = Dispatcher(
-            self._context_maker(surroundings),
+            lambda kind: kind(**fields, layout=Layout.flat(), state=self.state, control=self.control, trainer=self),
             is_rank_zero=self.state.is_world_process_zero,
             unsupported_events=unsupported_events,
         )
@@ -173,10 +173,6 @@ class Leg:
         self._all_metrics: dict[str, Any] = {}  # of the sets measured so far in this evaluation
         self._newest: Path | None = None
         self._has_ended = False
-
-    def _context_maker(self, surroundings: Surroundings) -> Callable[[type[Context]], Context]:
-        fields = {name: getattr(surroundings, name) for name in Surroundings.__slots__}
-        return lambda kind: kind(**fields, layout=Layout.flat(), state=self.state, control=self.control, trainer=self)
 
     def _take_place(self) -> None:
         """End what an exception has left open in this directory, of which libraries do not notify callbacks."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -84,8 +84,8 @@ def assert_resume_equivalent(
     Raises:
         AssertionError: if anything differs, with the table of the comparison and the first differing record and tensor.
     """
-    with _folder(folder) as place:
-        comparison = check_resume(factory, kill_at, folder=place, world_size=world_size, timeout=timeout)
+    with nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="dalsegno-resume-") as place:
+        comparison = check_resume(factory, kill_at, folder=Path(place), world_size=world_size, timeout=timeout)
     assert comparison.identical, f"the resumed run differs from the uninterrupted one\n{comparison.table()}"
 
 
@@ -111,12 +111,3 @@ def _train(factory: Factory, output_dir: Path, plan: FaultPlan | None) -> EventT
     result = factory(output_dir).train()
     was_stopped = plan is not None and result is not None and result.stopped_by == "signal"
     return None if was_stopped else recorder.trace()
-
-
-@contextmanager
-def _folder(given: Path | None) -> Iterator[Path]:
-    if given is not None:
-        yield given
-        return
-    with tempfile.TemporaryDirectory(prefix="dalsegno-resume-") as name:
-        yield Path(name)

@@ -113,17 +113,7 @@ class Milestones(Callback):
         if self._break is not None and self._break.moment == "end" and epoch == self._break.epoch:
             self._stop()
 
-    def on_before_save(self, ctx: Any) -> None:
-        self._kill(ctx)
-
     def on_step_done(self, ctx: Any) -> None:
-        self._kill(ctx)
-
-    def _stop(self) -> None:
-        if self._break is not None and self._break.how == "stop" and collectives.rank() == collectives.world_size() - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def _kill(self, ctx: Any) -> None:
         """Kill one step after the break, whose records are written and not saved."""
         wanted = self._break
         if wanted is None or wanted.how != "kill" or ctx.state.global_step <= wanted.step or collectives.rank():
@@ -135,3 +125,9 @@ class Milestones(Callback):
                 raise RankFailed(f"{published}: requested, and not saved after {_SAVE_TIMEOUT:g} s")
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    on_before_save = on_step_done
+
+    def _stop(self) -> None:
+        if self._break is not None and self._break.how == "stop" and collectives.rank() == collectives.world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)

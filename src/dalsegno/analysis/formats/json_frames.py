@@ -170,7 +170,8 @@ def _renamed(frame: pl.DataFrame, naming: Naming) -> pl.DataFrame | None:
         frame = frame.filter(frame["kind"] != HEADER)
     if "global_step" not in frame.columns or not _are_steps(frame["global_step"]):
         return None
-    return _in_pieces_alike(frame)
+    # Polars would copy a frame whose columns are chunked differently on each operation.
+    return frame.rechunk() if len(set(frame.n_chunks("all"))) > 1 else frame
 
 
 def _are_steps(column: pl.Series) -> bool:
@@ -178,11 +179,6 @@ def _are_steps(column: pl.Series) -> bool:
     if column.null_count() or not column.dtype.is_numeric():
         return False
     return column.dtype.is_integer() or bool((column.is_finite() & (column.abs() < float(WHOLE))).all())
-
-
-def _in_pieces_alike(frame: pl.DataFrame) -> pl.DataFrame:
-    """Rechunk a frame whose columns are chunked differently: Polars would copy all of it on each operation."""
-    return frame.rechunk() if len(set(frame.n_chunks("all"))) > 1 else frame
 
 
 def _with_seconds(frame: pl.DataFrame) -> pl.DataFrame:
@@ -250,15 +246,10 @@ def _without_headers(lines: bytes) -> bytes:
     kept, begin, place = [], 0, 0
     while (place := lines.find(b'"header"', place)) >= 0:
         first, place = lines.rfind(b"\n", 0, place) + 1, lines.find(b"\n", place) + 1 or len(lines)
-        if _is_header(lines[first:place]):
+        if (_record(lines[first:place]) or {}).get("kind") == HEADER:
             kept.append(lines[begin:first])
             begin = place
     return b"".join([*kept, lines[begin:]])
-
-
-def _is_header(line: bytes) -> bool:
-    record = _record(line)
-    return record is not None and record.get("kind") == HEADER
 
 
 def _samples(lines: bytes) -> list[Record]:

@@ -138,7 +138,7 @@ def panels(logs: Sequence[Log], metrics: Sequence[str] | None, view: View, *, co
             raise UnknownName("metric", metric, known)
     for number, log in enumerate(logs):
         _read_at_once(log, [names[number] for names in chosen])
-    seconds = max(_seconds(log) for log in logs) if view.x == "time" else 0.0
+    seconds = max(float(np.ptp(_times(log))) for log in logs) if view.x == "time" else 0.0
     axes = [_Axis(log, view, seconds) for log in logs]
     rows = []
     for names in chosen:
@@ -327,10 +327,6 @@ def _times(log: Log) -> Floats:
         if times is not None and np.isfinite(times).any():
             return times[np.isfinite(times)]
     raise _no_axis(log, "time")
-
-
-def _seconds(log: Log) -> float:
-    return float(np.ptp(_times(log)))
 
 
 def _no_axis(log: Log, x: str, hint: str = "") -> ConfigurationError:

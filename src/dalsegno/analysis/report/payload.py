@@ -37,7 +37,10 @@ def payload(logs: Sequence[TrainingLog], heatmaps: Sequence[ParameterSeries], po
     curves = sum(len(series) for _, series in charts)
     buckets = max(8, min(1500, points // (6 * max(1, curves))))
     time, unit = unit_of_time(max((_seconds(clock) for log in logs if (clock := _clock(log)) is not None), default=0.0))
-    runs = [_run(log, colour(index), unit) for index, log in enumerate(logs)]
+    runs = [
+        {"name": log.name, "colour": colour(index), "marks": list(map(_mark, log.restarts())), "axes": _axes(log, unit)}
+        for index, log in enumerate(logs)
+    ]
     labels = {"step": "step", "epoch": "epoch", "time": f"{time} since the first record", "tokens": "tokens"}
     axes = {"step", *(name for run in runs for name in run["axes"])}
     return {
@@ -46,12 +49,6 @@ def payload(logs: Sequence[TrainingLog], heatmaps: Sequence[ParameterSeries], po
         "charts": [{**chart, "curves": [_curve(*each, buckets) for each in series]} for chart, series in charts],
         "heatmaps": [_heatmap(each) for each in heatmaps],
     }
-
-
-def _run(log: TrainingLog, run_colour: str, unit: float) -> dict[str, Any]:
-    """``unit``: unit of time, in seconds."""
-    marks = [_mark(each) for each in log.restarts()]
-    return {"name": log.name, "colour": run_colour, "marks": marks, "axes": _axes(log, unit)}
 
 
 def _charted(logs: Sequence[TrainingLog]) -> list[str]:
@@ -117,7 +114,7 @@ def _seconds(clock: Series) -> float:
 
 
 def _axes(log: TrainingLog, unit: float) -> dict[str, Any]:
-    """Positions of steps on the other axes that the log has."""
+    """Positions of steps on the other axes that the log has. ``unit``: of time, in seconds."""
     names, clock = log.metrics(), _clock(log)
     if clock is None:
         return {}

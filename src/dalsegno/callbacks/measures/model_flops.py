@@ -169,15 +169,11 @@ class ModelFlops(Callback):
 
 def _call(model: nn.Module, batch: Any) -> tuple[list[Any], dict[str, Any]]:
     """Return the model's arguments: the batch, without entries that its forward does not take (the loss's targets)."""
-    kinds = {name: each.kind for name, each in signature(_compiled_from(model).forward).parameters.items()}
+    inner = getattr(model, "_orig_mod", model)  # the forward of torch.compile's wrapper takes any arguments
+    kinds = {name: each.kind for name, each in signature(inner.forward).parameters.items()}
     if isinstance(batch, Mapping):
         takes_all = Parameter.VAR_KEYWORD in kinds.values()
         return [], {name: each for name, each in batch.items() if takes_all or name in kinds}
     args = list(batch) if isinstance(batch, (tuple, list)) else [batch]
     by_place = [kind for kind in kinds.values() if kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
     return (args if Parameter.VAR_POSITIONAL in kinds.values() else args[: len(by_place)]), {}
-
-
-def _compiled_from(model: nn.Module) -> nn.Module:
-    inner = getattr(model, "_orig_mod", model)  # the forward of torch.compile's wrapper takes any arguments
-    return inner if isinstance(inner, nn.Module) else model

@@ -107,14 +107,10 @@ def _fill(shadow: nn.Module, module: nn.Module, known: dict[int, Any]) -> None:
         if name in _NO_HOOKS:
             shadow.__dict__[name] = copy.copy(_NO_HOOKS[name])
         elif name != "_compiled_call_impl":
-            shadow.__dict__[name] = _copied(value, known)
-
-
-def _copied(value: Any, known: dict[int, Any]) -> Any:
-    try:
-        return copy.deepcopy(value, known)
-    except Exception:  # locks, process groups and the like cannot be copied
-        return value
+            try:
+                shadow.__dict__[name] = copy.deepcopy(value, known)
+            except Exception:  # locks, process groups and the like cannot be copied
+                shadow.__dict__[name] = value
 
 
 class _CopiesWithoutData(TorchFunctionMode):

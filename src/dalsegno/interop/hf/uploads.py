@@ -84,12 +84,9 @@ def check_uploads(callback: Any, context: Context) -> None:
             "DVCLiveCallback(log_model=True): builds Hugging Face's Trainer at the end of training, which needs "
             f"arguments of its own class; use log_model='all', or log a folder made by {export}"
         )
-    if "WandbCallback" in names and callback._log_model.value != "false" and _is_sharded(context):
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in context.model.parameters())
+    if "WandbCallback" in names and callback._log_model.value != "false" and is_sharded:
         raise ConfigurationError(
             f"WANDB_LOG_MODEL={callback._log_model.value}: saves the model from rank 0's memory at the end, "
             f"where a sharded model is not whole; unset it, and log a folder made by {export}"
         )
-
-
-def _is_sharded(context: Context) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in context.model.parameters())
