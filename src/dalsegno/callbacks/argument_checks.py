@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dalsegno.errors import ConfigurationError, UnknownName
-from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import Context
 
 T = TypeVar("T")
 
@@ -97,19 +95,3 @@ def writer(owner: str, value: Any, *needed: str) -> Any:
     if missing:
         raise ConfigurationError(f"{owner}: summary_writer={value!r}; it has no {missing[0]}")
     return value
-
-
-def check_can_roll_back(callback: Callback, ctx: Context, action: str) -> None:
-    """Raises ConfigurationError if ``action`` is ``"rollback"``, and the run has no policy for it."""
-    if action == "rollback" and not ctx.control.can_roll_back:
-        raise ConfigurationError(
-            f"{callback.key}(action='rollback') needs TrainingArguments(recovery=RecoveryPolicy(…))"
-        )
-
-
-def end_or_roll_back(ctx: Context, action: str, reason: str) -> None:
-    """Request what ``action`` names because training has diverged: ``"rollback"``, or ``"abort"``."""
-    if action == "rollback":
-        ctx.control.roll_back(reason)
-    else:
-        ctx.control.stop(reason, save=False, diverged=True)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from dalsegno.distributed import accelerator, collectives
-from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import BeforeSaveContext, Context, LogContext, MicrobatchEndContext
 from dalsegno.events.table import Event
 
-from .argument_checks import check_can_roll_back, end_or_roll_back, one_of
+from .argument_checks import one_of
+from .divergence_callback import DivergenceCallback
 
 
-class CheckLoss(Callback):
+class CheckLoss(DivergenceCallback):
     """Stops training, without a checkpoint, once a micro-batch's loss is NaN or infinite.
 
     The stop reason names the first such micro-batch, its step and its rank. Each loss is checked on its device; the
@@ -34,15 +34,12 @@ class CheckLoss(Callback):
     background_safe = False
 
     def __init__(self, action: Literal["abort", "rollback"] = "abort") -> None:
-        self._action = one_of("CheckLoss", "action", action, ("abort", "rollback"))
+        super().__init__(one_of("CheckLoss", "action", action, ("abort", "rollback")))
         self._first: tuple[Tensor, Tensor, Tensor] | None = None
         """Step (0: none so far), micro-batch and value of the first non-finite loss; 0-dim, on the device."""
 
     def requesting_events(self) -> Collection[Event]:
         return Event.LOG_STEP, Event.BEFORE_SAVE
-
-    def on_init_end(self, ctx: Context) -> None:
-        check_can_roll_back(self, ctx, self._action)
 
     def on_train_begin(self, ctx: Context) -> None:
         self._first = None
@@ -84,4 +81,4 @@ class CheckLoss(Callback):
         if broken:
             step, rank, index, value = broken[0]
             where = f"micro-batch {index:.0f} (from 0) of step {step:.0f} on rank {rank}"
-            end_or_roll_back(ctx, self._action, f"the loss is {value} in {where}")
+            self.end_or_roll_back(ctx, f"the loss is {value} in {where}")

@@ -9,15 +9,15 @@ from typing import Any, Literal
 from dalsegno.analysis.stats.divergence import Divergence, DivergenceState, Mode, migrated
 from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import Context, LogContext
+from dalsegno.events.contexts import LogContext
 
-from .argument_checks import check_can_roll_back, flag, text
+from .argument_checks import flag, text
+from .divergence_callback import DivergenceCallback
 
 logger = logging.getLogger("dalsegno")
 
 
-class DivergenceDetector(Callback):
+class DivergenceDetector(DivergenceCallback):
     """Stops training, or rolls it back, when a logged metric diverges, as :class:`Divergence` defines it.
 
     A metric that is NaN or infinite stops training at once, and always without a checkpoint: the checkpoint would
@@ -70,8 +70,8 @@ class DivergenceDetector(Callback):
         flag("DivergenceDetector", "use_eval_loss", use_eval_loss)
         if metric_key is not None:
             text("DivergenceDetector", "metric_key", metric_key)
+        super().__init__(action)
         self.name = name
-        self._action = action
         self._metric = metric_key or ("eval_loss" if use_eval_loss else "loss")
         self._kind = "eval" if use_eval_loss or self._metric.startswith("eval_") else "train"
         self._divergence = Divergence(
@@ -87,9 +87,6 @@ class DivergenceDetector(Callback):
         self.reads_nonfinite_loss = self._metric == "loss"
         self._warned_missing = False
 
-    def on_init_end(self, ctx: Context) -> None:
-        check_can_roll_back(self, ctx, self._action)
-
     def on_log(self, ctx: LogContext) -> None:
         if ctx.kind != self._kind:
             return
@@ -103,10 +100,7 @@ class DivergenceDetector(Callback):
         verdict = self._divergence.observe(value)
         if verdict.diverged:
             reason = f"{self._metric} diverged at step {ctx.state.global_step}: {verdict.reason}"
-            if self._action == "rollback":
-                ctx.control.roll_back(reason)
-                return
-            ctx.control.stop(reason, save=is_number and self._action == "stop", diverged=True)
+            self.end_or_roll_back(ctx, reason, save=is_number and self._action == "stop")
 
     def state_dict(self) -> DivergenceState:
         return self._divergence.state_dict()

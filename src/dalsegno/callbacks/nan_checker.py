@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import dense, local_gradients, named_parameters, strip_wrappers
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Binder, Callback
+from dalsegno.events.callback import Binder
 from dalsegno.events.contexts import (
     BeforeSaveContext,
     Context,
@@ -27,7 +27,8 @@ from dalsegno.events.contexts import (
 from dalsegno.events.table import Event
 from dalsegno.state import Handler
 
-from .argument_checks import check_can_roll_back, end_or_roll_back, flag, one_of
+from .argument_checks import flag, one_of
+from .divergence_callback import DivergenceCallback
 from .measures.module_outputs import tensors_in
 
 _NONE = 2**62
@@ -36,7 +37,7 @@ _OF_WEIGHTS = f"{_GRADIENT}weights "
 _SKIPS = 20  # in a row: by then a gradient scaler's scale has fallen from 65536 to below 1, and is not the cause
 
 
-class NaNChecker(Callback):
+class NaNChecker(DivergenceCallback):
     """Finds the first module that produces NaN or infinity, and stops the run there; for debugging.
 
     Checks the outputs of every module, the gradients of these, and the gradients of all parameters. Stops the run,
@@ -62,7 +63,7 @@ class NaNChecker(Callback):
     background_safe = False
 
     def __init__(self, gradients: bool = True, action: Literal["abort", "rollback"] = "abort") -> None:
-        self._action = one_of("NaNChecker", "action", action, ("abort", "rollback"))
+        super().__init__(one_of("NaNChecker", "action", action, ("abort", "rollback")))
         self._gradients = flag("NaNChecker", "gradients", gradients)
         self._handles: list[RemovableHandle] = []
         self._what: list[str] = []  # checked in this step, in order
@@ -83,9 +84,6 @@ class NaNChecker(Callback):
 
     def requesting_events(self) -> Collection[Event]:
         return (Event.BEFORE_SAVE,)  # and STEP_END at steps with a record, where the ranks agree anyway
-
-    def on_init_end(self, ctx: Context) -> None:
-        check_can_roll_back(self, ctx, self._action)
 
     def on_rollback(self, ctx: RollbackContext) -> None:
         self._forget()
@@ -141,7 +139,7 @@ class NaNChecker(Callback):
             # Parameters' gradients are reduced over all ranks: what one rank has found in a module comes before.
             step, what, rank = min(found, key=lambda each: (each[0], each[1].startswith(_OF_WEIGHTS)))
             where = f"on rank {rank}" if not what.startswith(_OF_WEIGHTS) or len(gathered) == 1 else "over all ranks"
-            end_or_roll_back(ctx, self._action, f"{what} is not finite, first in step {step}, {where}")
+            self.end_or_roll_back(ctx, f"{what} is not finite, first in step {step}, {where}")
 
     def _looking_at(self, name: str) -> Any:
         what = f"the output of {name}"

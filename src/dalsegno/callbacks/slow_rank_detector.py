@@ -17,9 +17,7 @@ from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (
     BackwardContext,
     Context,
-    EpochContext,
     LogContext,
-    StepDoneContext,
     TrainBeginContext,
 )
 
@@ -63,8 +61,10 @@ class SlowRankDetector(Callback):
         self._syncs_in_forward = any(isinstance(each, DTensor) for each in parameters)
         self._slow = (-1, 0)
 
-    def on_epoch_begin(self, ctx: EpochContext) -> None:
+    def on_epoch_begin(self, ctx: Context) -> None:
         self._watch.start()
+
+    on_step_done = on_epoch_begin
 
     def on_step_begin(self, ctx: Context) -> None:
         """Note the time of reading: after it, the ranks may have exchanged how many samples there are."""
@@ -74,9 +74,6 @@ class SlowRankDetector(Callback):
 
     def on_before_backward(self, ctx: BackwardContext) -> None:
         self._watch.stop()
-
-    def on_step_done(self, ctx: StepDoneContext) -> None:
-        self._watch.start()
 
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind == "train" and collectives.world_size() > 1:

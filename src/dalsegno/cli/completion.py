@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dalsegno.system.extras import require_extra
 
-from .paths import place
+from .arguments import place
 
 SHELLS = ("bash", "zsh", "tcsh")
 

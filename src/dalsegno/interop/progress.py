@@ -114,11 +114,10 @@ class Progress(Callback):
             self.val_batch += 1
             self.batch = ctx.batch
 
-    def on_after_forward(self, ctx: AfterForwardContext) -> None:
+    def on_after_forward(self, ctx: AfterForwardContext | BackwardContext) -> None:
         self.outputs = ctx.outputs
 
-    def on_before_backward(self, ctx: BackwardContext) -> None:
-        self.outputs = ctx.outputs
+    on_before_backward = on_after_forward
 
     def on_microbatch_end(self, ctx: MicrobatchEndContext) -> None:
         self.batch, self.outputs = ctx.batch, ctx.outputs

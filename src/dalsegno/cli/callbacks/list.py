@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from dalsegno.cli.arguments import add_json
 from dalsegno.cli.tables import Column, print_rows
 from dalsegno.errors import ConfigurationError
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dalsegno.cli.arguments import add_json
 from dalsegno.cli.tables import Column, print_json, print_table
 
 
@@ -17,7 +18,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name", metavar="NAME", help="callback, say DivergenceDetector or my_package.callbacks:MyCallback"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dalsegno.cli.paths import place
+from dalsegno.cli.arguments import add_json as add_json
+from dalsegno.cli.arguments import place
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +19,3 @@ def add_place(parser: argparse.ArgumentParser) -> None:
         default=Path(),
         help="run directory or checkpoint; default: the current directory",
     )
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")

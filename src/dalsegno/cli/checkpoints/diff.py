@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.cli.paths import place
+from dalsegno.cli.arguments import place
 from dalsegno.cli.tables import Column, number, print_json, print_table
 
 from .arguments import add_json

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from dalsegno.cli.arguments import add_json
 from dalsegno.cli.tables import Column, number, print_facts, print_json, print_table, text, visible
 from dalsegno.errors import ConfigurationError
 
@@ -13,7 +14,7 @@ from .arguments import add_server, environment_of
 
 def describe(parser: argparse.ArgumentParser) -> None:
     add_server(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

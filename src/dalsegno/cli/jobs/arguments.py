@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dalsegno.cli.arguments import add_json as add_json
 from dalsegno.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -31,10 +32,6 @@ def add_remote(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--token-file", metavar="FILE", type=Path, help="file with the token of --remote")
     parser.add_argument("--certificate", metavar="FILE", type=Path, help="certificate of --remote in PEM; implies TLS")
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def remote_client(arguments: argparse.Namespace) -> JobClient:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, TypeVar
 
-from dalsegno.cli.paths import place
+from dalsegno.cli.arguments import add_json as add_json
+from dalsegno.cli.arguments import place
 
 if TYPE_CHECKING:
     from dalsegno.analysis import TrainingLog
@@ -65,10 +66,6 @@ def add_metrics(parser: argparse.ArgumentParser, default: str = "all") -> None:
     parser.add_argument(
         "--metrics", metavar="A,B", type=_names, help=f"metrics, separated by commas; default: {default}"
     )
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def settings_of(kind: type[Settings], arguments: argparse.Namespace) -> Settings:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from dalsegno.cli.paths import place
+from dalsegno.cli.arguments import place
 from dalsegno.cli.tables import print_json
 
 from .arguments import add_json

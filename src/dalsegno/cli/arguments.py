@@ -1,4 +1,4 @@
-"""Argument type of the commands that read a run: a local path, from a path or a URL."""
+"""Arguments of commands of all groups: ``--json``, and the local path of a run that is a path or a URL."""
 
 from __future__ import annotations
 
@@ -23,3 +23,7 @@ def place(text: str) -> Path:
             "does not exist: pass its local_dir, or copy the run to this host"
         )
     return folder
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
