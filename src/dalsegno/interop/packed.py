@@ -1,7 +1,7 @@
 """Packed states: callbacks' states inside a checkpoint that is one dict, for libraries that save by ``state_dict``.
 
-They are of one checkpoint with the library's own: there is no time at which one is saved and the other is not. The
-folder of states exists only while it is packed or unpacked, in ``output_dir/.dalsegno``.
+They are in one file with the library's own state, so neither is ever saved without the other. The folder of states
+exists only while it is packed or unpacked, in ``output_dir/.dalsegno``.
 """
 
 from __future__ import annotations

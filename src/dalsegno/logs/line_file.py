@@ -68,7 +68,7 @@ class LineFile(Generic[T]):
 
     Args:
         path: created by the first append.
-        parse: returns what a line means; raises ValueError or StateMismatch for one that is none.
+        parse: returns what a line means; raises ValueError or StateMismatch for an invalid one.
     """
 
     def __init__(self, path: Path, parse: Callable[[bytes], T]) -> None:

@@ -45,7 +45,7 @@ class Growth:
         while self._written <= begin:
             woken = asyncio.Event()
             self._waiting.append(partial(asyncio.get_running_loop().call_soon_threadsafe, woken.set))
-            if self._written > begin:  # since it was looked at, so that nothing may wake this
+            if self._written > begin:  # advanced before this was in the list, so perhaps nothing wakes it
                 break
             if self._has_failed:
                 raise EOFError("the file is not written to its end")

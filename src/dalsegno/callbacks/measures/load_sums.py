@@ -16,7 +16,7 @@ class LoadSums:
 
     A rank may run some of the routers only: those of its pipeline stage, or none on a batch that is padding. So ranks
     tell each other which routers they run, the first time and whenever a rank has run one that it had not before.
-    Ranks that read the same data all count it: no expert's share of the tokens is another one for that.
+    Ranks that read the same data all count it, which changes no expert's share of the tokens.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -234,7 +234,7 @@ class Outbox:
         return sum(1 for _ in self._lines(begin, end, self._descriptor))
 
     def wait(self, unless: Callable[[], bool]) -> None:
-        """Wait for an entry to hand over, or until ``unless()``, of which :meth:`wake` makes sure."""
+        """Wait for an entry to hand over, or until ``unless()`` is true: whoever makes it true calls :meth:`wake`."""
         with self._changed:
             self._changed.wait_for(lambda: self._begin < self._front or self._is_closed or unless())
 

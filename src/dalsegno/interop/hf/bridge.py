@@ -151,7 +151,7 @@ class Bridge(transformers.TrainerCallback):
             raise
 
     def _close(self) -> Leg:
-        """Take part no longer."""
+        """Stop following the training; returns its leg."""
         if self._inside is not None:
             self._inside.close()
         leg, self._leg, self._inside = self._leg, None, None
