@@ -41,9 +41,8 @@ class SkipSamples(Callback):
 
     def on_epoch_begin(self, ctx: EpochContext) -> None:
         if self._left and ctx.state.global_step == 0:  # a run added to later has no first samples left
-            (passed,) = collectives.all_reduce_max(
-                [ctx.trainer.skip_samples(self._left)], "SkipSamples"
-            )  # loaders may differ
+            here = ctx.trainer.skip_samples(self._left)
+            (passed,) = collectives.all_reduce_max([here], "SkipSamples")  # loaders may differ
             self._left = max(0, self._left - passed)
 
     def state_dict(self) -> SkipSamplesState:

@@ -48,7 +48,7 @@ def to_json(value: Any, where: str = "") -> Any:
     ``where``: path to ``value`` inside its record, for the error.
     """
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else _non_finite(value)
+        return float(value) if math.isfinite(value) else json.dumps(float(value))  # its spelling, as a string
     if value is None or isinstance(value, (str, int)):
         return value
     if isinstance(value, Mapping):
@@ -76,12 +76,6 @@ def from_json(value: Any) -> Any:
     if isinstance(value, list):
         return [from_json(item) for item in value]
     return value
-
-
-def _non_finite(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
 
 
 def _refuse_key(key: object, where: str) -> NoReturn:

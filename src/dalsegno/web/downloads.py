@@ -109,7 +109,8 @@ async def _send_rest(transport: asyncio.Transport, file: FileIO, begin: int, gro
                     raise TimeoutError("the client takes nothing") from None
                 # Linux reports a socket as writable once a third of its buffer is free, which a slow client may not
                 # achieve in time; some bytes can be sent before.
-                await _wait(is_writable, timeout / _LOOKS)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(is_writable.wait(), timeout / _LOOKS)
                 continue
             if not count:
                 raise EOFError("the file was truncated while it was sent")
@@ -118,9 +119,3 @@ async def _send_rest(transport: asyncio.Transport, file: FileIO, begin: int, gro
     finally:
         loop.remove_writer(descriptor)
         os.close(descriptor)
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    """Wait for ``event``, but not longer."""
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)

@@ -14,7 +14,6 @@ from dalsegno.events.contexts import (
     EvaluateContext,
     LogContext,
     MetricsContext,
-    MicrobatchEndContext,
     SaveContext,
 )
 from dalsegno.events.records import number_in_record
@@ -71,31 +70,21 @@ def direct(invoke: Invoke, binder: Binder) -> Call:
     return invoke
 
 
-def unless_last(invoke: Invoke, binder: Binder) -> Call:
-    def call(adapted: Any, ctx: MicrobatchEndContext) -> Answer:
-        return None if ctx.is_last else invoke(adapted, ctx)
+def under(condition: Callable[[SharedState, Any], bool]) -> Wrapper:
+    """Call if the condition, of the shared state and the context, holds."""
 
-    return call
+    def wrapper(invoke: Invoke, binder: Binder) -> Call:
+        shared = binder.shared(SharedState)
+        return lambda adapted, ctx: invoke(adapted, ctx) if condition(shared, ctx) else None
 
-
-def if_epoch_joined(invoke: Invoke, binder: Binder) -> Call:
-    """Call if the leg begins inside an epoch."""
-    shared = binder.shared(SharedState)
-
-    def call(adapted: Any, ctx: Context) -> Answer:
-        return invoke(adapted, ctx) if shared.joined_epoch else None
-
-    return call
+    return wrapper
 
 
-def if_epoch_left(invoke: Invoke, binder: Binder) -> Call:
-    """Call if the leg ends inside an epoch: at its final record, the last event but one."""
-    shared = binder.shared(SharedState)
-
-    def call(adapted: Any, ctx: LogContext) -> Answer:
-        return invoke(adapted, ctx) if ctx.kind == "final" and shared.inside_epoch else None
-
-    return call
+unless_last = under(lambda shared, ctx: not ctx.is_last)
+if_epoch_joined = under(lambda shared, ctx: shared.joined_epoch)
+"""Call if the leg begins inside an epoch."""
+if_epoch_left = under(lambda shared, ctx: ctx.kind == "final" and shared.inside_epoch)
+"""Call if the leg ends inside an epoch: at its final record, the last event but one."""
 
 
 def with_record(invoke: Invoke, binder: Binder) -> Call:

@@ -90,9 +90,6 @@ class KempnerForge(CallbackAdapter):
         if method not in _METHODS:
             return lambda _, ctx: function(ctx)
 
-        def train_begin(_: Any, ctx: Context) -> None:
-            function(ctx.args)
-
         def step_end(_: Any, ctx: MetricsContext) -> None:
             if ctx.state.will_log:
                 self._ended = _step_context(ctx)
@@ -109,17 +106,14 @@ class KempnerForge(CallbackAdapter):
             if ctx.is_last:
                 function(eval_metrics(ctx), ctx.state.global_step)
 
-        def checkpoint_save(_: Any, ctx: Any) -> None:
-            function(ctx.step, str(ctx.path))
-
         def train_end(_: Any, ctx: Context) -> None:
             function(ctx.state.global_step, ctx.state.num_input_tokens_seen)
 
-        calls = {
-            "on_train_begin": train_begin,
+        calls: dict[str, Callable[[Any, Any], None]] = {
+            "on_train_begin": lambda _, ctx: function(ctx.args),
             "on_step_end": after_record if event in _AFTER_RECORD else step_end,
             "on_eval_end": eval_end,
-            "on_checkpoint_save": checkpoint_save,
+            "on_checkpoint_save": lambda _, ctx: function(ctx.step, str(ctx.path)),
         }
         return train_end if method == "on_train_end" else _or_stop(calls[method], method)
 
