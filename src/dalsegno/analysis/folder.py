@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from dalsegno.errors import ConfigurationError, NotFound, UnknownName
-from dalsegno.logs import Leg
 from dalsegno.logs.values import Record
 from dalsegno.system.extras import require_extra
 
@@ -16,11 +15,8 @@ from .blocks import concatenate
 from .formats.find import LOOKED_FOR, loose_sources, source_of_file, source_of_run
 from .formats.source import Skipped, Source, Unreadable
 from .formats.tensorboard import EventFiles
-from .lineage import LegSummary
 from .log import TrainingLog
 from .names import make_names_unique, name_of
-from .series import ParameterSeries, Series
-from .summary import Summary
 
 if TYPE_CHECKING:
     import polars as pl
@@ -108,20 +104,11 @@ class RunFolder(TrainingLog):
             self._note(run)
         return concatenate(frames)
 
-    def series(self, names: Iterable[str], kind: str | None = None) -> dict[str, Series]:
-        self._refuse()
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        names = ", ".join(run.name for run in self.runs)
+        raise ConfigurationError(f"{self.path} contains {len(self.runs)} runs ({names}); choose one of them")
 
-    def legs(self) -> list[Leg]:
-        self._refuse()
-
-    def lineage(self) -> list[LegSummary]:
-        self._refuse()
-
-    def summary(self) -> Summary:
-        self._refuse()
-
-    def parameters(self, metric: str) -> ParameterSeries:
-        self._refuse()
+    series = legs = lineage = summary = parameters = _refuse
 
     def _repr_html_(self) -> str:
         from .html_repr import cards
@@ -133,10 +120,6 @@ class RunFolder(TrainingLog):
         for sentence in run.skipped.sentences:
             self.skipped.note(f"{run.name}: {sentence}")
         self.skipped.count += run.skipped.count - len(run.skipped.sentences)
-
-    def _refuse(self) -> NoReturn:
-        names = ", ".join(run.name for run in self.runs)
-        raise ConfigurationError(f"{self.path} contains {len(self.runs)} runs ({names}); choose one of them")
 
 
 class _NoSource(Source):

@@ -104,12 +104,8 @@ class Unreadable(Source):
         super().__init__(path)
         self._error = error
 
-    def records(self, skipped: Skipped) -> Iterator[Record]:
-        self._fail()
-
-    def files(self) -> list[Path]:
-        self._fail()
-
-    def _fail(self) -> NoReturn:
+    def _fail(self, *_: object, **__: object) -> NoReturn:
         error = self._error
         raise ConfigurationError(f"{error.filename or self.path}: cannot be read: {error.strerror or error}")
+
+    records = files = _fail

@@ -178,11 +178,8 @@ class Bridge(transformers.TrainerCallback):
         if leg is None:
             return
         due = due_at_next_step(args, state, kwargs["train_dataloader"])
-        leg.state.will_log, leg.state.will_evaluate, leg.state.will_save = (
-            due.should_log,
-            due.should_evaluate,
-            due.should_save,
-        )
+        leg.state.will_log, leg.state.will_evaluate = due.should_log, due.should_evaluate
+        leg.state.will_save = due.should_save
         leg.step_begin()
         if self._inside is not None:
             self._inside.begin_step()
