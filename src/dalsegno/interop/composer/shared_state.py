@@ -50,7 +50,7 @@ class SharedState(Progress):
         super().__init__(context)
         self.epochs = 0
         """Finished epochs."""
-        self.label = "train"
+        self._set_name = ""  # of the newest evaluation
         self.metrics: dict[str, dict[str, float]] = {}
         """By label, the numbers of the newest evaluation."""
         self.state = State(self)
@@ -71,23 +71,20 @@ class SharedState(Progress):
         super().on_epoch_end(ctx)
         self.epochs = ctx.epoch + 1
 
-    def on_step_begin(self, ctx: Context) -> None:
-        super().on_step_begin(ctx)
-        self.label = "train"
+    @property
+    def label(self) -> str:
+        """``train``; in an evaluation its set's name, or ``eval``."""
+        return self._set_name if self.validating else "train"
 
     def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
         super().on_evaluate_begin(ctx)
-        self.label = ctx.name
+        self._set_name = ctx.name
 
     def on_evaluate(self, ctx: EvaluateContext) -> None:
         super().on_evaluate(ctx)
         prefix = "eval_" if ctx.name == "eval" else f"eval_{ctx.name}_"
         numbers = {name: float(value) for name, value in ctx.metrics.items() if not is_wall_clock(name)}
         self.metrics[ctx.name] = {**numbers, **{name.removeprefix(prefix): value for name, value in numbers.items()}}
-
-    def on_step_done(self, ctx: Any) -> None:
-        super().on_step_done(ctx)
-        self.label = "train"
 
     def state_dict(self) -> Any:
         return {**super().state_dict(), "metrics": self.metrics}
@@ -109,7 +106,6 @@ class State(StandIn):
     outputs: Any = reads("_shared.outputs")
     train_dataloader: Any = reads("_context.train_dataloader")
     dataloader_label: str = reads("_shared.label")
-    """``train``; in an evaluation its set's name, or ``eval``."""
     device_train_microbatch_size: int = reads("_context.args.per_device_train_batch_size")
 
     def __init__(self, shared: SharedState) -> None:
