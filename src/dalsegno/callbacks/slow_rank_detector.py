@@ -104,7 +104,7 @@ class Clock(NamedTuple, Generic[M]):
     seconds: Callable[[M, M], float]
 
 
-HOST_CLOCK = Clock(time.perf_counter, lambda begin, end: end - begin)
+HOST_CLOCK = Clock(lambda: time.perf_counter(), lambda begin, end: end - begin)
 
 
 def clock_of(parameters: Sequence[torch.Tensor]) -> Clock[Any]:
