@@ -22,16 +22,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-<<<<<<< HEAD
     """Raises NotRunning if nothing answers at --remote."""
-    from dalsegno.cli.tables import Column, moment, print_json, print_table, text
-
-=======
-    """
-    Raises:
-        NotRunning: if nothing answers at --remote.
-    """
->>>>>>> dbb7218 (Commands: what every command prints with is imported once per file, not once per function; rows are printed by one function, as a table or as JSON)
     rows = _remote_rows(arguments) if arguments.remote else _rows()
     if arguments.json:
         print_json(rows)
