@@ -15,12 +15,12 @@ connection. So ``open`` must find the run that an earlier process, or an earlier
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from .entries import Entry, Points, Return, Status
+from .entries import Entry, Points, Return, Status, names_in
 
 TIMELINE = "dalsegno/timeline"
 """Series that marks returns: the number of the timeline, from the first point of each on."""
@@ -46,6 +46,8 @@ class Tracker(ABC):
     """Environment variables that determine where its client writes."""
     stores_at_once: bool = True
     """Whether an entry is stored once ``send`` has returned; else once ``close`` has."""
+    _arrived: Collection[tuple[int, str]] = ()
+    """Step and name of each value that earlier processes have stored, as far as ``open`` finds out."""
 
     @abstractmethod
     def open(self, run: TrackedRun) -> None: ...
@@ -57,7 +59,8 @@ class Tracker(ABC):
     def close(self, status: Status) -> None: ...
 
     def has(self, entry: Entry) -> bool:
-        return False
+        names = names_in(entry)
+        return bool(names) and all((entry.step, name) in self._arrived for name in names)
 
     def return_to(self, point: Return) -> None:
         """Mark the return; for trackers that cannot forget points."""

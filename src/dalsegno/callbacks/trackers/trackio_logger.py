@@ -9,7 +9,7 @@ import numpy as np
 
 from dalsegno.policies.triggers import SaveTrigger
 
-from .entries import Card, Entry, Histogram, Points, Status, Text, names_in
+from .entries import Card, Entry, Histogram, Points, Status, Text
 from .tracker import TrackedRun, Tracker
 from .tracker_logger import TrackerLogger
 
@@ -21,8 +21,6 @@ class TrackioTracker(Tracker):
     def __init__(self, project: str, space_id: str | None) -> None:
         self._project, self._space_id = project, space_id
         self._run: Any = None
-        self._arrived: set[tuple[int, str]] = set()
-        """Step and name of each value in the local store."""
 
     def open(self, run: TrackedRun) -> None:
         import trackio
@@ -40,10 +38,6 @@ class TrackioTracker(Tracker):
         )
         rows = trackio.SQLiteStorage.get_logs(self._project, name, max_points=None)
         self._arrived = {(row["step"], key) for row in rows for key in row}
-
-    def has(self, entry: Entry) -> bool:
-        names = names_in(entry)
-        return bool(names) and all((entry.step, name) in self._arrived for name in names)
 
     def send(self, entries: Sequence[Entry]) -> None:
         for entry in entries:

@@ -36,9 +36,6 @@ class WandbTracker(Tracker):
         self._project, self._entity, self._mode, self._wait_s = project, entity, mode, wait_s
         self._described: TrackedRun | None = None
         self._run: Any = None
-        self._arrived: set[tuple[int, str]] = set()
-        """Step and name of each value that earlier processes have written to disk; W&B writes a histogram or text as
-        ``<name>._type`` and others."""
 
     def open(self, run: TrackedRun) -> None:
         if self._described is not None:
@@ -48,6 +45,7 @@ class WandbTracker(Tracker):
         if self._run.offline:
             files = wandb_files(run.directory / "wandb", f"run-{run.id}.wandb")
             rows = (row for path in files for row in wandb_rows(path, Skipped()))
+            # W&B writes a histogram or text as <name>._type and others.
             self._arrived = {(row.get(STEP, -1), name.removesuffix("._type")) for row in rows for name in row}
 
     def _forget_failed(self) -> None:
@@ -81,10 +79,10 @@ class WandbTracker(Tracker):
         self._run.define_metric("*", step_metric=STEP)
 
     def has(self, entry: Entry) -> bool:
-        names = names_in(entry)
         if self._run.offline:
-            return bool(names) and all((entry.step, name) in self._arrived for name in names)
-        return bool(names) and bool(entry.step < self._run.step - 1)  # the step before it may have arrived in part
+            return super().has(entry)
+        is_past = bool(entry.step < self._run.step - 1)  # the step before it may have arrived in part
+        return is_past and bool(names_in(entry))
 
     def send(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
