@@ -56,19 +56,6 @@ def encode(tree: State, where: str) -> tuple[Json, Arrays]:
     return _encode(tree, where, found, 0), found.arrays
 
 
-def decode(json: Json, read_array: ReadArray, where: str) -> State:
-    """Decode the JSON that :func:`encode` returned.
-
-    Args:
-        read_array: returns the tensor of a name, dtype and shape; raises if it is not stored.
-        where: key of the component; only for messages.
-
-    Raises:
-        DamagedCheckpoint: if :func:`encode` cannot have written ``json``; names the path.
-    """
-    return _decode(json, read_array, where, 0)
-
-
 def inside(where: str, key: object) -> str:
     """Path of the item ``key`` of the dict at the path ``where``."""
     return f"{where}.{key}" if isinstance(key, str) and key.isidentifier() else f"{where}[{key!r}]"
@@ -219,16 +206,26 @@ def _refusal(value: object, where: str) -> str:
 # --- decoding: the input may be hostile, so each function checks it ------------------------------------------------
 
 
-def _decode(json: Json, read_array: ReadArray, where: str, depth: int) -> State:
+def decode(json: Json, read_array: ReadArray, where: str, depth: int = 0) -> State:
+    """Decode the JSON that :func:`encode` returned.
+
+    Args:
+        read_array: returns the tensor of a name, dtype and shape; raises if it is not stored.
+        where: key of the component, and path in its state; only for messages.
+        depth: levels of nesting around it.
+
+    Raises:
+        DamagedCheckpoint: if :func:`encode` cannot have written ``json``; names the path.
+    """
     if depth > DEEPEST:  # encode() refuses it
         raise DamagedCheckpoint(f"{where}: nested too deeply")
     if isinstance(json, list):
-        return [_decode(each, read_array, f"{where}[{number}]", depth + 1) for number, each in enumerate(json)]
+        return [decode(each, read_array, f"{where}[{number}]", depth + 1) for number, each in enumerate(json)]
     if not isinstance(json, dict):
         return json
     tag = next(iter(json), "")
     if not tag.startswith("$"):
-        return {key: _decode(each, read_array, inside(where, key), depth + 1) for key, each in json.items()}
+        return {key: decode(each, read_array, inside(where, key), depth + 1) for key, each in json.items()}
     decoder = _DECODERS.get(tag)
     if decoder is None:
         raise DamagedCheckpoint(f"{where}: {tag!r} is unknown to this version of dalsegno")
@@ -243,15 +240,15 @@ def _decode(json: Json, read_array: ReadArray, where: str, depth: int) -> State:
 def _decode_dict(json: Json, read_array: ReadArray, where: str, depth: int) -> dict[Any, Any]:
     result = {}
     for key, each in json["$dict"]:
-        key = _decode(key, read_array, where, depth)
+        key = decode(key, read_array, where, depth)
         if type(key) is not str and type(key) is not int:
             raise TypeError(f"a key {key!r}")
-        result[key] = _decode(each, read_array, inside(where, key), depth + 1)
+        result[key] = decode(each, read_array, inside(where, key), depth + 1)
     return result
 
 
 def _decode_as(kind: type, json: Json, read_array: ReadArray, where: str, depth: int) -> Any:
-    decoded = _decode(json, read_array, where, depth)
+    decoded = decode(json, read_array, where, depth)
     if type(decoded) is not kind:
         raise TypeError(f"not a {kind.__name__}")
     return decoded
@@ -277,7 +274,7 @@ def _decode_array(json: Json, read_array: ReadArray, where: str, depth: int) -> 
 
 
 def _decode_composite(json: Json, read_array: ReadArray, where: str, depth: int) -> torch.Tensor:
-    values = _decode(json["values"], read_array, where, depth + 1)
+    values = decode(json["values"], read_array, where, depth + 1)
     return composites.put_together(json["$composite"], _shape(json["shape"]), values)
 
 

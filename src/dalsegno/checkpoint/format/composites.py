@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from .layout import name_of
+
 Values = dict[str, Any]
 """Plain tensors, numbers and texts by name."""
 
 _SPARSE = {
-    str(each).removeprefix("torch."): each
+    name_of(each): each
     for each in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 }
 _BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
@@ -95,23 +97,19 @@ def make_room(here: object, saved: Any) -> None:
 
 
 def _kind_of(tensor: torch.Tensor) -> str:
-    return _name(tensor.dtype if tensor.layout == torch.strided else tensor.layout)
-
-
-def _name(of_torch: object) -> str:
-    return str(of_torch).removeprefix("torch.")
+    return name_of(tensor.dtype if tensor.layout == torch.strided else tensor.layout)
 
 
 def _form_of(tensor: torch.Tensor) -> str:
     """What must be equal for ``copy_``, and what it does not copy: the dtype of the indices."""
-    form = f"{_kind_of(tensor)} {list(tensor.shape)} {_name(tensor.dtype)}"
+    form = f"{_kind_of(tensor)} {list(tensor.shape)} {name_of(tensor.dtype)}"
     if tensor.is_quantized:
-        return f"{form} {_name(tensor.qscheme())}"
+        return f"{form} {name_of(tensor.qscheme())}"
     if tensor.layout == torch.sparse_coo:
         return f"{form} with {tensor.sparse_dim()} sparse dimensions"
     if tensor.layout in _SPARSE.values():
         indices = tensor.crow_indices() if tensor.layout in _BY_ROW else tensor.ccol_indices()
-        return f"{form} with {tensor.dense_dim()} dense dimensions and indices of {_name(indices.dtype)}"
+        return f"{form} with {tensor.dense_dim()} dense dimensions and indices of {name_of(indices.dtype)}"
     return form
 
 
@@ -121,7 +119,7 @@ def _values_of_quantized(tensor: torch.Tensor) -> Values:
     is_view_possible = scheme != torch.per_channel_affine_float_qparams
     whole = tensor.clone(memory_format=torch.contiguous_format) if is_view_possible else tensor
     elements = torch.empty(0, dtype=torch.uint8, device=whole.device).set_(whole.untyped_storage())
-    values: Values = {"elements": elements, "scheme": _name(scheme)}
+    values: Values = {"elements": elements, "scheme": name_of(scheme)}
     if scheme == torch.per_tensor_affine:
         return values | {"scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
     return values | {

@@ -55,9 +55,9 @@ _MOST_DIMENSIONS = 64
 _DTYPES_OF_SAFETENSORS = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
-def name_of(dtype: torch.dtype) -> str:
+def name_of(constant: torch.dtype | torch.layout | torch.qscheme) -> str:
     """``float32`` for ``torch.float32``."""
-    return str(dtype).removeprefix("torch.")
+    return str(constant).removeprefix("torch.")
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
