@@ -68,6 +68,12 @@ def test_rules_are_read_as_they_are_written(rule: Retention) -> None:
     assert retention_of(str(rule)) == rule
 
 
+@pytest.mark.parametrize("metric", ["acc(top1)", "a,b", "a|b", "it's | (so)"])
+def test_a_quoted_name_may_contain_what_separates_rules(metric: str) -> None:
+    rule = ds.Best(1, metric) | ds.Latest(2)
+    assert retention_of(repr(rule)) == rule
+
+
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [

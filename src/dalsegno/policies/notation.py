@@ -15,8 +15,9 @@ from typing import Any
 
 from dalsegno.errors import ConfigurationError, UnknownName
 
-_RULE = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
-_ARGUMENT = re.compile(r"""\s*(?:(\w+)\s*=\s*)?("[^"]*"|'[^']*'|[^\s"']+)\s*""")
+_QUOTED = r"""("[^"]*"|'[^']*')"""
+_RULE = re.compile(rf"\s*(\w+)\s*\(((?:{_QUOTED}|[^()\"'])*)\)\s*")
+_ARGUMENT = re.compile(rf"\s*(?:(\w+)\s*=\s*)?({_QUOTED}|[^\s\"']+)\s*")
 
 
 class Policy:
@@ -40,7 +41,7 @@ def read_policies(text: str, known: Iterable[type[Policy]]) -> list[Policy]:
     """
     kinds = {kind.__name__: kind for kind in known}
     rules = []
-    for part in text.split("|"):
+    for part in _split(text, "|"):
         rule = _RULE.fullmatch(part)
         if rule is None:
             example = " | ".join(f"{name}(…)" for name in kinds)
@@ -57,7 +58,7 @@ def _read_rule(name: str, written: str, kinds: Mapping[str, type[Policy]]) -> Po
     takes_any_number = len(known) < len(accepted)
     values: list[Any] = []
     arguments: dict[str, Any] = {}
-    for place, each in enumerate(written.split(",") if written.strip() else []):
+    for place, each in enumerate(_split(written, ",") if written.strip() else []):
         argument = _ARGUMENT.fullmatch(each)
         if argument is not None and argument[1] is None and takes_any_number:
             values.append(_value(argument[2]))
@@ -76,6 +77,17 @@ def _read_rule(name: str, written: str, kinds: Mapping[str, type[Policy]]) -> Po
     if missing := [each for each in required if each not in arguments]:
         raise ConfigurationError(f"{name}({written}): needs {', '.join(missing)}")
     return kinds[name](*values, **arguments)
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """The parts of ``text`` between separators, which do not count in quotes."""
+    parts = [""]
+    for piece in re.split(f"{_QUOTED}|([{separator}])", text):
+        if piece == separator:
+            parts.append("")
+        else:
+            parts[-1] += piece or ""
+    return parts
 
 
 _CONSTANTS: Mapping[str, bool | None] = {"True": True, "False": False, "None": None}
