@@ -112,7 +112,7 @@ def test_whatever_happens_it_ends_up_with_what_is_there(log: RecordLog) -> None:
     """Appends, rewinds and looks in any order: what has been told, cut back as told, is the log."""
     dice = random.Random(5)
     follow = follower(log)
-    told: list[dict[str, Any]] = []
+    read: list[dict[str, Any]] = []
     follow.last(0)
     states = [log.state()]
     step = 0
@@ -131,10 +131,10 @@ def test_whatever_happens_it_ends_up_with_what_is_there(log: RecordLog) -> None:
         else:
             for each in follow.new():
                 if isinstance(each, Cut):
-                    told = [record for record in told if each.step is not None and record["global_step"] <= each.step]
+                    read = [record for record in read if each.step is not None and record["global_step"] <= each.step]
                 else:
-                    told.append(each)
-            assert told == list(ds.open_log(log.path).records())
+                    read.append(each)
+            assert read == list(ds.open_log(log.path).records())
 
 
 def test_a_run_whose_log_goes_on_in_another_file(tmp_path: Path) -> None:

@@ -37,10 +37,10 @@ def test_a_run() -> None:
     values = [*loss.values[:-1], NAN]
     page = Texts(html_repr(MadeUpLog("a", with_values(loss, values), restarts=[Restart(10, 20, 2)])))
     best = int(np.argmin(values[:-1]))
-    said = ["run", "a", "step", "10,000", "loss", "nan", "best loss"]
-    assert page.texts[: len(said)] == said
-    assert page.texts[len(said)] == f"{values[best]:.5g} at step {10 * best + 10:,}"
-    assert page.texts[len(said) + 1 : len(said) + 3] == ["restarts", "1"]
+    shown = ["run", "a", "step", "10,000", "loss", "nan", "best loss"]
+    assert page.texts[: len(shown)] == shown
+    assert page.texts[len(shown)] == f"{values[best]:.5g} at step {10 * best + 10:,}"
+    assert page.texts[len(shown) + 1 : len(shown) + 3] == ["restarts", "1"]
     assert page.elements.count("polyline") == 2
 
 

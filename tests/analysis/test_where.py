@@ -59,7 +59,7 @@ def test_conditions(text: str, holds: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "place", "told"),
+    ("text", "place", "message"),
     [
         ("", 1, "a field name expected"),
         ("loss", 5, "<, <=, >, >=, == or != expected"),
@@ -71,7 +71,7 @@ def test_conditions(text: str, holds: bool) -> None:
         ('kind == "eval', 9, "unexpected character"),
     ],
 )
-def test_what_is_no_condition(text: str, place: int, told: str) -> None:
+def test_what_is_no_condition(text: str, place: int, message: str) -> None:
     with pytest.raises(ds.ConfigurationError) as error:
         parse_condition(text)
-    assert f"at character {place}: {told}" in str(error.value)
+    assert f"at character {place}: {message}" in str(error.value)

@@ -83,15 +83,15 @@ def train_with_a_slow_disk(output_dir: Path, source: str) -> tuple[list[list[flo
         return gathered
 
     collectives.gather_floats = gather_together
-    told: list[list[float]] = []
-    said: list[str] = []
+    runtimes: list[list[float]] = []
+    messages: list[str] = []
     watching = logging.Handler()
-    watching.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    watching.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dalsegno").addHandler(watching)
     handlers = {
         "on_evaluate": spend(clock, 100.0),
         "on_before_save": spend(clock, 50.0),
-        "on_log": lambda ctx: told.append(ctx.logs["rank_runtime"]) if ctx.kind == "train" else None,
+        "on_log": lambda ctx: runtimes.append(ctx.logs["rank_runtime"]) if ctx.kind == "train" else None,
     }
     data: dict[str, Any] = (
         {"train_dataloader": Slow(clock)} if source == "loader" else {"train_dataset": SlowStream(clock)}
@@ -103,16 +103,16 @@ def train_with_a_slow_disk(output_dir: Path, source: str) -> tuple[list[list[flo
     )
     callbacks = [SlowRankDetector(factor=2.0, patience=2), Listener(handlers)]
     ds.Trainer(Line(), args, eval_dataset=tiny_regression_data(8), callbacks=callbacks, **data).train()
-    return told, [text for text in said if "is slow" in text]
+    return runtimes, [text for text in messages if "is slow" in text]
 
 
 @pytest.mark.parametrize("source", ["loader", "weighed dataset"])
 def test_a_rank_with_a_slow_disk_is_named(tmp_path: Path, source: str) -> None:
     """Whatever else happens between two steps, and though the ranks wait for each other before each of them."""
-    (told, said), _ = run_ranks(train_with_a_slow_disk, 2, tmp_path, source)
-    assert told[1:]
-    assert all(second == pytest.approx(3 * first) and first > 0 for first, second in told)
-    assert len(said) == 1 and said[0].startswith("rank 1 is slow: 3 s per step")
+    (runtimes, messages), _ = run_ranks(train_with_a_slow_disk, 2, tmp_path, source)
+    assert runtimes[1:]
+    assert all(second == pytest.approx(3 * first) and first > 0 for first, second in runtimes)
+    assert len(messages) == 1 and messages[0].startswith("rank 1 is slow: 3 s per step")
 
 
 # --- DurationProfiler -------------------------------------------------------------------------------------------------

@@ -202,9 +202,9 @@ def test_input_summaries_against_the_batch(tmp_path: Path) -> None:
     layout_trainer(tmp_path, "none", [LogInputSummaries(), listener]).train()
     for number, record in enumerate(records(tmp_path)):
         tokens = batches[4 * number + 2].double()  # of two steps of two micro-batches, the second's first
-        said = [record[f"input/tokens/{what}"] for what in ("mean", "std", "min", "max")]
+        logged = [record[f"input/tokens/{what}"] for what in ("mean", "std", "min", "max")]
         expected = [tokens.mean(), tokens.std(unbiased=False), tokens.min(), tokens.max()]
-        assert said == pytest.approx([float(each) for each in expected])
+        assert logged == pytest.approx([float(each) for each in expected])
 
 
 def test_a_spread_beside_a_large_mean(tmp_path: Path) -> None:
@@ -286,8 +286,8 @@ def test_experts_that_get_too_much(tmp_path: Path) -> None:
     callbacks = [ExpertLoadBalance(every=1), JsonLogger()]
     small_trainer(tmp_path, *callbacks, model=Mixture(), max_steps=1, logging_steps=1).train()
     (record,) = records(tmp_path)
-    said = {key.rpartition("/")[2]: value for key, value in record.items() if key.startswith("expert_load/router")}
-    assert said == {"max": 4.0, "entropy": 0.0, "idle": 3.0}
+    logged = {key.rpartition("/")[2]: value for key, value in record.items() if key.startswith("expert_load/router")}
+    assert logged == {"max": 4.0, "entropy": 0.0, "idle": 3.0}
 
 
 class Routed(nn.Module):
@@ -368,7 +368,7 @@ def test_flags_are_set_back_whatever_happens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "said"),
+    ("build", "message"),
     [
         (lambda: ScopedFlags({"cudnn.benchmrk": True}), "'cudnn.benchmrk'; did you mean 'cudnn.benchmark'"),
         (lambda: ScopedFlags({"cudnn.benchmark": 1}), r"torch.backends.cudnn.benchmark is a bool"),
@@ -382,8 +382,8 @@ def test_flags_are_set_back_whatever_happens(tmp_path: Path) -> None:
         (lambda: SlowRankDetector(factor=1), "factor=1; needs a finite number over 1"),
     ],
 )
-def test_wrong_arguments(build: Any, said: str) -> None:
-    with pytest.raises(ds.DalsegnoError, match=said):
+def test_wrong_arguments(build: Any, message: str) -> None:
+    with pytest.raises(ds.DalsegnoError, match=message):
         build()
 
 

@@ -260,7 +260,7 @@ def test_the_best_model_comes_with_its_averages(tmp_path: Path) -> None:
 def told_by(output_dir: Path, *callbacks: ds.Callback, **how: Any) -> Any:
     """The report of the load."""
     reports: list[Any] = []
-    listener = Listener({"on_load": lambda ctx: reports.append(ctx.report)}, name="told")
+    listener = Listener({"on_load": lambda ctx: reports.append(ctx.report)}, name="loaded")
     parts = {"train_dataset": sentences()}
     trainer = small_trainer(output_dir, listener, *callbacks, model=Uneven(), parts=parts, max_steps=6, save_steps=2)
     trainer.train(**how)
@@ -332,10 +332,10 @@ def evaluated_beside_another(output_dir: Path, how: str) -> list[Any]:
         trainer = small_trainer(output_dir / name, JsonLogger(), *own, model=Uneven(), parts=parts, **settings)
         trainer.train()
         records = read_records(output_dir / name / "logs/train.jsonl")
-        told = [(each["evaluated_weights"], each["eval_loss"]) for each in records if each.get("kind") == "eval"]
-        assert len(told) == 2
+        evaluated = [(each["evaluated_weights"], each["eval_loss"]) for each in records if each.get("kind") == "eval"]
+        assert len(evaluated) == 2
         model = {key: each.tolist() for key, each in saved(output_dir / name, "model").items()}
-        found.append((told, model))
+        found.append((evaluated, model))
     return found
 
 
@@ -375,14 +375,14 @@ def test_what_is_put_in_place_by_hand_stays_there_in_an_evaluation(tmp_path: Pat
     trainer = averaged(tmp_path, max_steps=4)
     trainer.train()
     plain = trainer.predict(sentences(4, seed=2))["test_loss"]
-    told: list[str | None] = []
-    trainer.add_callback(Listener({"on_evaluate": lambda ctx: told.append(ctx.evaluated_weights)}, name="told"))
+    seen: list[str | None] = []
+    trainer.add_callback(Listener({"on_evaluate": lambda ctx: seen.append(ctx.evaluated_weights)}, name="seen"))
     with ema_of(trainer).averaged():
         before = trainer.predict(sentences(4, seed=2))["test_loss"]
         trainer.evaluate()
         assert trainer.predict(sentences(4, seed=2))["test_loss"] == before != plain
     assert trainer.predict(sentences(4, seed=2))["test_loss"] == plain
-    assert told == ["EMA"]
+    assert seen == ["EMA"]
 
 
 def test_exported_in_place_of_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -414,7 +414,7 @@ def test_tensors_of_a_callback_of_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ({"decay": 1.0}, "decay=1.0; needs a number below 1"),
         ({"decay": -0.1}, "decay=-0.1; needs a finite number of at least 0"),
@@ -422,8 +422,8 @@ def test_tensors_of_a_callback_of_ones_own(tmp_path: Path) -> None:
         ({"warmup": 1}, "warmup=1; allowed are True and False"),
     ],
 )
-def test_wrong_arguments(how: dict[str, Any], said: str) -> None:
-    with pytest.raises(ds.ConfigurationError, match=said):
+def test_wrong_arguments(how: dict[str, Any], message: str) -> None:
+    with pytest.raises(ds.ConfigurationError, match=message):
         EMA(**how)
 
 

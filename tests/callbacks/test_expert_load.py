@@ -137,10 +137,10 @@ def test_what_the_router_decides_is_counted_without_padding(tmp_path: Path, buil
     small_trainer(tmp_path, *own, model=model, parts={"train_dataset": data}, max_steps=1, logging_steps=1).train()
     (record,) = [each for each in read_records(tmp_path / "logs/train.jsonl") if "kind" not in each]
     assert sent.loads
-    said = {key for key in record if key.startswith("expert_load/")}
-    assert len(said) == 3 * len(sent.loads)
+    keys = {key for key in record if key.startswith("expert_load/")}
+    assert len(keys) == 3 * len(sent.loads)
     for name, loads in sent.loads.items():
-        (title,) = {key.rpartition("/")[0] for key in said if key.startswith(f"expert_load/{name}.")}
+        (title,) = {key.rpartition("/")[0] for key in keys if key.startswith(f"expert_load/{name}.")}
         shares = loads / loads.sum()
         entropy = torch.special.entr(shares).sum() / torch.tensor(float(EXPERTS)).log()
         assert record[f"{title}/max"] == pytest.approx(float(shares.max() * EXPERTS))

@@ -159,8 +159,8 @@ def test_metrics_of_several_sets_and_what_watches_them(tmp_path: Path) -> None:
     assert all(sum(key.endswith("_width") for key in record) == 1 for record in records(tmp_path, "eval"))
     for record, data in zip(records(tmp_path, "eval"), [*sets.values()] * 3, strict=True):
         expected = float(torch.stack([data[index]["y"].abs() for index in range(len(data))]).mean())  # type: ignore[arg-type]
-        (said,) = [value for key, value in record.items() if key.endswith("_distance")]
-        assert said == pytest.approx(expected)
+        (distance,) = [value for key, value in record.items() if key.endswith("_distance")]
+        assert distance == pytest.approx(expected)
 
 
 def test_metrics_of_several_values(tmp_path: Path) -> None:
@@ -177,10 +177,10 @@ def test_metrics_of_several_values(tmp_path: Path) -> None:
     trainer = small_trainer(tmp_path, JsonLogger(), metrics, watch, parts={"eval_dataset": data}, **settings)
     assert trainer.train().stopped_by == "EarlyStopping"
     y = torch.stack([data[index]["y"] for index in range(len(data))])[:, 0]
-    said, right = y.sigmoid(), (y > 0).double()
+    predicted, right = y.sigmoid(), (y > 0).double()
     record = records(tmp_path, "eval")[0]
-    assert record["eval_both_mae"] == pytest.approx(float((said - right).abs().mean()))
-    assert record["eval_both_mse"] == pytest.approx(float((said - right).square().mean()))
+    assert record["eval_both_mae"] == pytest.approx(float((predicted - right).abs().mean()))
+    assert record["eval_both_mse"] == pytest.approx(float((predicted - right).square().mean()))
     assert trainer.state.best_metric == pytest.approx(record["eval_both_mse"])
     assert [len(part) for part in record["eval_roc"]] == [3, 3, 3]
 
@@ -322,7 +322,7 @@ def test_without_apprise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "said"),
+    ("build", "message"),
     [
         (lambda: Notify("nonsense"), "does not understand the address"),
         (lambda: Notify([]), r"urls=\[\]; needs a string, or a list of strings"),
@@ -332,6 +332,6 @@ def test_without_apprise(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: ModelEvalMetrics({"a": 1}, select=guesses), "is not a metric"),  # type: ignore[dict-item]
     ],
 )
-def test_wrong_arguments(build: Any, said: str) -> None:
-    with pytest.raises(ds.DalsegnoError, match=said):
+def test_wrong_arguments(build: Any, message: str) -> None:
+    with pytest.raises(ds.DalsegnoError, match=message):
         build()

@@ -121,15 +121,15 @@ def test_exported_and_evaluated_by_hand(tmp_path: Path) -> None:
         pass
     trainer.train()
     own = weights(trainer)
-    told: list[Any] = []
-    trainer.add_callback(Listener({"on_evaluate": lambda ctx: told.append(ctx.evaluated_weights)}, name="told"))
+    seen: list[Any] = []
+    trainer.add_callback(Listener({"on_evaluate": lambda ctx: seen.append(ctx.evaluated_weights)}, name="seen"))
     with merge.averaged():
         found = trainer.evaluate()["eval_loss"]
         merged = {name: each.detach().clone() for name, each in trainer.model.named_parameters() if each.requires_grad}
     assert same(merged, means(tmp_path / "run", 8))
     assert found != trainer.evaluate()["eval_loss"]
     assert same(weights(trainer), own)
-    assert told == ["ModelMerge", None]
+    assert seen == ["ModelMerge", None]
     ds.export_model(tmp_path / "run", tmp_path / "merged", average="ModelMerge")
     exported = load_file(tmp_path / "merged/model.safetensors")
     assert same({name: exported[name] for name in merged}, merged)
@@ -148,7 +148,7 @@ def test_one_that_comes_in_the_middle_of_a_window_says_so(tmp_path: Path, caplog
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ({"steps": []}, r"steps=\[\]; needs a step, or several"),
         ({"steps": [0]}, "steps=0; needs an integer of at least 1"),
@@ -156,8 +156,8 @@ def test_one_that_comes_in_the_middle_of_a_window_says_so(tmp_path: Path, caplog
         ({"window": 2, "every": 3}, "every=3; needs an integer up to the window's 2"),
     ],
 )
-def test_wrong_arguments(how: dict[str, Any], said: str) -> None:
-    with pytest.raises(ds.ConfigurationError, match=said):
+def test_wrong_arguments(how: dict[str, Any], message: str) -> None:
+    with pytest.raises(ds.ConfigurationError, match=message):
         ModelMerge(**how)
 
 

@@ -124,8 +124,8 @@ def test_the_line_that_keeps_memory_is_named(tmp_path: Path, capsys: pytest.Capt
         kept.append(bytearray(100_000))
 
     trainer(tmp_path, [1.0] * 5, Listener({"on_step_end": leak}, name="leak"), TraceMalloc(every=5, lines=1)).train()
-    said = capsys.readouterr().out.splitlines()
-    table = said[next(i for i, line in enumerate(said) if line.startswith("memory of Python at step 5:")) :]
+    printed = capsys.readouterr().out.splitlines()
+    table = printed[next(i for i, line in enumerate(printed) if line.startswith("memory of Python at step 5:")) :]
     assert f"test_monitors.py:{leak.__code__.co_firstlineno + 1}" in table[1]
     grown = float(table[1].split()[0])
     assert 4 * 100_000 / 1024 <= grown < 4 * 100_000 / 1024 + 2  # KiB, since the end of the first of five steps

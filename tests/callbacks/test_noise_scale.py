@@ -38,12 +38,12 @@ class Witness(ds.Callback):
         self.batches.append((gradient(ctx.model, ctx.batch), ctx.samples))
 
     def on_train_metrics(self, ctx: Any) -> None:
-        told = collectives.gather(self.batches, "the test's gradients")
-        every = [each for batches in told for each in batches]
+        gathered = collectives.gather(self.batches, "the test's gradients")
+        every = [each for batches in gathered for each in batches]
         count = sum(samples for _, samples in every)
         big = float((sum(g * samples for g, samples in every) / count).square().sum())
-        firsts = [batches[0] for batches in told if batches[0][1]]
-        if len(told[0]) > 1 and firsts:
+        firsts = [batches[0] for batches in gathered if batches[0][1]]
+        if len(gathered[0]) > 1 and firsts:
             held = sum(samples for _, samples in firsts)
             small = sum(float(g.square().sum()) * samples for g, samples in firsts) / held
             size = held / len(firsts)
@@ -201,7 +201,7 @@ def test_what_cannot_be_measured_is_refused_before_the_first_step(tmp_path: Path
     fused = {"fuse_optim_with_backward": True, "max_grad_norm": 0.0, "gradient_accumulation_steps": 2}
     with pytest.raises(ds.ConfigurationError, match="with fuse_optim_with_backward=True, no gradient is left"):
         small_trainer(tmp_path / "b", GradientNoiseScale(), **fused).train()
-    for said in run_ranks(refused_in_shards, 2, tmp_path / "c"):
-        assert "the weights are sharded" in said
+    for message in run_ranks(refused_in_shards, 2, tmp_path / "c"):
+        assert "the weights are sharded" in message
     with pytest.raises(ds.ConfigurationError, match=r"decay=1; needs a finite number of at least 0 and below 1"):
         GradientNoiseScale(decay=1)

@@ -103,10 +103,10 @@ def test_stacked_matrices_are_measured_each() -> None:
             self.mixed = nn.Conv1d(4, 8, 3, bias=False)
 
     model = Experts()
-    said = SpectralNorms(200).measure(model).read()
+    measured = SpectralNorms(200).measure(model).read()
     exact = [float(each) for each in torch.linalg.matrix_norm(model.up.detach(), ord=2)]
     expected = {f"up.{number}": value for number, value in enumerate(exact)}
-    assert said == pytest.approx({**expected, "mixed.weight": spectral(model.mixed.weight.detach())}, rel=1e-5)
+    assert measured == pytest.approx({**expected, "mixed.weight": spectral(model.mixed.weight.detach())}, rel=1e-5)
 
 
 def test_what_is_not_found_in_time_is_said_and_goes_on_the_next_time() -> None:
@@ -142,7 +142,7 @@ def test_the_random_numbers_of_training_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "said"),
+    ("build", "message"),
     [
         (lambda: ParameterNormLogger(power_iter_steps=0), "power_iter_steps=0; needs an integer of at least 1"),
         (lambda: ParameterNormLogger(log_norms="yes"), "log_norms='yes'; allowed are True and False"),  # type: ignore[arg-type]
@@ -150,6 +150,6 @@ def test_the_random_numbers_of_training_are_left_alone() -> None:
         (lambda: ComputeNorm(per_layer=1), "per_layer=1; allowed are True and False"),  # type: ignore[arg-type]
     ],
 )
-def test_wrong_arguments(build: Any, said: str) -> None:
-    with pytest.raises(ds.ConfigurationError, match=said):
+def test_wrong_arguments(build: Any, message: str) -> None:
+    with pytest.raises(ds.ConfigurationError, match=message):
         build()

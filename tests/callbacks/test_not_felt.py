@@ -196,9 +196,9 @@ def test_cuda_does_not_wait_in_steps_that_are_not_due(tmp_path: Path, name: str)
 
         watching = Listener({"on_step_begin": switch, "on_train_end": switch}, name="switch")
         settings = {"max_steps": 20, "logging_steps": 8, "eval_steps": 10, "save_steps": 50, "use_cpu": False}
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer(output_dir, noting.listener, watching, *own, **settings).train()
-        return sum("synchronizing CUDA operation" in str(each.message) for each in said)
+        return sum("synchronizing CUDA operation" in str(each.message) for each in caught)
 
     assert waited(tmp_path / "with", build(name)) <= waited(tmp_path / "without")

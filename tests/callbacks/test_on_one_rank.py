@@ -1,4 +1,4 @@
-"""What one rank alone has (only padding, a wish, a shorter loader) leaves no other waiting."""
+"""What one rank alone has (only padding, a request, a shorter loader) leaves no other waiting."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_a_rank_with_only_padding_reduces_what_the_others_do(tmp_path: Path) -> 
     assert all({"expert_load/router/max", "input/x/mean", "rank_runtime"} <= set(record) for record in records)
 
 
-def train_with_wishes(output_dir: Path, wish: str) -> tuple[int, str, list[int]]:
-    """After step 4 rank 1 alone wishes something, where the ranks do not agree before the next step's end."""
+def train_with_requests(output_dir: Path, requested: str) -> tuple[int, str, list[int]]:
+    """After step 4 rank 1 alone requests something, where the ranks do not agree before the next step's end."""
     logged: list[int] = []
 
     def act(ctx: Any) -> None:
         if collectives.rank() == 1 and ctx.step == 4:
-            setattr(ctx.control, wish, True)
+            setattr(ctx.control, requested, True)
 
     listener = Listener({"on_step_done": act, "on_log": lambda ctx: logged.append(ctx.state.global_step)})
     measuring = [listener, callbacks.ComputeNorm(), callbacks.NaNChecker(), callbacks.GradNormLogger()]
@@ -73,9 +73,9 @@ def train_with_wishes(output_dir: Path, wish: str) -> tuple[int, str, list[int]]
     return result.global_step, result.reason, logged
 
 
-@pytest.mark.parametrize("wish", ["should_log", "should_evaluate"])
-def test_what_one_rank_wishes_is_foreseen_on_none_before_all_know(tmp_path: Path, wish: str) -> None:
-    first, second = run_ranks(train_with_wishes, 2, tmp_path, wish)
+@pytest.mark.parametrize("requested", ["should_log", "should_evaluate"])
+def test_what_one_rank_requests_is_foreseen_on_none_before_all_know(tmp_path: Path, requested: str) -> None:
+    first, second = run_ranks(train_with_requests, 2, tmp_path, requested)
     assert first == second
     step, reason, logged = first
     assert (step, reason) == (8, "finished")

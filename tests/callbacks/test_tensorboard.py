@@ -278,8 +278,8 @@ def test_before_and_after_training_it_writes_too(tmp_path: Path, caplog: pytest.
     assert drawn("mine") == [0], "on disk at once"
     evaluated.train()
     evaluated.evaluate()
-    said = "writes while training runs; what is logged before or after is not kept"
-    assert [record.message for record in caplog.records] == [f"TBLogger {said}"]
+    warning = "writes while training runs; what is logged before or after is not kept"
+    assert [record.message for record in caplog.records] == [f"TBLogger {warning}"]
     assert (drawn("eval-loss"), sorted(drawn("mine"))) == ([4], [0, 4, 4])
     reader = EventAccumulator(str(tmp_path / EVENTS))
     reader.Reload()
@@ -310,7 +310,7 @@ def test_nothing_is_opened_where_nothing_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "said"),
+    ("build", "message"),
     [
         (lambda: TBLogger(summary_writer=1), "it has no add_scalar"),
         (lambda: TBLogger(scalars={"a": {"transform": abs}}), r"scalars\['a'\]: transform=.*\(value, metrics\)"),
@@ -320,8 +320,8 @@ def test_nothing_is_opened_where_nothing_is_written(tmp_path: Path) -> None:
         (lambda: ProfilerCallback(num_steps=0), "num_steps=0; needs an integer of at least 1"),
     ],
 )
-def test_wrong_use(build: Any, said: str) -> None:
-    with pytest.raises(ds.ConfigurationError, match=said):
+def test_wrong_use(build: Any, message: str) -> None:
+    with pytest.raises(ds.ConfigurationError, match=message):
         build()
 
 

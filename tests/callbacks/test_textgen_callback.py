@@ -95,9 +95,9 @@ def test_text_is_drawn_by_chance_but_not_by_the_trainings(tmp_path: Path) -> Non
             run = trainer(tmp_path / kind / way, kind, *own)
             run.train()
             outcomes[way] = [*run.model.state_dict().values(), torch.rand(4)]
-        said = {way: texts(tmp_path / kind / way) for way in ("greedy", "drawn", "again")}
-        assert said["drawn"] == said["again"] != said["greedy"]
-        assert said["drawn"][2] != said["drawn"][4]
+        generated = {way: texts(tmp_path / kind / way) for way in ("greedy", "drawn", "again")}
+        assert generated["drawn"] == generated["again"] != generated["greedy"]
+        assert generated["drawn"][2] != generated["drawn"][4]
         for way in ("greedy", "drawn"):
             assert all(map(torch.equal, outcomes[way], outcomes["without"]))
 
@@ -116,8 +116,8 @@ def test_where_it_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     written = texts(tmp_path)
     assert printed == [
         f"{step:>9}  text: {prompt}|{text}"
-        for step, said in written.items()
-        for prompt, text in zip(PROMPTS, said, strict=True)
+        for step, generated in written.items()
+        for prompt, text in zip(PROMPTS, generated, strict=True)
     ]
     reader = EventAccumulator(str(tmp_path / "logs/tensorboard"))
     reader.Reload()
@@ -174,10 +174,10 @@ def test_all_ranks_take_part(tmp_path: Path) -> None:
         run_ranks(write_under_each, ranks, tmp_path, ranks)
     for kind in KINDS:
         write_unmoved(tmp_path / kind / "alone", kind, "none")
-        said = texts(tmp_path / kind / "alone")
-        assert list(said) == [1, 2] and said[1] != said[2]
+        expected = texts(tmp_path / kind / "alone")
+        assert list(expected) == [1, 2] and expected[1] != expected[2]
         for name in {**layouts_of(kind, 2), **layouts_of(kind, 4)}:
-            assert texts(tmp_path / kind / name) == said, (kind, name)
+            assert texts(tmp_path / kind / name) == expected, (kind, name)
 
 
 # --- which evaluations, and after a resume ----------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("sampling", "most", "said"),
+    ("sampling", "most", "expected"),
     [
         (Sampling(), 3, [[3, 4, 5], [1, 2, 3]]),
         (Sampling(eos_token_id=4), 9, [[3], [1, 2, 3]]),
@@ -254,9 +254,9 @@ class Counting(nn.Module):
         (Sampling(max_length=2), 9, [[], []]),
     ],
 )
-def test_where_a_text_ends(sampling: Sampling, most: int, said: list[list[int]]) -> None:
+def test_where_a_text_ends(sampling: Sampling, most: int, expected: list[list[int]]) -> None:
     sampler = Sampler(Counting(), sampling, torch.device("cpu"), None)
-    assert sampler([[1, 2], [0]], most) == said
+    assert sampler([[1, 2], [0]], most) == expected
 
 
 # --- what cannot work fails before the training -----------------------------------------------------------------------
@@ -308,14 +308,14 @@ def test_prompts_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     run = trainer(tmp_path, "plain", TextgenCallback(prompts=str(path), max_new_tokens=2))
     run.train()
     assert list(texts(tmp_path)) == [2, 4]
-    for content, said in [
+    for content, message in [
         ("the cat", "'the cat'; needs a list of strings"),
         ("- 1\n- a", r"\[0\]: 1; needs a string, in quotes"),
         ("- [", "while parsing"),
         ("", "None; needs a list of strings"),
     ]:
         path.write_text(content)
-        with pytest.raises(ds.ConfigurationError, match=said):
+        with pytest.raises(ds.ConfigurationError, match=message):
             TextgenCallback(prompts=path)
     with pytest.raises(ds.NotFound, match="no such file; pass a prompt itself in a list"):
         TextgenCallback(prompts="the cat")
@@ -325,7 +325,7 @@ def test_prompts_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"prompts": []}, r"prompts: \[\]; needs a list of strings"),
         ({"prompts": ["a", 3]}, r"prompts\[1\]: 3; needs a string"),
@@ -339,6 +339,6 @@ def test_prompts_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ({"generation_config": {"max_new_tokens": 3}}, r"give it as TextgenCallback\(max_new_tokens=…\)"),
     ],
 )
-def test_wrong_arguments(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ds.ConfigurationError, match=said):
+def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ds.ConfigurationError, match=message):
         TextgenCallback(**{"prompts": ["a"], **arguments})

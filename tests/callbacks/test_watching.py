@@ -52,9 +52,9 @@ def train_broken(output_dir: Path, layout: str, rank: int) -> tuple[int, str, st
 @pytest.mark.parametrize(("layout", "world_size", "rank"), [("none", 1, 0), ("ddp", 2, 1), ("fsdp", 2, 0)])
 def test_a_broken_loss_ends_the_run_on_all_ranks(tmp_path: Path, layout: str, world_size: int, rank: int) -> None:
     """At the next step that logs; the reason names the first broken one. No checkpoint is written of it."""
-    said = run_ranks(train_broken, world_size, tmp_path, layout, rank)
+    ended = run_ranks(train_broken, world_size, tmp_path, layout, rank)
     why = f"the loss is nan in micro-batch 1 (from 0) of step 3 on rank {rank}"
-    assert said == [(4, "aborted", why, "CheckLoss")] * world_size
+    assert ended == [(4, "aborted", why, "CheckLoss")] * world_size
     assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").iterdir())
 
 
@@ -265,12 +265,12 @@ def test_a_loss_that_nobody_watches_is_said(
 ) -> None:
     """Once when a record shows it, and at the end of the run."""
     small_trainer(tmp_path, broken_at(3, 0), max_steps=9, logging_steps=logging_steps).train()
-    said = [text for text in caplog.messages if "the loss" in text or "the mean loss" in text]
-    assert len(said) == (2 if logging_steps else 1)
+    messages = [text for text in caplog.messages if "the loss" in text or "the mean loss" in text]
+    assert len(messages) == (2 if logging_steps else 1)
     if logging_steps:
-        assert said[0].startswith("the loss is nan in the record of step 4")
-        assert "since the record of step 4" in said[1]
-    assert "the run is at its end, but" in said[-1]
+        assert messages[0].startswith("the loss is nan in the record of step 4")
+        assert "since the record of step 4" in messages[1]
+    assert "the run is at its end, but" in messages[-1]
 
 
 def test_whoever_watches_it_says_so_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -448,7 +448,7 @@ def test_where_a_leg_hung_can_be_read_after_the_next_one(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("build", "said"),
+    ("build", "message"),
     [
         (lambda: EarlyStopping(patience=0), "EarlyStopping: patience=0; needs an integer of at least 1"),
         (lambda: EarlyStopping(min_delta=-1), "min_delta=-1; needs a finite number of at least 0"),
@@ -457,6 +457,6 @@ def test_where_a_leg_hung_can_be_read_after_the_next_one(tmp_path: Path) -> None
         (lambda: NaNChecker(gradients=None), "gradients=None; allowed are True and False"),  # type: ignore[arg-type]
     ],
 )
-def test_wrong_arguments(build: Any, said: str) -> None:
-    with pytest.raises(ds.DalsegnoError, match=said):
+def test_wrong_arguments(build: Any, message: str) -> None:
+    with pytest.raises(ds.DalsegnoError, match=message):
         build()

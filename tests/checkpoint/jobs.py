@@ -222,11 +222,11 @@ def fail_to_save(directory: Path, bad_rank: int, bad_state: Any) -> Any:
     try:
         manager.save(2, [], components)
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
+        failure = f"{type(error).__name__}: {error}"
     left = sorted(path.name for path in manager.directory.iterdir())
     mine.state = 3
     manager.save(3, [], components)
-    return told, left
+    return failure, left
 
 
 def fail_to_write(directory: Path, bad_rank: int) -> Any:

@@ -58,8 +58,8 @@ def test_pickles_in_place_of_everything(tmp_path: Path, manifest_agrees: bool) -
             path.write_bytes(payload.ljust(path.stat().st_size, b"."))
     if manifest_agrees:
         agreeing_manifest(directory)
-    (told,) = run_ranks(jobs.load_with_audit_hook, 1, tmp_path)
-    assert told.startswith("DamagedCheckpoint: ")
+    (error,) = run_ranks(jobs.load_with_audit_hook, 1, tmp_path)
+    assert error.startswith("DamagedCheckpoint: ")
 
 
 @pytest.mark.parametrize("name", ["index.json", "shared.json", "shared.safetensors"])
@@ -79,8 +79,8 @@ def test_a_pickle_as_manifest(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     Saved().save(manager, 1)
     (manager.path_of(1) / "manifest.json").write_bytes(pickle.dumps(Bomb()))
-    (told,) = run_ranks(jobs.load_with_audit_hook, 1, tmp_path)
-    assert told.startswith("DamagedCheckpoint: ") and "manifest.json" in told
+    (error,) = run_ranks(jobs.load_with_audit_hook, 1, tmp_path)
+    assert error.startswith("DamagedCheckpoint: ") and "manifest.json" in error
 
 
 def test_that_the_hook_sees_a_pickle(tmp_path: Path) -> None:
@@ -316,5 +316,5 @@ def test_a_lie_costs_little_memory(tmp_path: Path, lie: str) -> None:
     manager = CheckpointManager(tmp_path)
     Saved().save(manager, 1)
     LIES[lie](manager.path_of(1))
-    (told,) = run_ranks(jobs.load_in_little_memory, 1, tmp_path, 500_000_000)
-    assert told.startswith(("DamagedCheckpoint: ", "StateMismatch: ")), told
+    (error,) = run_ranks(jobs.load_in_little_memory, 1, tmp_path, 500_000_000)
+    assert error.startswith(("DamagedCheckpoint: ", "StateMismatch: ")), error

@@ -130,9 +130,9 @@ def test_a_run_without_a_valid_checkpoint_does_not_start_over(tmp_path: Path) ->
     for _ in range(2):
         with pytest.raises(DamagedCheckpoint) as raised:
             manager.find()
-        told = str(raised.value).splitlines()
-        assert told[0] == f"{manager.directory}: no checkpoint is valid:"
-        assert [line.split("step-")[1].split(":")[0] for line in told[1:]] == [
+        lines = str(raised.value).splitlines()
+        assert lines[0] == f"{manager.directory}: no checkpoint is valid:"
+        assert [line.split("step-")[1].split(":")[0] for line in lines[1:]] == [
             f"{step:08d}/index.json" for step in (10, 2, 1)
         ]
 

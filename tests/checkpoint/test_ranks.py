@@ -73,8 +73,8 @@ def test_states_that_are_the_same_and_states_of_ones_own(tmp_path: Path) -> None
 
 
 def test_a_replicated_state_that_differs_is_logged(tmp_path: Path) -> None:
-    told, silent = run_ranks(jobs.save_states, 2, tmp_path, 1)
-    assert len(told) == 1 and told[0].startswith(
+    warnings, silent = run_ranks(jobs.save_states, 2, tmp_path, 1)
+    assert len(warnings) == 1 and warnings[0].startswith(
         "callbacks.Shared: its state is replicated, yet it differs from rank 0's on rank 1"
     )
     assert silent == []

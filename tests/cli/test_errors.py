@@ -13,7 +13,7 @@ from dalsegno.system.lock import DirectoryLock
 from support.small import small_trainer
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """The last line on stderr of a command that fails."""
     try:
         assert main(words) == 2
@@ -33,8 +33,8 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     ],
 )
 def test_a_setting_as_an_option(capsys: pytest.CaptureFixture[str], option: list[str], meant: str) -> None:
-    told = said(capsys, "train", "run.toml", *option)
-    assert told == f"dalsegno: error: unrecognized arguments: {' '.join(option)}{meant}"
+    message = error_of(capsys, "train", "run.toml", *option)
+    assert message == f"dalsegno: error: unrecognized arguments: {' '.join(option)}{meant}"
 
 
 @pytest.mark.parametrize("words", [("checkpoints", "list"), ("logs", "show"), ("checkpoints", "diff", ".")])
@@ -42,9 +42,9 @@ def test_a_url_keeps_its_slashes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("DALSEGNO_CACHE", str(tmp_path))
-    told = said(capsys, *words, "s3://bucket/run")
-    assert "s3://bucket/run is a URL, and this command reads local directories" in told
-    assert str(tmp_path) in told
+    message = error_of(capsys, *words, "s3://bucket/run")
+    assert "s3://bucket/run is a URL, and this command reads local directories" in message
+    assert str(tmp_path) in message
 
 
 def test_a_disk_that_cannot_be_written_is_one_line(
@@ -56,8 +56,8 @@ def test_a_disk_that_cannot_be_written_is_one_line(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path / ".lock"))
 
     monkeypatch.setattr(DirectoryLock, "acquire", read_only)
-    told = said(capsys, "checkpoints", "prune", str(tmp_path), "--keep-latest", "1")
-    assert told == f"dalsegno: [Errno 30] Read-only file system: '{tmp_path / '.lock'}'"
+    message = error_of(capsys, "checkpoints", "prune", str(tmp_path), "--keep-latest", "1")
+    assert message == f"dalsegno: [Errno 30] Read-only file system: '{tmp_path / '.lock'}'"
 
 
 def test_one_checkpoint_is_the_best(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -80,8 +80,8 @@ def test_a_file_that_is_there_is_not_replaced_unasked(
     commands = {"plot.png": ["plot"], "report.html": ["report"], "a.csv": ["export", "--to", "csv", "-o", "a.csv"]}
     for name, (command, *options) in commands.items():
         Path(name).write_text("mine")
-        told = said(capsys, "logs", command, "log.jsonl", *options)
-        assert told == f"dalsegno: {name} exists; --force overwrites it, -o names another file"
+        message = error_of(capsys, "logs", command, "log.jsonl", *options)
+        assert message == f"dalsegno: {name} exists; --force overwrites it, -o names another file"
         assert Path(name).read_text() == "mine"
         assert main(["logs", command, "log.jsonl", *options, "--force"]) == 0
         assert f"wrote {name}" in capsys.readouterr().out

@@ -154,6 +154,6 @@ def test_what_cannot_work_is_one_line_and_2(
     words: list[str], complaint: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", *words]) == 2
-    said = capsys.readouterr().err
-    assert complaint in said
-    assert len(said.splitlines()) == 1
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert len(error.splitlines()) == 1

@@ -125,8 +125,8 @@ def test_it_is_said_where_later_epochs_begin_at_the_loaded_place(
         args = arguments(tmp_path, num_train_epochs=3, save_steps=50, lr_scheduler_type="constant")
         given = {"train_dataloader" if loads else "train_dataset": data}
         ds.Trainer(TinyRegression(), args, callbacks=[stop_after(stop)], **given).train()
-    told = "epoch 1 starts at the loaded position, in the middle of Stuck"
-    assert (told in caplog.text) is (kind is Stuck)
+    warning = "epoch 1 starts at the loaded position, in the middle of Stuck"
+    assert (warning in caplog.text) is (kind is Stuck)
 
 
 def test_a_worker_that_was_through_gives_nothing_more(tmp_path: Path) -> None:

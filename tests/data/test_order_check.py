@@ -167,7 +167,7 @@ def test_the_trainer_says_it_once_before_the_first_step(tmp_path: Path, caplog: 
 # -- ranks that see different data -----------------------------------------------------------------------------------
 
 
-def told(folder: Path, lengths: list[int], argument: str) -> str:
+def error_of_lengths(folder: Path, lengths: list[int], argument: str) -> str:
     rank = torch.distributed.get_rank()
     data = {"train_dataset": tiny_regression_data(40), argument: tiny_regression_data(lengths[rank])}
     with pytest.raises(ConfigurationError) as error:
@@ -175,7 +175,7 @@ def told(folder: Path, lengths: list[int], argument: str) -> str:
     return str(error.value)
 
 
-def told_of_content(folder: Path) -> str:
+def error_of_content(folder: Path) -> str:
     rank = torch.distributed.get_rank()
     trainer = ds.Trainer(
         TinyRegression(), arguments(folder, max_steps=2), train_dataset=tiny_regression_data(40, seed=rank)
@@ -187,13 +187,13 @@ def told_of_content(folder: Path) -> str:
 
 @pytest.mark.parametrize("argument", ["train_dataset", "eval_dataset"])
 def test_ranks_with_datasets_of_different_lengths(tmp_path: Path, argument: str) -> None:
-    first, second = run_ranks(told, 2, tmp_path, [41, 42], argument)
+    first, second = run_ranks(error_of_lengths, 2, tmp_path, [41, 42], argument)
     assert first == second
     assert f"{argument}: the ranks see different datasets: 41 samples on rank 0, 42 samples on rank 1" in first
 
 
 def test_ranks_with_different_samples(tmp_path: Path) -> None:
-    first, second = run_ranks(told_of_content, 2, tmp_path)
+    first, second = run_ranks(error_of_content, 2, tmp_path)
     assert first == second
     assert "rank 0 has other samples than rank [1]" in first
 

@@ -231,10 +231,10 @@ def test_why_a_write_waits_is_logged_every_minute(
 
     patience = Patience()
     patience.insist(write)
-    said = [record.getMessage() for record in caplog.records]
-    assert [each for each in said if "No space left" in each and "Make room" in each] == said[:-1]
-    assert ["'at 0'" in said[0], "'at 75'" in said[1], "'at 150'" in said[2]] == [True] * 3
-    assert said[3:] == ["the DiLoCo server can write again"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert [each for each in messages if "No space left" in each and "Make room" in each] == messages[:-1]
+    assert ["'at 0'" in messages[0], "'at 75'" in messages[1], "'at 150'" in messages[2]] == [True] * 3
+    assert messages[3:] == ["the DiLoCo server can write again"]
     assert patience.obstacle is None
 
 

@@ -33,8 +33,8 @@ def fetched_and_read() -> dict[str, object]:
 def test_those_that_are_fetched_together_are_read_one_by_one(ranks: int) -> None:
     ones = [[float(rank), 0.5] for rank in range(ranks)]
     twos = [[float(rank), 1.5, 2.5] for rank in range(ranks)]
-    for told in run_ranks(fetched_and_read, ranks):
-        assert told["together"] == (["one", "two"], ones, twos)
-        assert told["again"] == ones, "what was read is gathered anew"
-        assert told["forgotten"] == twos
-        assert told["measured"] == ["one", "two", "one", "one", "two", "two"]
+    for seen in run_ranks(fetched_and_read, ranks):
+        assert seen["together"] == (["one", "two"], ones, twos)
+        assert seen["again"] == ones, "what was read is gathered anew"
+        assert seen["forgotten"] == twos
+        assert seen["measured"] == ["one", "two", "one", "one", "two", "two"]

@@ -55,8 +55,8 @@ def test_two_ranks_by_themselves(job: Path, tmp_path: Path) -> None:
     settings = {"lr_scheduler_type": "constant", "logging_steps": 1, "max_steps": 6}
     small_trainer(tmp_path / "one", JsonLogger(), model=Line(), **settings).train()
     alone = [record["loss"] for record in read_records(tmp_path / "one/logs/train.jsonl") if "loss" in record]
-    told = json.loads((job / "two/told.json").read_text())
-    assert told == {"world_size": 2, "losses": pytest.approx(alone, rel=1e-4)}
+    result = json.loads((job / "two/result.json").read_text())
+    assert result == {"world_size": 2, "losses": pytest.approx(alone, rel=1e-4)}
     assert [(leg.first_step, leg.last_step, leg.world_size) for leg in RunFile(job / "two").load().legs] == [
         (0, 3, 2),
         (3, 6, 2),

@@ -90,10 +90,10 @@ def test_one_process(tmp_path: Path) -> None:
     plans += while_resuming()
     by_time = [FaultPlan(seconds=dice.uniform(0.05, 0.4)) for _ in range(3)]  # last, since they may come too late
     assert len(plans) + len(by_time) >= 25
-    said: list[str] = []
-    comparison = check_resume(busy_trainer, [*plans, *by_time], folder=tmp_path, say=said.append)
+    lines: list[str] = []
+    comparison = check_resume(busy_trainer, [*plans, *by_time], folder=tmp_path, say=lines.append)
     assert comparison.identical, f"\n{comparison.table()}"
-    assert [line for line in said[1 : 1 + len(plans)] if not line.startswith("killed")] == []
+    assert [line for line in lines[1 : 1 + len(plans)] if not line.startswith("killed")] == []
     assert_no_trace_of_the_kills(tmp_path / "killed")
 
 
@@ -107,10 +107,10 @@ def test_frozen_parameters_whose_file_is_linked(tmp_path: Path) -> None:
         FaultPlan(operation="rename", path="checkpoints/step-", count=2),
         FaultPlan(operation="unlink", path="checkpoints/step-", count=2),
     ]
-    said: list[str] = []
-    comparison = check_resume(frozen_trainer, plans, folder=tmp_path, say=said.append)
+    lines: list[str] = []
+    comparison = check_resume(frozen_trainer, plans, folder=tmp_path, say=lines.append)
     assert comparison.identical, f"\n{comparison.table()}"
-    assert [line for line in said[1 : 1 + len(plans)] if not line.startswith("killed")] == []
+    assert [line for line in lines[1 : 1 + len(plans)] if not line.startswith("killed")] == []
     assert_no_trace_of_the_kills(tmp_path / "killed")
     for folder in ("killed", "reference"):
         files = sorted((tmp_path / folder / "checkpoints").glob("*/model/frozen-00000.safetensors"))
@@ -123,10 +123,10 @@ def test_two_ranks_of_fsdp(tmp_path: Path) -> None:
     plans += shuffled(
         dice, between_steps(dice)[:3], in_a_save(dice)[3:7:3], in_a_log(dice)[:1], at_an_epochs_end(dice)[:1]
     )
-    said: list[str] = []
-    comparison = check_resume(busy_fsdp, plans, folder=tmp_path, world_size=2, say=said.append)
+    lines: list[str] = []
+    comparison = check_resume(busy_fsdp, plans, folder=tmp_path, world_size=2, say=lines.append)
     assert comparison.identical, f"\n{comparison.table()}"
-    assert [line for line in said[1:-1] if not line.startswith("killed")] == []
+    assert [line for line in lines[1:-1] if not line.startswith("killed")] == []
     assert_no_trace_of_the_kills(tmp_path / "killed")
 
 

@@ -110,9 +110,9 @@ def test_or_lets_the_training_wait(tmp_path: Path) -> None:
 
 
 def test_flags_are_not_heard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    observer = ds.Background(ds.on(Event.STEP_END, lambda ctx: ctx.control.stop("please"), name="wisher"))
+    observer = ds.Background(ds.on(Event.STEP_END, lambda ctx: ctx.control.stop("please"), name="asks"))
     assert small_trainer(tmp_path, observer, max_steps=3).train().reason == "finished"
-    assert caplog.text.count("wisher, in the background: it set a flag of the control, which has no effect") == 1
+    assert caplog.text.count("asks, in the background: it set a flag of the control, which has no effect") == 1
 
 
 @pytest.mark.parametrize(

@@ -164,13 +164,13 @@ def test_gradients_are_there_from_the_first_backward_to_the_optimizers_step(tmp_
 
 
 def test_grad_norm_is_that_before_clipping(tmp_path: Path) -> None:
-    norms: dict[str, list[float]] = {"ready": [], "told": [], "clipped": [], "at the end": []}
+    norms: dict[str, list[float]] = {"ready": [], "reported": [], "clipped": [], "at the end": []}
 
     def norm(ctx: Any) -> float:
         return float(torch.nn.utils.get_total_norm([each.grad for each in ctx.model.parameters()]))
 
     def clipped(ctx: Any) -> None:
-        norms["told"].append(ctx.grad_norm)
+        norms["reported"].append(ctx.grad_norm)
         norms["clipped"].append(norm(ctx))
 
     handlers = {
@@ -179,31 +179,31 @@ def test_grad_norm_is_that_before_clipping(tmp_path: Path) -> None:
         "on_step_end": lambda ctx: norms["at the end"].append(ctx.grad_norm),
     }
     small_trainer(tmp_path, Listener(handlers), max_steps=3, max_grad_norm=0.01).train()
-    assert norms["told"] == norms["at the end"]
-    assert norms["told"] == pytest.approx(norms["ready"], rel=1e-6), "summed up anew, and perhaps in another order"
+    assert norms["reported"] == norms["at the end"]
+    assert norms["reported"] == pytest.approx(norms["ready"], rel=1e-6), "summed up anew, and perhaps in another order"
     assert min(norms["ready"]) > 0.1
     assert norms["clipped"] == pytest.approx([0.01] * 3, rel=1e-3)
 
 
 def test_lr_is_the_one_that_the_update_used(tmp_path: Path) -> None:
     used: list[float] = []
-    told: list[float] = []
+    reported: list[float] = []
     logged: list[float] = []
     handlers = {
         "on_optimizer_step": lambda ctx: used.append(ctx.optimizer.param_groups[0]["lr"]),
-        "on_step_end": lambda ctx: told.append(ctx.lr),
+        "on_step_end": lambda ctx: reported.append(ctx.lr),
         "on_log": lambda ctx: logged.append(ctx.logs["learning_rate"]) if ctx.kind == "train" else None,
     }
     small_trainer(tmp_path, Listener(handlers), max_steps=4, logging_steps=1).train()
-    assert used == told == logged == [0.01, 0.0075, 0.005, 0.0025]
+    assert used == reported == logged == [0.01, 0.0075, 0.005, 0.0025]
 
 
 def test_payloads_of_a_microbatch(tmp_path: Path) -> None:
-    told: list[Any] = []
+    seen: list[Any] = []
     handlers = {
-        "on_microbatch_begin": lambda ctx: told.append(("begin", ctx.index, ctx.batch["x"].shape[0])),
-        "on_before_forward": lambda ctx: told.append(("call", sorted(ctx.call_kwargs), ctx.call_args)),
-        "on_microbatch_end": lambda ctx: told.append(
+        "on_microbatch_begin": lambda ctx: seen.append(("begin", ctx.index, ctx.batch["x"].shape[0])),
+        "on_before_forward": lambda ctx: seen.append(("call", sorted(ctx.call_kwargs), ctx.call_args)),
+        "on_microbatch_end": lambda ctx: seen.append(
             ("end", ctx.index, ctx.is_last, ctx.loss == ctx.outputs["loss"].item())
         ),
     }
@@ -211,7 +211,7 @@ def test_payloads_of_a_microbatch(tmp_path: Path) -> None:
     small_trainer(tmp_path, Listener(handlers), **settings).train()
     call = ("call", ["x", "y"], [])
     both = [("begin", 0, 4), call, ("end", 0, False, True), ("begin", 1, 4), call, ("end", 1, True, True)]
-    assert told == [*both, ("begin", 0, 2), call, ("end", 0, True, True)]
+    assert seen == [*both, ("begin", 0, 2), call, ("end", 0, True, True)]
 
 
 def test_a_handler_may_change_the_call_and_the_loss(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_every_so_many_steps(event: Event, tmp_path: Path) -> None:
     assert note.key == "note"
 
 
-def test_it_is_still_the_function_and_may_wish(tmp_path: Path) -> None:
+def test_it_is_still_the_function_and_may_request_a_stop(tmp_path: Path) -> None:
     @ds.on(Event.STEP_END, every=2, name="enough")
     def stop(ctx: Any) -> str:
         ctx.control.stop("it is enough")
@@ -44,8 +44,8 @@ def test_it_is_still_the_function_and_may_wish(tmp_path: Path) -> None:
         control = ds.TrainerControl()
 
     assert stop(Ctx()) == "called"
-    wish = ds.on(Event.STEP_END, lambda ctx: ctx.control.stop("it is enough"), every=2, name="enough")
-    result = small_trainer(tmp_path, wish, max_steps=9).train()
+    enough = ds.on(Event.STEP_END, lambda ctx: ctx.control.stop("it is enough"), every=2, name="enough")
+    result = small_trainer(tmp_path, enough, max_steps=9).train()
     assert (result.global_step, result.why, result.stopped_by) == (2, "it is enough", "enough")
 
 

@@ -27,9 +27,9 @@ def train(output_dir: Path, *callbacks: ds.Callback, steps: int = 4) -> ds.Train
 
 def report(output_dir: Path, *callbacks: ds.Callback, steps: int) -> Any:
     """What the load of a run that goes on to ``steps`` has to say."""
-    told: list[Any] = []
-    train(output_dir, Listener({"on_load": lambda ctx: told.append(ctx.report)}), *callbacks, steps=steps)
-    return told[0]
+    reports: list[Any] = []
+    train(output_dir, Listener({"on_load": lambda ctx: reports.append(ctx.report)}), *callbacks, steps=steps)
+    return reports[0]
 
 
 # --- handlers ---------------------------------------------------------------------------------------------------------
@@ -84,17 +84,17 @@ def test_a_renamed_callback_finds_its_state(tmp_path: Path) -> None:
 
     train(tmp_path, Trace())
     renamed = Renamed()
-    told = report(tmp_path, renamed, steps=6)
+    loaded = report(tmp_path, renamed, steps=6)
     assert renamed.steps == 6
-    assert "callbacks.Renamed" in told.restored
-    assert told.notes == ["callbacks.Renamed: found under its former key callbacks.Trace"]
-    assert told.carried == []
+    assert "callbacks.Renamed" in loaded.restored
+    assert loaded.notes == ["callbacks.Renamed: found under its former key callbacks.Trace"]
+    assert loaded.carried == []
 
 
 def test_a_state_that_finds_no_callback_is_carried_until_it_does(tmp_path: Path) -> None:
     train(tmp_path, Trace(), Trace("lonely"))
-    told = report(tmp_path, Trace(), steps=8)
-    assert told.carried == ["callbacks.lonely"]
+    loaded = report(tmp_path, Trace(), steps=8)
+    assert loaded.carried == ["callbacks.lonely"]
     newest = CheckpointManager(tmp_path).find()
     assert newest is not None
     assert newest.step == 8
@@ -107,8 +107,8 @@ def test_a_state_that_finds_no_callback_is_carried_until_it_does(tmp_path: Path)
 def test_a_new_callback_begins_as_it_was_built(tmp_path: Path) -> None:
     train(tmp_path, Trace())
     late = Trace("late")
-    told = report(tmp_path, Trace(), late, steps=6)
-    assert told.fresh == ["callbacks.late"]
+    loaded = report(tmp_path, Trace(), late, steps=6)
+    assert loaded.fresh == ["callbacks.late"]
     assert late.steps == 2
 
 
@@ -266,9 +266,9 @@ def test_the_flags_of_a_returned_control_are_taken_over(tmp_path: Path) -> None:
     def save_at_three(ctx: Any) -> ds.TrainerControl | None:
         if ctx.step != 3:
             return None
-        wish = ds.TrainerControl()
-        wish.should_save = True
-        return wish
+        control = ds.TrainerControl()
+        control.should_save = True
+        return control
 
     small_trainer(tmp_path, Listener({"on_step_end": save_at_three}), max_steps=5, save_steps=100).train()
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000003", "step-00000005"]
@@ -282,11 +282,11 @@ def test_anything_else_is_refused(tmp_path: Path) -> None:
     assert it.value.__notes__ == ["raised in Listener.on_step_end"]
 
 
-def test_wishes_for_evaluation_saving_and_the_epochs_end(tmp_path: Path) -> None:
+def test_requests_for_evaluation_saving_and_the_epochs_end(tmp_path: Path) -> None:
     """Each is granted once, at its step's end; the epoch that is cut short goes on with the next one's data."""
     seen: list[tuple[str, int]] = []
 
-    def wish(ctx: Any) -> None:
+    def ask(ctx: Any) -> None:
         flags = {1: "evaluate", 2: "save", 3: "epoch_stop", 4: "log"}
         if ctx.step in flags:
             setattr(ctx.control, f"should_{flags[ctx.step]}", True)
@@ -296,7 +296,7 @@ def test_wishes_for_evaluation_saving_and_the_epochs_end(tmp_path: Path) -> None
             seen.append((what, ctx.state.global_step)) if getattr(ctx, "kind", "train") == "train" else None
         )
 
-    handlers = {"on_step_end": wish, "on_save": note("save"), "on_epoch_end": note("epoch end"), "on_log": note("log")}
+    handlers = {"on_step_end": ask, "on_save": note("save"), "on_epoch_end": note("epoch end"), "on_log": note("log")}
     handlers["on_evaluate"] = note("evaluate")
 
     parts = {"eval_dataset": tiny_regression_data(4, seed=1)}
@@ -321,7 +321,7 @@ def test_an_epoch_stop_survives_a_resume(tmp_path: Path) -> None:
     assert epochs["whole"] == pytest.approx([0.2, 0.4, 0.6, 1.2, 1.4, 1.6, 1.8, 2.0])
 
 
-def test_a_wish_for_the_epochs_end_at_its_end_is_no_wish_for_the_next(tmp_path: Path) -> None:
+def test_a_request_for_the_epochs_end_at_its_end_is_none_for_the_next(tmp_path: Path) -> None:
     def cut(ctx: Any) -> None:
         ctx.control.should_epoch_stop = True
 

@@ -53,8 +53,8 @@ def records(lines: list[str]) -> list[dict[str, Any]]:
 def test_a_run_goes_on_to_the_same_end(kept: Any) -> None:
     """Model, optimizer, data order, random generators, callbacks of each kind, and a state that was carried forward."""
     folder, expected = kept
-    told = run_ranks(run.last_leg, expected["world_size"], folder, expected["parallel"])
-    for here, there in zip(told, expected["ranks"], strict=True):
+    ranks = run_ranks(run.last_leg, expected["world_size"], folder, expected["parallel"])
+    for here, there in zip(ranks, expected["ranks"], strict=True):
         assert here.pop("loaded") == there.pop("loaded")
         assert here == close(there)
     for name, lines in expected["logs"].items():
@@ -64,9 +64,9 @@ def test_a_run_goes_on_to_the_same_end(kept: Any) -> None:
 
 def test_on_another_number_of_ranks(kept: Any) -> None:
     folder, expected = kept
-    ((told), *_) = run_ranks(run.last_leg, 1, folder, "none")
-    assert told["loaded"] == expected["ranks"][0]["loaded"]
-    assert told["words"][: run.LEFT] == [f"step {step}" for step in range(1, run.LEFT + 1)]
+    ((rank), *_) = run_ranks(run.last_leg, 1, folder, "none")
+    assert rank["loaded"] == expected["ranks"][0]["loaded"]
+    assert rank["words"][: run.LEFT] == [f"step {step}" for step in range(1, run.LEFT + 1)]
 
 
 def test_what_a_newer_version_of_the_same_format_has_added_is_ignored(kept: Any) -> None:
@@ -78,8 +78,8 @@ def test_what_a_newer_version_of_the_same_format_has_added_is_ignored(kept: Any)
         else:
             content["legs"][0]["added"] = 1
         path.write_text(json.dumps(content))
-    told, *_ = run_ranks(run.last_leg, 1, folder, "none")
-    assert told["loaded"] == expected["ranks"][0]["loaded"]
+    rank, *_ = run_ranks(run.last_leg, 1, folder, "none")
+    assert rank["loaded"] == expected["ranks"][0]["loaded"]
     assert len(RunFile(folder).load().legs) == 3
 
 

@@ -54,7 +54,7 @@ def written(log: RecordLog) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "left", "said"),
+    ("change", "left", "warning"),
     [
         (delete, [], "no longer exists; 9 records are lost, starting it again"),
         (rotate, [], "no longer exists; 9 records are lost, starting it again"),
@@ -68,7 +68,7 @@ def test_what_is_written_next_is_where_it_is_looked_for(
     caplog: pytest.LogCaptureFixture,
     change: Callable[[Path], None],
     left: list[int],
-    said: str | None,
+    warning: str | None,
 ) -> None:
     written(log)
     change(log.path)
@@ -76,8 +76,8 @@ def test_what_is_written_next_is_where_it_is_looked_for(
         fill(log, LAST, 2)
     assert steps(log.path) == [*left, LAST, LAST + 1]
     assert log.state()["records"] == len(left) + 2
-    assert len(caplog.messages) == (said is not None), "said once"
-    assert said is None or said in caplog.messages[0]
+    assert len(caplog.messages) == (warning is not None), "warned once"
+    assert warning is None or warning in caplog.messages[0]
 
 
 def test_the_file_of_somebody_else_stays(log: RecordLog, suffix: str) -> None:

@@ -71,7 +71,7 @@ def test_what_fits(form: Any, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "value", "said"),
+    ("form", "value", "message"),
     [
         (Outer, [], "here: is a list of 0; must be a dict with the keys kind, at, places, maybe"),
         (Outer, {**GOOD, "kind": "c"}, "here.kind: is 'c'; must be 'a' or 'b'"),
@@ -93,10 +93,10 @@ def test_what_fits(form: Any, value: Any) -> None:
     ],
     ids=itertools.count(),
 )
-def test_what_does_not_fit(form: Any, value: Any, said: str) -> None:
+def test_what_does_not_fit(form: Any, value: Any, message: str) -> None:
     with pytest.raises(DamagedCheckpoint) as raised:
         check(value, form, "here", DamagedCheckpoint)
-    assert str(raised.value).startswith("here") and said in str(raised.value)
+    assert str(raised.value).startswith("here") and message in str(raised.value)
 
 
 @given(st.integers(0, 3000), st.integers(0, 2**32 - 1))

@@ -32,10 +32,10 @@ def agree_on_what_rank_one_sees(each_step: bool) -> tuple[int, ControlRequests, 
     agreement = ControlSync(control, [look, lambda: NO_REQUESTS], each_step=each_step, each_record=False)
     while True:
         step += 1
-        wishes = agreement.poll()
-        if wishes.stop:
+        requests = agreement.poll()
+        if requests.stop:
             agreement.broadcast_reason()
-            return step, wishes, control.stop_reason, control.should_training_stop
+            return step, requests, control.stop_reason, control.should_training_stop
 
 
 def exchanges_of_twenty_steps(seconds: float) -> int:

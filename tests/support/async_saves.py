@@ -90,15 +90,15 @@ def fall_durable(step: int) -> None:
 def train_with_trouble(output_dir: Path) -> tuple[list[int], list[str]]:
     """The steps whose checkpoints this rank was told of; what was said of the others."""
     saved: list[int] = []
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler(logging.ERROR)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dalsegno").addHandler(handler)
     filesystem.watcher = Trouble()
     listener = Listener({"on_save": lambda ctx: saved.append(ctx.step)})
     notes = Notes(lambda call: fall_durable(call + 1))  # the save at step 2 does not get so far
     small_trainer(output_dir, notes, listener, max_steps=21, save_steps=1, max_failed_saves=100).train()
-    return saved, said
+    return saved, messages
 
 
 # --- one rank is gone -------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def train_with_diaries(output_dir: Path) -> list[str]:
 
 
 def train_on_a_failing_disk(output_dir: Path, bad: frozenset[int], max_steps: int, abort_at: int | None) -> str:
-    """Rank 1 cannot write its part of these steps' checkpoints; it wishes to abort, too. How this rank's leg ends."""
+    """Rank 1 cannot write its part of these steps' checkpoints; it requests to abort, too. How this rank's leg ends."""
 
     def full(operation: str, path: Path) -> None:
         if operation == "write" and any(f"step-{step:08d}.partial/rank-00001" in str(path) for step in bad):

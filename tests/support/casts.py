@@ -77,12 +77,12 @@ def leg(output_dir: Path, cast: str, stop_at: int, kill_at: int | None = None, *
     """
     if kill_at is not None:
         FaultPlan(event=Event.OPTIMIZER_STEP, count=kill_at + 1).arm()
-    callbacks, told = CASTS[cast](), dict[str, Any](report=None, loaded={})
+    callbacks, seen = CASTS[cast](), dict[str, Any](report=None, loaded={})
 
     def note(ctx: Any) -> None:
-        told["step"] = ctx.step
-        told["report"] = ctx.report
-        told["loaded"] = {callback.key: callback.steps for callback in callbacks}
+        seen["step"] = ctx.step
+        seen["report"] = ctx.report
+        seen["loaded"] = {callback.key: callback.steps for callback in callbacks}
 
     parallel = "ddp" if collectives.world_size() > 1 else "none"
     note_taker = Listener({"on_load": note}, name="note taker")
@@ -97,4 +97,4 @@ def leg(output_dir: Path, cast: str, stop_at: int, kill_at: int | None = None, *
         save_in_background=False,  # so that a kill finds the checkpoints that are due by then
     )
     result: ds.TrainResult = trainer.train(**how)
-    return told | {"end": result.global_step, "steps": {callback.key: callback.steps for callback in callbacks}}
+    return seen | {"end": result.global_step, "steps": {callback.key: callback.steps for callback in callbacks}}

@@ -36,8 +36,8 @@ def fork_from_here() -> None:
     def spawnv_passfds(path: str, words: Sequence[str], kept: Sequence[int]) -> int:
         if "multiprocessing.forkserver" not in words[-1]:
             return cast(int, execute(path, words, kept))
-        told = json.dumps([[os.fsdecode(word) for word in words], kept]).encode()
-        socket.send_fds(ours, [told], [0, 1, 2, *kept])
+        order = json.dumps([[os.fsdecode(word) for word in words], kept]).encode()
+        socket.send_fds(ours, [order], [0, 1, 2, *kept])
         ours.close()
         util.spawnv_passfds = execute  # type: ignore[attr-defined]
         return pid
@@ -50,10 +50,10 @@ def _serve(orders: socket.socket) -> None:
 
     The files that this process has inherited stay open: handlers of loggers may write to them.
     """
-    told, files, *_ = socket.recv_fds(orders, 1 << 16, 8)
-    if not told:
+    order, files, *_ = socket.recv_fds(orders, 1 << 16, 8)
+    if not order:
         return
-    words, kept = json.loads(told)
+    words, kept = json.loads(order)
     for number in (0, 1, 2):
         os.dup2(files[number], number)
         os.close(files[number])

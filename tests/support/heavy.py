@@ -109,8 +109,8 @@ def train_in_little_address_space(output_dir: Path, spare: int) -> tuple[int, li
             resource.setrlimit(resource.RLIMIT_AS, (has + spare, has + spare))
 
     trainer = heavy_trainer(output_dir, Listener({"on_step_end": limit}), megabytes=256, max_steps=4, save_steps=2)
-    said = warnings_of(trainer.train)
-    return trainer.state.global_step, said
+    warnings = warnings_of(trainer.train)
+    return trainer.state.global_step, warnings
 
 
 def train_in_group(output_dir: Path, tasks: Path) -> list[str]:

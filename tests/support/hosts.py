@@ -63,8 +63,8 @@ def as_process_one(work: Callable[..., str], *arguments: Any) -> str:
         finally:
             os._exit(0)
     os.close(sender)
-    with os.fdopen(receiver, encoding="utf-8") as told:
-        return told.read()
+    with os.fdopen(receiver, encoding="utf-8") as pipe:
+        return pipe.read()
 
 
 def lose_kernel_locks() -> None:

@@ -149,17 +149,17 @@ def train_and_listen(output_dir: Path, parallel: str, batch_size: int, accumulat
     return records, metrics
 
 
-def train_with_a_wish(output_dir: Path, parallel: str, wish: str, at: str) -> Any:
-    """Rank 1 has a wish at step 3, and tells nobody. How and where each rank ends, and what it has seen happen."""
+def train_with_a_request(output_dir: Path, parallel: str, requested: str, at: str) -> Any:
+    """Rank 1 alone requests something at step 3. How and where each rank ends, and what it has seen happen."""
     args = arguments(output_dir, max_steps=3000, save_steps=5000, logging_steps=3, eval_steps=5000, parallel=parallel)
     seen: dict[str, list[int]] = {"evaluate": [], "save": [], "epoch": []}
 
-    def have_a_wish(ctx: Any) -> None:
+    def request(ctx: Any) -> None:
         if collectives.rank() == 1 and ctx.state.global_step == 3:
-            if wish in ("stop", "abort"):
-                ctx.control.stop("rank 1 has had enough", save=wish == "stop")
+            if requested in ("stop", "abort"):
+                ctx.control.stop("rank 1 has had enough", save=requested == "stop")
             else:
-                setattr(ctx.control, f"should_{wish}", True)
+                setattr(ctx.control, f"should_{requested}", True)
 
     def end_soon(ctx: Any) -> None:
         if any(seen.values()):
@@ -176,7 +176,7 @@ def train_with_a_wish(output_dir: Path, parallel: str, wish: str, at: str) -> An
         args,
         train_dataset=Numbered(100_000),
         eval_dataset=Numbered(2),
-        callbacks=[Listener({at: have_a_wish}, name="tired"), Listener(handlers, name="watch")],
+        callbacks=[Listener({at: request}, name="tired"), Listener(handlers, name="watch")],
     )
     result = trainer.train()
     return result.global_step, result.reason, result.why, result.stopped_by, seen

@@ -49,7 +49,7 @@ class CountsWithoutSaves(Counts):
 def stoppable_trainer(output_dir: Path, *callbacks: ds.Callback, quick: bool = True, **settings: Any) -> ds.Trainer:
     """Two evaluation sets of several batches every four steps, a record every three, a checkpoint every eight.
 
-    ``quick``: callbacks may wish to stop at any step, so the ranks agree at each.
+    ``quick``: callbacks may request a stop at any step, so the ranks agree at each.
     """
     torch.manual_seed(0)
     rank_count = collectives.world_size()

@@ -43,8 +43,8 @@ def train_two_legs(output_dir: Path) -> None:
         small_trainer(output_dir, JsonLogger(), model=Line(), max_steps=steps, save_steps=3, **settings).train()
     if collectives.rank() == 0:
         losses = [record["loss"] for record in read_records(output_dir / "logs/train.jsonl") if "loss" in record]
-        told = {"losses": losses, "world_size": collectives.world_size()}
-        (output_dir / "told.json").write_text(json.dumps(told))
+        result = {"losses": losses, "world_size": collectives.world_size()}
+        (output_dir / "result.json").write_text(json.dumps(result))
 
 
 def train_until_stopped(output_dir: Path, *, dies: bool) -> None:

@@ -43,20 +43,20 @@ def tuned(
     if kill_at is not None:
         FaultPlan(event=Event.OPTIMIZER_STEP, count=kill_at).arm()
     torch.manual_seed(7)
-    told: dict[str, Any] = {"read": 0, "loads": []}
+    seen: dict[str, Any] = {"read": 0, "loads": []}
 
     def note(ctx: Any) -> None:
-        told["loads"].append((Path(ctx.path).name, ctx.step))
-        told["report"] = ctx.report
-        told["lr"] = [group["lr"] for group in ctx.optimizer.param_groups]
-        if not told.get("weights"):
-            told["weights"] = {name: whole(each) for name, each in ctx.model.state_dict().items()}
+        seen["loads"].append((Path(ctx.path).name, ctx.step))
+        seen["report"] = ctx.report
+        seen["lr"] = [group["lr"] for group in ctx.optimizer.param_groups]
+        if not seen.get("weights"):
+            seen["weights"] = {name: whole(each) for name, each in ctx.model.state_dict().items()}
 
     fill = StoredFile.fill
 
     def counted(self: StoredFile, target: Tensor, *rest: Any) -> None:
         fill(self, target, *rest)
-        told["read"] += target.numel()
+        seen["read"] += target.numel()
 
     StoredFile.fill = counted  # type: ignore[method-assign]
     args = arguments(
@@ -75,7 +75,7 @@ def tuned(
     settings = {"load_components": ("model",), **how}
     result = trainer.train(origin, **settings)
     StoredFile.fill = fill  # type: ignore[method-assign]
-    return told | {"steps": result.global_step, "rank": collectives.rank(), "trained": trainer.state.global_step}
+    return seen | {"steps": result.global_step, "rank": collectives.rank(), "trained": trainer.state.global_step}
 
 
 def tuned_until(output_dir: Path, origin: Path, kill_at: int) -> None:

@@ -32,11 +32,11 @@ from support.stopping import train_and_leave_a_worker, train_in_folders, train_u
 SINCE = time.mktime((2026, 11, 21, 4, 5, 6, 0, 0, -1))
 
 
-def leave_lock(directory: Path, **said: Any) -> None:
+def leave_lock(directory: Path, **entry: Any) -> None:
     """As a process of another host has left it."""
     holder = {"host": "node-17", "pid": 4711, "since": SINCE, "token": "0123456789abcdef", "lives": {}}
     directory.mkdir(exist_ok=True)
-    (directory / ".lock").write_text(json.dumps(holder | said))
+    (directory / ".lock").write_text(json.dumps(holder | entry))
 
 
 def test_a_process_of_another_host_counts_until_it_is_known_to_be_dead(tmp_path: Path) -> None:
@@ -164,16 +164,16 @@ def test_another_boot_may_be_another_host_of_the_same_name(tmp_path: Path) -> No
 
 def test_a_copy_of_the_folder_leaves_it_locked(tmp_path: Path) -> None:
     """To open the lock's file in the very process that holds it, and to close it again, is what a copy does."""
-    run, told = tmp_path / "run", []
+    run, held = tmp_path / "run", []
 
     def copy(ctx: Any) -> None:
         shutil.copytree(run, tmp_path / f"copy-{ctx.state.global_step}")
         with pytest.raises(RankFailed, match=f"Locked: {run}: in use by process {os.getpid()} on "):
             run_ranks(train_until, 1, run, None)
-        told.append(DirectoryLock.is_held(run))
+        held.append(DirectoryLock.is_held(run))
 
     small_trainer(run, Listener({"on_step_begin": copy}), max_steps=1).train()
-    assert told == [True]
+    assert held == [True]
     assert not DirectoryLock.is_held(run)
 
 
@@ -246,9 +246,9 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path, there: bool) -> N
 def test_hosts_that_do_not_share_the_folder(tmp_path: Path) -> None:
     """As two ranks see it whose folders have one name, each on a disk of its own."""
     text = f"output_dir={str(tmp_path / '0')!r}: what rank 0 on {socket.gethostname()} has written there is not seen "
-    for told in run_ranks(train_in_folders, 2, tmp_path / "0", tmp_path / "1"):
-        assert re.match(re.escape(text).replace("0'", r"[01]'"), told), told
-        assert f"by rank 1 on {socket.gethostname()}; name the same folder on all ranks" in told
+    for error in run_ranks(train_in_folders, 2, tmp_path / "0", tmp_path / "1"):
+        assert re.match(re.escape(text).replace("0'", r"[01]'"), error), error
+        assert f"by rank 1 on {socket.gethostname()}; name the same folder on all ranks" in error
     assert (tmp_path / "0/.lock").read_bytes() == b""
     assert run_ranks(train_in_folders, 2, tmp_path / "0", tmp_path / "0") == ["finished"] * 2
 

@@ -69,10 +69,10 @@ def test_a_full_disk_costs_records_and_not_the_run(
         assert report.skipped == []
     lost = [3, 4, 5] if frees else [3, 4, 5, 6, 7, 8]
     assert steps == [step for step in range(1, 9) if step not in lost]
-    told = [message for message in caplog.messages if "lost" in message]
-    assert told[0] == (
+    messages = [message for message in caplog.messages if "lost" in message]
+    assert messages[0] == (
         f"{log}: the record of step 3 is lost ([Errno 28] No space left on device: '{log}'); training continues"
     )
     count = 3 if frees else 7  # with the final one
     state = "is written again" if frees else "ends incomplete"
-    assert told[1:] == [f"{log} {state}: {count} records are lost, of steps 3 to {lost[-1]}"]
+    assert messages[1:] == [f"{log} {state}: {count} records are lost, of steps 3 to {lost[-1]}"]

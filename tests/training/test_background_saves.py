@@ -117,10 +117,10 @@ def test_every_checkpoint_that_was_asked_for_exists(tmp_path: Path) -> None:
 
 
 def test_without_threads_a_save_is_told_of_in_its_own_step(tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    listener = Listener({"on_save": lambda ctx: told.append((ctx.step, ctx.state.global_step))})
+    saved: list[tuple[int, int]] = []
+    listener = Listener({"on_save": lambda ctx: saved.append((ctx.step, ctx.state.global_step))})
     small_trainer(tmp_path, listener, max_steps=6, save_steps=2, save_in_background=False).train()
-    assert told == [(2, 2), (4, 4), (6, 6)]
+    assert saved == [(2, 2), (4, 4), (6, 6)]
 
 
 def test_both_ways_write_the_same(tmp_path: Path) -> None:
@@ -140,8 +140,8 @@ def test_a_failed_save_is_said_once_and_the_next_one_works(
         assert small_trainer(tmp_path, listener, max_steps=8, save_steps=2).train().reason == "finished"
     assert saved == [2, 6, 8]
     assert checkpoints(tmp_path) == ["step-00000002", "step-00000006", "step-00000008"]
-    (said,) = [record.message for record in caplog.records if record.levelno == logging.ERROR]
-    assert "step-00000004" in said and "No space left on device" in said
+    (message,) = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert "step-00000004" in message and "No space left on device" in message
 
 
 def test_too_many_failed_saves_in_a_row_end_the_run(tmp_path: Path, watch: Watch) -> None:

@@ -82,7 +82,7 @@ def test_a_new_learning_rate_is_obeyed_by_the_default_optimizer(tmp_path: Path) 
 
 def test_a_new_rate_is_the_same_as_if_the_optimizer_had_been_told(tmp_path: Path) -> None:
     """Weights to the bit: nothing of the former rate is left anywhere."""
-    leg(tmp_path / "told", 4)
+    leg(tmp_path / "given", 4)
     leg(tmp_path / "set", 4)
 
     def set_rate(ctx: Any) -> None:
@@ -91,11 +91,11 @@ def test_a_new_rate_is_the_same_as_if_the_optimizer_had_been_told(tmp_path: Path
         ctx.lr_scheduler.base_lrs = [0.03 for _ in ctx.lr_scheduler.base_lrs]
 
     usual: dict[str, Any] = {"lr_scheduler_type": "constant", "max_steps": 8, "save_steps": 2}
-    told = small_trainer(tmp_path / "told", model=Line(), learning_rate=0.03, **usual)
-    told.train()
+    given = small_trainer(tmp_path / "given", model=Line(), learning_rate=0.03, **usual)
+    given.train()
     hand = small_trainer(tmp_path / "set", Listener({"on_load": set_rate}), model=Line(), **usual)
     hand.train()
-    assert same(weights(told), weights(hand))
+    assert same(weights(given), weights(hand))
 
 
 def test_an_optimizer_of_ones_own_keeps_what_was_saved_and_that_is_said(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ def test_a_callback_that_is_gone_gets_its_state_back(tmp_path: Path) -> None:
     """Through kills, later checkpoints and another number of ranks."""
     killed(2, tmp_path, "both", 12, 5)  # the last checkpoint is that of step 4
     killed(1, tmp_path, "nobody", 12, 3)  # and now of step 6
-    (told,) = run_ranks(leg, 1, tmp_path, "nobody", 8)
-    assert sorted(told["report"].carried) == ["callbacks.Own", "callbacks.Steps"]
-    assert (told["step"], told["end"]) == (6, 8)
+    (found,) = run_ranks(leg, 1, tmp_path, "nobody", 8)
+    assert sorted(found["report"].carried) == ["callbacks.Own", "callbacks.Steps"]
+    assert (found["step"], found["end"]) == (6, 8)
 
     back = run_ranks(leg, 2, tmp_path, "both", 10)
     assert [rank["loaded"] for rank in back] == [{"Steps": 4, "Own": 4}, {"Steps": 4, "Own": 40}]
@@ -34,16 +34,16 @@ def test_a_callback_that_is_gone_gets_its_state_back(tmp_path: Path) -> None:
 
 def test_one_that_is_new_starts_fresh(tmp_path: Path) -> None:
     killed(1, tmp_path, "nobody", 12, 3)
-    told = leg(tmp_path, "steps", 6)
-    assert told["report"].fresh == ["callbacks.Steps"]
-    assert told["steps"] == {"Steps": 4}
+    found = leg(tmp_path, "steps", 6)
+    assert found["report"].fresh == ["callbacks.Steps"]
+    assert found["steps"] == {"Steps": 4}
 
 
 def test_one_that_was_renamed(tmp_path: Path) -> None:
     killed(1, tmp_path, "steps", 12, 5)
-    told = leg(tmp_path, "renamed", 6)
-    assert told["loaded"] == {"StepsOfToday": 4}
-    assert "callbacks.StepsOfToday: found under its former key callbacks.Steps" in told["report"].notes
+    found = leg(tmp_path, "renamed", 6)
+    assert found["loaded"] == {"StepsOfToday": 4}
+    assert "callbacks.StepsOfToday: found under its former key callbacks.Steps" in found["report"].notes
     again = leg(tmp_path, "renamed", 8)
     assert again["loaded"] == {"StepsOfToday": 6}
     assert (again["report"].notes, again["report"].carried) == ([], [])
@@ -52,9 +52,9 @@ def test_one_that_was_renamed(tmp_path: Path) -> None:
 def test_a_later_version_upgrades_what_an_earlier_one_wrote(tmp_path: Path) -> None:
     killed(1, tmp_path, "steps", 12, 5)
     assert leg(tmp_path, "nobody", 6)["end"] == 6  # carried, in the version that wrote it
-    told = leg(tmp_path, "second version", 8)
-    assert told["loaded"] == {"Steps": 400}
-    assert "callbacks.Steps: upgraded from version 1 to 2" in told["report"].notes
+    found = leg(tmp_path, "second version", 8)
+    assert found["loaded"] == {"Steps": 400}
+    assert "callbacks.Steps: upgraded from version 1 to 2" in found["report"].notes
     with pytest.raises(ds.StateMismatch, match=r"callbacks\.Steps: the saved state has version 2, .* knows up to 1"):
         leg(tmp_path, "steps", 10)
 
@@ -70,9 +70,9 @@ def test_a_state_that_nothing_upgrades_leaves_all_as_it_was(tmp_path: Path) -> N
 
 def test_per_rank_states_follow_the_ranks_where_their_callback_says_how(tmp_path: Path) -> None:
     killed(2, tmp_path, "shared", 12, 5)
-    (told,) = run_ranks(leg, 1, tmp_path, "shared", 6)
-    assert told["loaded"] == {"Steps": 4, "Own": 44}
-    assert "callbacks.Own: resharded from 2 to 1 states" in told["report"].notes
+    (found,) = run_ranks(leg, 1, tmp_path, "shared", 6)
+    assert found["loaded"] == {"Steps": 4, "Own": 44}
+    assert "callbacks.Own: resharded from 2 to 1 states" in found["report"].notes
     back = run_ranks(leg, 2, tmp_path, "shared", 8)
     assert [rank["loaded"] for rank in back] == [{"Steps": 6, "Own": 46}, {"Steps": 6, "Own": 0}]
 

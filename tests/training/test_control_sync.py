@@ -1,4 +1,4 @@
-"""Ranks act on one rank's wish at one step, wherever it came from."""
+"""Ranks act on one rank's request at one step, wherever it came from."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from support.agreeing import (
 def test_what_one_rank_sees_all_act_on_at_one_step() -> None:
     first, second = run_ranks(agree_on_what_rank_one_sees, 2, False)
     assert first == second
-    step, wishes, why, stopping = first
+    step, requests, why, stopping = first
     assert step >= 50
-    assert (wishes, why, stopping) == (ControlRequests(stop=True, save_done=True), "seen by rank 1", True)
+    assert (requests, why, stopping) == (ControlRequests(stop=True, save_done=True), "seen by rank 1", True)
 
 
 def test_at_that_step_where_each_one_counts() -> None:
@@ -45,9 +45,9 @@ def test_what_a_record_exchanges_is_enough_while_it_comes_often(seconds: float, 
     ],
 )
 def test_ranks_that_meet_at_different_places_are_told_both(places: tuple[str, str], names: tuple[str, str]) -> None:
-    """Neither takes what the other says for an answer: a loss is no wish to abort."""
-    told = run_ranks(come_to_different_places, 2, *places)
-    for rank, complaint in enumerate(told):
+    """Neither takes what the other says for an answer: a loss is not a request to abort."""
+    complaints = run_ranks(come_to_different_places, 2, *places)
+    for rank, complaint in enumerate(complaints):
         assert complaint is not None
         here, there = complaint.split(", but ")
         assert f"rank {rank} called" in here

@@ -1,4 +1,4 @@
-"""What a review found: epochs' ends that save, wishes of one rank, and runs that are left behind."""
+"""What a review found: epochs' ends that save, requests of one rank, and runs that are left behind."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def with_norms(output_dir: Path) -> ds.Trainer:
 def test_one_checkpoint_holds_the_step_and_the_evaluation_behind_it(tmp_path: Path) -> None:
     journal = Journal(note=lambda ctx: ctx.state.global_step)
     by_epochs(tmp_path, journal, save_in_background=False).train()
-    told = [note for note in journal.notes if note[0] in ("evaluate", "save")]
-    assert told == [(event, step) for step in (5, 10, 15) for event in ("evaluate", "save")]
+    actions = [note for note in journal.notes if note[0] in ("evaluate", "save")]
+    assert actions == [(event, step) for step in (5, 10, 15) for event in ("evaluate", "save")]
 
 
 def test_a_kill_right_behind_that_checkpoint_costs_no_record(tmp_path: Path) -> None:
@@ -79,8 +79,8 @@ def test_a_run_stopped_for_its_evaluation_goes_on_behind_it(tmp_path: Path) -> N
         if ctx.kind == "eval":
             ctx.logs["eval_loss"] = float(ctx.state.global_step)
 
-    told = [(result.global_step, result.reason) for result in (leg(), leg())]
-    assert told == [(10, "stopped"), (15, "stopped")]
+    ends = [(result.global_step, result.reason) for result in (leg(), leg())]
+    assert ends == [(10, "stopped"), (15, "stopped")]
 
 
 def test_the_best_checkpoint_outlives_a_limit_of_one(tmp_path: Path) -> None:
@@ -145,16 +145,16 @@ def test_batch_statistics_of_ranks_are_resumed(tmp_path: Path, factory: Callable
 def evaluate_every_ten(output_dir: Path) -> list[int]:
     evaluated: list[int] = []
 
-    def wish(ctx: Any) -> None:
+    def request_evaluation(ctx: Any) -> None:
         ctx.control.should_evaluate = ctx.state.global_step % 10 == 0
 
-    handlers = {"on_step_end": wish, "on_evaluate": lambda ctx: evaluated.append(ctx.state.global_step)}
+    handlers = {"on_step_end": request_evaluation, "on_evaluate": lambda ctx: evaluated.append(ctx.state.global_step)}
     parts = {"eval_dataset": tiny_regression_data(4, seed=1)}
     small_trainer(output_dir, Listener(handlers), model=Line(), parts=parts, parallel="ddp", max_steps=35).train()
     return evaluated
 
 
-def test_a_wish_is_fulfilled_at_its_step_on_every_rank(tmp_path: Path) -> None:
+def test_a_request_is_met_at_its_step_on_every_rank(tmp_path: Path) -> None:
     assert run_ranks(evaluate_every_ten, 2, tmp_path) == [[10, 20, 30]] * 2
 
 
@@ -170,11 +170,11 @@ def stop_at_the_very_end(output_dir: Path, max_steps: int) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("max_steps", [4, 6], ids=["inside an epoch", "at an epoch's end"])
 def test_a_stop_at_the_last_step_is_told_alike_on_every_rank(tmp_path: Path, max_steps: int) -> None:
-    told = run_ranks(stop_at_the_very_end, 2, tmp_path, max_steps)
-    assert told == [(max_steps, "stopped", "rank 1 says so", "late")] * 2
+    ends = run_ranks(stop_at_the_very_end, 2, tmp_path, max_steps)
+    assert ends == [(max_steps, "stopped", "rank 1 says so", "late")] * 2
 
 
-# --- wishes -----------------------------------------------------------------------------------------------------------
+# --- requests ---------------------------------------------------------------------------------------------------------
 
 
 def test_epochs_cut_short_count_as_epochs(tmp_path: Path) -> None:

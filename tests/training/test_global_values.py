@@ -12,7 +12,7 @@ from support.ranked import (
     overflow_on_one_rank,
     train_and_listen,
     train_on_unequal_loaders,
-    train_with_a_wish,
+    train_with_a_request,
 )
 
 BOTH = pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
@@ -27,9 +27,9 @@ def comparable(records: list[tuple[str, dict[str, float]]]) -> list[tuple[str, d
     ]
 
 
-def assert_close(told: list[Any], expected: list[Any]) -> None:
-    assert [kind for kind, _ in told] == [kind for kind, _ in expected]
-    for (kind, logs), (_, others) in zip(told, expected, strict=True):
+def assert_close(found: list[Any], expected: list[Any]) -> None:
+    assert [kind for kind, _ in found] == [kind for kind, _ in expected]
+    for (kind, logs), (_, others) in zip(found, expected, strict=True):
         assert logs == pytest.approx(others, rel=1e-3), kind
 
 
@@ -38,36 +38,36 @@ def assert_close(told: list[Any], expected: list[Any]) -> None:
 def test_records_are_global(tmp_path: Path, parallel: str, weigh: bool) -> None:
     """Losses, norms before clipping, metrics of uneven evaluation sets: as one process has them on the same samples."""
     [(records, metrics)] = run_ranks(train_and_listen, 1, tmp_path / "one", "none", 2, 4, weigh)
-    told = run_ranks(train_and_listen, 2, tmp_path / "two", parallel, 2, 2, weigh)
-    for ours, each_step in told:
+    ranks = run_ranks(train_and_listen, 2, tmp_path / "two", parallel, 2, 2, weigh)
+    for ours, each_step in ranks:
         assert_close(comparable(ours), comparable(records))
         assert each_step == [pytest.approx(step, rel=1e-3) for step in metrics]
-    assert comparable(told[0][0]) == comparable(told[1][0])
-    assert told[0][1] == told[1][1]
+    assert comparable(ranks[0][0]) == comparable(ranks[1][0])
+    assert ranks[0][1] == ranks[1][1]
     assert max(step["grad_norm"] for step in metrics) > 0.5  # so that clipping had something to do
     evaluated = {key for kind, logs in records if kind == "eval" for key in logs if key.endswith("loss")}
     assert evaluated == {"eval_odd_loss", "eval_one_loss"}
 
 
 @BOTH
-@pytest.mark.parametrize(("wish", "reason"), [("stop", "stopped"), ("abort", "aborted")])
-def test_one_ranks_wish_stops_all_at_one_step(tmp_path: Path, parallel: str, wish: str, reason: str) -> None:
-    first, second = run_ranks(train_with_a_wish, 2, tmp_path, parallel, wish, "on_step_end")
+@pytest.mark.parametrize(("requested", "reason"), [("stop", "stopped"), ("abort", "aborted")])
+def test_one_ranks_request_stops_all_at_one_step(tmp_path: Path, parallel: str, requested: str, reason: str) -> None:
+    first, second = run_ranks(train_with_a_request, 2, tmp_path, parallel, requested, "on_step_end")
     assert first[:4] == second[:4]
     step, *how, seen = first
     assert 3 <= step < 3000
     assert how == [reason, "rank 1 has had enough", "tired"]
-    assert seen["save"] == ([step] if wish == "stop" else [])
+    assert seen["save"] == ([step] if requested == "stop" else [])
 
 
-def test_a_wish_at_a_record_is_granted_at_that_step(tmp_path: Path) -> None:
-    told = run_ranks(train_with_a_wish, 2, tmp_path, "ddp", "stop", "on_log")
-    assert [step for step, *_ in told] == [3, 3]
+def test_a_request_at_a_record_is_met_at_that_step(tmp_path: Path) -> None:
+    ends = run_ranks(train_with_a_request, 2, tmp_path, "ddp", "stop", "on_log")
+    assert [step for step, *_ in ends] == [3, 3]
 
 
-@pytest.mark.parametrize(("wish", "what"), [("evaluate", "evaluate"), ("save", "save"), ("epoch_stop", "epoch")])
-def test_every_other_wish_is_granted_on_all_ranks_together(tmp_path: Path, wish: str, what: str) -> None:
-    first, second = run_ranks(train_with_a_wish, 2, tmp_path, "ddp", wish, "on_log")
+@pytest.mark.parametrize(("requested", "what"), [("evaluate", "evaluate"), ("save", "save"), ("epoch_stop", "epoch")])
+def test_every_other_request_is_met_on_all_ranks_together(tmp_path: Path, requested: str, what: str) -> None:
+    first, second = run_ranks(train_with_a_request, 2, tmp_path, "ddp", requested, "on_log")
     assert first == second
     assert first[-1][what][0] == 3
 
@@ -82,8 +82,8 @@ def test_loaders_of_unequal_length_are_used_up(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("parallel", "where"), [("ddp", "loss"), ("fsdp", "loss"), ("fsdp", "shard")])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path, parallel: str, where: str) -> None:
-    told = run_ranks(overflow_on_one_rank, 2, tmp_path, parallel, where)
-    assert told[0][0] == told[1][0]
-    for skipped, weights in told:
+    ranks = run_ranks(overflow_on_one_rank, 2, tmp_path, parallel, where)
+    assert ranks[0][0] == ranks[1][0]
+    for skipped, weights in ranks:
         assert {11, 12, 13} & set(skipped) == {12}  # the first steps find the scale
         assert weights[9] != weights[10] == weights[11] != weights[12]

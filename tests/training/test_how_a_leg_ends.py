@@ -176,7 +176,7 @@ def test_an_exception_keeps_its_type_and_says_where_it_came_from(tmp_path: Path)
 
 
 def test_failing_on_the_way_out_hides_nothing_and_stops_nobody(tmp_path: Path) -> None:
-    told: list[str] = []
+    events: list[str] = []
 
     def fail_again(ctx: Any) -> None:
         raise RuntimeError("and again")
@@ -184,24 +184,24 @@ def test_failing_on_the_way_out_hides_nothing_and_stops_nobody(tmp_path: Path) -
     bad = Listener({"on_step_end": fail, "on_exception": fail_again, "on_train_end": fail_again}, name="bad")
     good = Listener(
         {
-            "on_exception": lambda ctx: told.append(type(ctx.exception).__name__),
-            "on_train_end": lambda ctx: told.append(ctx.reason),
+            "on_exception": lambda ctx: events.append(type(ctx.exception).__name__),
+            "on_train_end": lambda ctx: events.append(ctx.reason),
         }
     )
     with pytest.raises(Oops, match="it broke") as caught:
         small_trainer(tmp_path, bad, good, max_steps=1).train()
-    assert told == ["Oops", "exception"]
+    assert events == ["Oops", "exception"]
     notes = " ".join(caught.value.__notes__)
     assert notes.count("and during teardown: RuntimeError: and again") == 2
 
 
 def test_a_failing_train_end_after_a_good_run_is_raised_when_all_have_heard(tmp_path: Path) -> None:
-    told: list[str] = []
+    events: list[str] = []
     bad = Listener({"on_train_end": fail}, name="bad")
-    good = Listener({"on_train_end": lambda ctx: told.append(ctx.reason)})
+    good = Listener({"on_train_end": lambda ctx: events.append(ctx.reason)})
     with pytest.raises(Oops):
         small_trainer(tmp_path, bad, good, max_steps=1).train()
-    assert told == ["finished"]
+    assert events == ["finished"]
     assert RunFile(tmp_path).load().legs[-1].reason == "finished"
 
 

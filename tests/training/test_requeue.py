@@ -231,8 +231,8 @@ def test_what_scontrol_says_when_it_fails(tmp_path: Path, scontrol: Scontrol, ca
     scontrol.answer(requeue="echo 'Requested operation is presently disabled for job 17' >&2; exit 1")
     result = small_trainer(tmp_path / "run", at_step(3, terminate), max_steps=6, requeue=True).train()
     assert (result.reason, result.stopped_by) == ("stopped", "signal"), "the leg's result stands"
-    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert said == (
+    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert message == (
         "Slurm job 17 is not requeued: scontrol requeue 17 failed with status 1: Requested operation is presently "
         "disabled for job 17; submit it again, and the run resumes"
     )

@@ -202,8 +202,8 @@ def judged_on_one_rank(output_dir: Path) -> list[tuple[int, str | None]]:
 
 
 def test_all_ranks_know_of_it(tmp_path: Path) -> None:
-    told = run_ranks(judged_on_one_rank, 2, tmp_path)
-    assert told == [[(2, "seen by rank 1")] * 2] * 2
+    ends = run_ranks(judged_on_one_rank, 2, tmp_path)
+    assert ends == [[(2, "seen by rank 1")] * 2] * 2
 
 
 def test_the_result_tells_the_best_and_which_weights_are_there(

@@ -255,7 +255,7 @@ def test_an_evaluation_is_begun_anew_as_often_as_it_is_broken_off(tmp_path: Path
     assert_same(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_what_a_callback_wishes_in_an_evaluation_waits_for_its_end(tmp_path: Path) -> None:
+def test_what_a_callback_requests_in_an_evaluation_waits_for_its_end(tmp_path: Path) -> None:
     stop = Listener({"on_prediction_step": lambda ctx: ctx.control.stop("seen enough")})
     result = stoppable_trainer(tmp_path, stop, max_steps=20).train()
     assert (result.global_step, result.why) == (4, "seen enough")
@@ -292,13 +292,13 @@ def test_in_a_loop_of_ones_own(tmp_path: Path) -> None:
 
 def test_a_stop_can_be_tried_as_a_kill_can(tmp_path: Path) -> None:
     """By whoever has a callback of their own, as docs/testing.md says."""
-    said: list[str] = []
+    lines: list[str] = []
     plans = [
         FaultPlan(event=Event.AFTER_FORWARD, count=24, sends=signal.SIGTERM),
         FaultPlan(event=Event.STEP_END, count=7),
     ]
-    assert check_resume(stoppable_trainer, plans, folder=tmp_path, say=said.append).identical
-    assert said[1:3] == ["killed by SIGTERM at on_after_forward no. 24", "killed at on_step_end no. 7"]
+    assert check_resume(stoppable_trainer, plans, folder=tmp_path, say=lines.append).identical
+    assert lines[1:3] == ["killed by SIGTERM at on_after_forward no. 24", "killed at on_step_end no. 7"]
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------

@@ -131,8 +131,8 @@ def test_a_second_ctrl_c_gives_it_up(tmp_path: Path) -> None:
         assert process.stderr.readline().startswith("SIGINT: training ends here, with a checkpoint")
         assert process.stderr.readline().startswith("waiting for step-00000004: ")
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate()
+        _, errors = process.communicate()
     finally:
         process.kill()
-    assert process.returncode != 0 and "KeyboardInterrupt" in said
+    assert process.returncode != 0 and "KeyboardInterrupt" in errors
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004.partial"]

@@ -131,7 +131,7 @@ def fp16_trainer(output_dir: Path, *callbacks: ds.Callback) -> ds.Trainer:
 
 
 def test_a_step_that_overflows_is_skipped_but_counted(tmp_path: Path) -> None:
-    told: list[tuple[int, str]] = []
+    events: list[tuple[int, str]] = []
     before: list[dict[str, Tensor]] = []
     after: list[dict[str, Tensor]] = []
     rates: list[float] = []
@@ -147,14 +147,14 @@ def test_a_step_that_overflows_is_skipped_but_counted(tmp_path: Path) -> None:
 
     handlers = {
         "on_before_backward": overflow,
-        "on_step_skipped": lambda ctx: told.append((ctx.state.global_step + 1, ctx.reason)),
+        "on_step_skipped": lambda ctx: events.append((ctx.state.global_step + 1, ctx.reason)),
         "on_step_end": note,
     }
     result = fp16_trainer(tmp_path, Listener(handlers)).train()
-    skipped = [step for step, _ in told]
+    skipped = [step for step, _ in events]
     assert 10 in skipped
     assert 9 not in skipped
-    assert "non-finite" in told[-1][1]
+    assert "non-finite" in events[-1][1]
     assert result.global_step == len(rates) == 12
     for step in range(1, 13):
         assert same(before[step - 1], after[step - 1]) == (step in skipped), step

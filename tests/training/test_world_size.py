@@ -29,16 +29,16 @@ def train(output_dir: Path, parallel: Any, shape: Shape, stop_at: int | None = N
     return run_ranks(train_part, world_size, output_dir, parallel, stop_at, batch_size, accumulation, LENGTH)
 
 
-def seen_by_all(told: list[dict[str, Any]]) -> dict[int, Counter[int]]:
+def seen_by_all(ranks: list[dict[str, Any]]) -> dict[int, Counter[int]]:
     seen: dict[int, Counter[int]] = {}
-    for rank in told:
+    for rank in ranks:
         for epoch, numbers in rank["seen"].items():
             seen.setdefault(epoch, Counter()).update(numbers)
     return seen
 
 
-def assert_same_numbers(told: list[dict[str, Any]], unchanged: dict[str, Any]) -> None:
-    for rank in told:
+def assert_same_numbers(ranks: list[dict[str, Any]], unchanged: dict[str, Any]) -> None:
+    for rank in ranks:
         for step, loss in rank["losses"].items():
             assert loss == pytest.approx(unchanged["losses"][step], rel=1e-4), step
             assert rank["norms"][step] == pytest.approx(unchanged["norms"][step], rel=1e-3), step
@@ -81,14 +81,14 @@ def test_ranks_that_share_data_count_once(tmp_path: Path, unchanged: dict[str, A
 
 def test_a_sample_that_only_pads_counts_nowhere(tmp_path: Path, unchanged: dict[str, Any]) -> None:
     """Five samples for two ranks with two micro-batches of two each: one rank's last micro-batch has no sample left."""
-    told = train(tmp_path, "ddp", TWO_ACCUMULATED)
-    assert_same_numbers(told, unchanged)
-    seen = seen_by_all(told)
+    ranks = train(tmp_path, "ddp", TWO_ACCUMULATED)
+    assert_same_numbers(ranks, unchanged)
+    seen = seen_by_all(ranks)
     for epoch in (0, 1):
         padding = seen[epoch] - Counter(range(LENGTH))
         assert padding.total() == 1
         assert seen[epoch] - padding == Counter(range(LENGTH))
-    assert {rank["samples"] for rank in told} == {unchanged["samples"]}
+    assert {rank["samples"] for rank in ranks} == {unchanged["samples"]}
 
 
 @pytest.mark.parametrize(("first", "second"), [(TWO, ALONE), (ALONE, TWO)], ids=["2 to 1", "1 to 2"])

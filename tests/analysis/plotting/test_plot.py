@@ -79,9 +79,9 @@ def test_many_runs_of_long_names_are_all_told_within_the_picture(compare: bool) 
         assert page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0 and box.y1 <= page.y1, text
     assert all(axes.get_position().height > 0.03 for axes in axes_of(picture))
     if compare:
-        (told,) = figure.legends
-        assert [text.get_text() for text in told.get_texts()][:20] == names
-        looks = {(line.get_color(), str(line._unscaled_dash_pattern)) for line in told.get_lines()[:20]}  # type: ignore[attr-defined]
+        (legend,) = figure.legends
+        assert [text.get_text() for text in legend.get_texts()][:20] == names
+        looks = {(line.get_color(), str(line._unscaled_dash_pattern)) for line in legend.get_lines()[:20]}  # type: ignore[attr-defined]
         assert len(looks) == 20
 
 
@@ -143,8 +143,8 @@ def test_outliers_may_be_left_outside_and_that_is_said() -> None:
     (wide,), (narrow,) = axes_of(plot_logs([log])), axes_of(plot_logs([log], view=View(ignore_outliers=True)))
     assert wide.get_ylim()[1] > 1000
     assert narrow.get_ylim()[1] < 10
-    (told,) = [text.get_text() for text in narrow.texts]
-    assert re.fullmatch(r"not shown: \d+ above(, \d+ below)?", told)
+    (note,) = [text.get_text() for text in narrow.texts]
+    assert re.fullmatch(r"not shown: \d+ above(, \d+ below)?", note)
 
 
 @pytest.mark.parametrize(

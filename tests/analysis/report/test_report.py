@@ -63,7 +63,7 @@ def loss(step: int, value: Any, **more: Any) -> dict[str, Any]:
 def test_real_runs(tmp_path: Path) -> None:
     page = Page(write_report(open_logs([GOLDEN]), tmp_path / "report.html"))
     assert "4 runs" in page.text
-    for said in (
+    for part in (
         "Summary run state steps",
         "diverged 10 8.1872e+10",
         "Restarts and ends diverged leg began (UTC) from steps",
@@ -79,7 +79,7 @@ def test_real_runs(tmp_path: Path) -> None:
         "killed: weight norm of each parameter",
         '"run": "pair-a", "rate": 0.05',
     ):
-        assert said in page.text, said
+        assert part in page.text, part
     assert page.data["axes"]["time"] == "seconds since the first record"
     assert page.data["runs"][0]["axes"]["time"]["places"][0] == 0
     assert 0 < page.data["runs"][0]["axes"]["time"]["places"][-1] < 120

@@ -195,8 +195,8 @@ def test_what_cannot_be_counted_is_said_once_and_left_out(tmp_path: Path, caplog
     small_trainer(tmp_path, *own, model=Sorting(), max_steps=3, logging_steps=1).train()
     assert len(records(tmp_path)) == 3
     assert not any({"mfu", "flops_per_second"} & each.keys() for each in records(tmp_path))
-    said = [each for each in caplog.messages if "FLOPs cannot be counted" in each]
-    assert len(said) == 1 and "DataDependent" in said[0]
+    warned = [each for each in caplog.messages if "FLOPs cannot be counted" in each]
+    assert len(warned) == 1 and "DataDependent" in warned[0]
 
 
 def test_a_kernel_that_nobody_knows_is_not_taken_for_nothing() -> None:
@@ -263,8 +263,8 @@ def test_utilization_has_one_definition(tmp_path: Path, parallel: str) -> None:
     of_a_token = 3 * (2 * block + 2 * WIDTH * 256)
     alone = language_run(tmp_path / "alone")
     run_ranks(language_run, 2, tmp_path / parallel, parallel, 2)
-    for devices, said in ((1, alone), (2, records(tmp_path / parallel))):
-        for each in said:
+    for devices, logged in ((1, alone), (2, records(tmp_path / parallel))):
+        for each in logged:
             assert each["mfu"] == pytest.approx(each["tok_per_sec"] * of_a_token / (devices * 1e12), rel=0.05)
             if devices == 1:
                 assert each["mfu"] == pytest.approx(each["flops_per_second"] / 1e12, rel=1e-9)

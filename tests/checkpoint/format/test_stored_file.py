@@ -53,17 +53,17 @@ def test_any_box_into_anything(folder: Path, shape: list[int], dtype: torch.dtyp
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "message"),
     [
         ("cut", "DamagedCheckpoint: {}: was truncated while it was read"),
         ("no disk", "OSError: [Errno 5] Input/output error: '{}'"),
         ("no server", "OSError: [Errno 116] Stale file handle: '{}'"),
     ],
 )
-def test_a_file_that_fails_when_half_of_it_is_loaded(tmp_path: Path, what: str, told: str) -> None:
+def test_a_file_that_fails_when_half_of_it_is_loaded(tmp_path: Path, what: str, message: str) -> None:
     """An error that names it. Mapped into memory, such a file ends the process."""
-    (said,) = run_ranks(jobs.load_while_a_file_fails, 1, tmp_path, what)
-    assert said == told.format(tmp_path / "checkpoints/step-00000001/model/shard-00000.safetensors")
+    (error,) = run_ranks(jobs.load_while_a_file_fails, 1, tmp_path, what)
+    assert error == message.format(tmp_path / "checkpoints/step-00000001/model/shard-00000.safetensors")
 
 
 def test_what_was_loaded_hangs_on_no_file(tmp_path: Path) -> None:

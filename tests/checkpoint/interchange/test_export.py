@@ -26,7 +26,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[Path, boo
     """By whether embeddings are tied: a run of two FSDP2 ranks, whether they are, and what the model was at its end."""
     folder = tmp_path_factory.mktemp("runs")
     first, _ = run_ranks(llama.train_tied_and_untied, 2, folder)
-    return {tied: (folder / str(tied), tied, told) for tied, told in first.items()}
+    return {tied: (folder / str(tied), tied, weights) for tied, weights in first.items()}
 
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
@@ -44,8 +44,8 @@ def test_transformers_reads_a_run_of_two_ranks(trained: Any, tmp_path: Path, max
     assert done.checkpoint == run / "checkpoints/step-00000002"
     assert [path.name for path in done.copied] == ["config.json"]
 
-    model, told = LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(told.values()), told
+    model, info = LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
     model.eval()
     with torch.no_grad():
         logits = model(input_ids=llama.Sentences()[0]["input_ids"][None]).logits[0]

@@ -139,9 +139,9 @@ def test_a_map_dataset_continues_at_the_same_number_of_samples_and_says_so(
     trainer.add_callback(loaded)
     trainer.train()
     assert trainer.state.samples_seen == (BEGUN + 1) * BATCH
-    told = f"continues at sample {BEGUN * BATCH} of epoch 0, in this run's own order"
-    assert any(told in note for note in loaded.notes)
-    assert any(told in each.getMessage() for each in caplog.records if each.levelname == "WARNING")
+    message = f"continues at sample {BEGUN * BATCH} of epoch 0, in this run's own order"
+    assert any(message in note for note in loaded.notes)
+    assert any(message in each.getMessage() for each in caplog.records if each.levelname == "WARNING")
 
 
 def test_another_order_of_parameters_is_refused(run: Path) -> None:

@@ -53,10 +53,10 @@ def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
     return {**tensors, "back.weight": tensors["second.weight"]}
 
 
-def assert_loaded(told: dict[str, Any], expected: dict[str, Tensor]) -> None:
-    assert told["weights"].keys() == expected.keys()
+def assert_loaded(seen: dict[str, Any], expected: dict[str, Tensor]) -> None:
+    assert seen["weights"].keys() == expected.keys()
     for name, tensor in expected.items():
-        np.testing.assert_array_equal(told["weights"][name], tensor.numpy(), err_msg=name)
+        np.testing.assert_array_equal(seen["weights"][name], tensor.numpy(), err_msg=name)
 
 
 # --- from another run -------------------------------------------------------------------------------------------------
@@ -64,11 +64,11 @@ def assert_loaded(told: dict[str, Any], expected: dict[str, Tensor]) -> None:
 
 def test_only_the_model_of_another_run(tmp_path: Path, origin: Path) -> None:
     """The run is a new one: it begins at step 0, with its own optimizer, data and callbacks."""
-    told = tuned(tmp_path, origin, Trace())
-    assert_loaded(told, tensors_of(origin))
-    assert told["loads"] == [("step-00000004", 0)]
-    assert (told["report"].restored, told["report"].fresh, told["report"].carried) == (["model"], [], [])
-    assert told["steps"] == 4
+    seen = tuned(tmp_path, origin, Trace())
+    assert_loaded(seen, tensors_of(origin))
+    assert seen["loads"] == [("step-00000004", 0)]
+    assert (seen["report"].restored, seen["report"].fresh, seen["report"].carried) == (["model"], [], [])
+    assert seen["steps"] == 4
     assert [leg.from_checkpoint for leg in RunFile(tmp_path).load().legs] == [None]
 
 
@@ -78,11 +78,11 @@ def test_the_same_script_resumes_after_a_kill(tmp_path: Path, origin: Path, kill
     (whole,) = run_ranks(tuned, 1, tmp_path / "whole", origin)
     (outcome,) = start_ranks(tuned_until, 1, tmp_path / "killed", origin, kill_at).wait()
     assert outcome.was_killed
-    (told,) = run_ranks(tuned, 1, tmp_path / "killed", origin)
-    assert told["loads"] == ([("step-00000004", 0)] if kill_at == 2 else [("step-00000002", 2)])
+    (seen,) = run_ranks(tuned, 1, tmp_path / "killed", origin)
+    assert seen["loads"] == ([("step-00000004", 0)] if kill_at == 2 else [("step-00000002", 2)])
     first, second = (tensors_of(tmp_path / run / "checkpoints/step-00000004") for run in ("whole", "killed"))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert whole["steps"] == told["steps"] == 4
+    assert whole["steps"] == seen["steps"] == 4
 
 
 def test_where_it_came_from_may_be_gone_by_then(tmp_path: Path) -> None:
@@ -93,21 +93,21 @@ def test_where_it_came_from_may_be_gone_by_then(tmp_path: Path) -> None:
 
 def test_a_callback_and_the_optimizer_too(tmp_path: Path, origin: Path) -> None:
     trace = Trace()
-    told = tuned(tmp_path, origin, trace, load_components=("model", "optimizer", "Trace"))
-    assert sorted(told["report"].restored) == ["callbacks.Trace", "model", "optimizer"]
+    seen = tuned(tmp_path, origin, trace, load_components=("model", "optimizer", "Trace"))
+    assert sorted(seen["report"].restored) == ["callbacks.Trace", "model", "optimizer"]
     assert trace.steps == 8
-    assert told["lr"] == [0.01, 0.01], "of this run's schedule, not the zero that the other one has ended with"
+    assert seen["lr"] == [0.01, 0.01], "of this run's schedule, not the zero that the other one has ended with"
 
 
 def test_another_head(tmp_path: Path, origin: Path) -> None:
     with pytest.raises(ds.StateMismatch, match=r"(?s)head\.weight: saved as \[1, 8\].*allow_changes=\(\"model\",\)"):
         tuned(tmp_path, origin, heads=3)
-    told = tuned(tmp_path, origin, heads=3, allow_changes=("model",))
+    seen = tuned(tmp_path, origin, heads=3, allow_changes=("model",))
     there = tensors_of(origin)
     torch.manual_seed(7)
     fresh = Tied(3).state_dict()
-    assert_loaded(told, {name: fresh[name] if name.startswith("head") else there[name] for name in fresh})
-    assert "head.weight: saved as [1, 8] float32, here [3, 8] float32" in told["report"].table()
+    assert_loaded(seen, {name: fresh[name] if name.startswith("head") else there[name] for name in fresh})
+    assert "head.weight: saved as [1, 8] float32, here [3, 8] float32" in seen["report"].table()
 
 
 def test_a_damaged_origin_is_an_error(tmp_path: Path, origin: Path) -> None:
@@ -146,12 +146,12 @@ def test_shards_on_two_ranks(tmp_path: Path, parallel: str, kept: str) -> None:
     in_shards(make(tmp_path / "shards"), stored)
     count = sum(tensor.numel() for tensor in stored.values())
     both = run_ranks(tuned_in_parallel, 2, tmp_path / "run", tmp_path / "shards", parallel)
-    for told in both:
-        assert_loaded(told, expected)
-        assert told["steps"] == 4
-        assert told["read"] == count if parallel == "ddp" else told["read"] < 0.75 * count
+    for seen in both:
+        assert_loaded(seen, expected)
+        assert seen["steps"] == 4
+        assert seen["read"] == count if parallel == "ddp" else seen["read"] < 0.75 * count
     again = run_ranks(tuned_in_parallel, 2, tmp_path / "run", tmp_path / "shards", parallel)
-    assert [told["loads"] for told in again] == [[("step-00000004", 4)]] * 2
+    assert [seen["loads"] for seen in again] == [[("step-00000004", 4)]] * 2
 
 
 def test_one_weight_that_was_saved_twice(tmp_path: Path) -> None:
@@ -170,9 +170,9 @@ def test_another_precision_is_cast_and_said(tmp_path: Path) -> None:
     halved = {name: each.bfloat16() if each.is_floating_point() else each for name, each in expected.items()}
     del halved["back.weight"]
     save_file(halved, make(tmp_path / "half") / "model.safetensors")
-    told = tuned(tmp_path / "run", tmp_path / "half")
-    assert_loaded(told, {name: each.bfloat16().to(each.dtype) for name, each in expected.items()})
-    assert told["report"].notes == ["model: cast 10 tensor(s) from bfloat16 to float32"]
+    seen = tuned(tmp_path / "run", tmp_path / "half")
+    assert_loaded(seen, {name: each.bfloat16().to(each.dtype) for name, each in expected.items()})
+    assert seen["report"].notes == ["model: cast 10 tensor(s) from bfloat16 to float32"]
 
 
 @pytest.mark.parametrize("there", ["model.", ""])
@@ -200,10 +200,10 @@ def test_a_model_that_does_not_fit_hears_every_name(tmp_path: Path) -> None:
     save_model(Other(), make(tmp_path / "other") / "model.safetensors")
     with pytest.raises(ds.StateMismatch) as raised:
         tuned(tmp_path / "run", tmp_path / "other")
-    told = str(raised.value).splitlines()
-    assert told[0] == f"{tmp_path}/other: the saved state does not fit this run; nothing was loaded:"
-    assert "    unexpected in the checkpoint: layer.weight [2, 2] float32" in told
-    assert sum("missing in the checkpoint" in line for line in told) == 12
+    lines = str(raised.value).splitlines()
+    assert lines[0] == f"{tmp_path}/other: the saved state does not fit this run; nothing was loaded:"
+    assert "    unexpected in the checkpoint: layer.weight [2, 2] float32" in lines
+    assert sum("missing in the checkpoint" in line for line in lines) == 12
     assert not list((tmp_path / "run/checkpoints").glob("*"))
 
 

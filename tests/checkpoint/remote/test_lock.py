@@ -48,17 +48,17 @@ def started(url: str, folder: Path, host: str, ttl: float = 60.0) -> Ranks:
 
 def test_another_host_is_kept_out_until_the_run_has_ended(url: str, tmp_path: Path) -> None:
     first = started(url, tmp_path / "one", "node-1")
-    (told,) = run_ranks(jobs.train_on_host, 1, "node-2", url, tmp_path / "two", 4)
+    (outcome,) = run_ranks(jobs.train_on_host, 1, "node-2", url, tmp_path / "two", 4)
     assert re.match(
         rf"Locked: {url}: in use by process \d+ on node-1 since .*, whose lease is held until .* UTC; wait for it",
-        told,
-    ), told
+        outcome,
+    ), outcome
     assert [path.name for path in (tmp_path / "two").iterdir()] == [".lock"], "nothing was brought or trained"
     (tmp_path / "one/stop").touch()
     (end,) = first.wait()
     assert end.value == "stopped"
-    (told,) = run_ranks(jobs.train_on_host, 1, "node-2", url, tmp_path / "two", 2)
-    assert told == "finished"
+    (outcome,) = run_ranks(jobs.train_on_host, 1, "node-2", url, tmp_path / "two", 2)
+    assert outcome == "finished"
 
 
 def test_the_lock_of_a_dead_host_expires(url: str, tmp_path: Path) -> None:
@@ -169,14 +169,15 @@ def test_two_containers_of_one_host(url: str, tmp_path: Path) -> None:
     """Both are process 1 on a host of the same name, and neither sees the other."""
     first = start_ranks(jobs.train_in_container, 1, "node-1", url, tmp_path / "one", 1_000_000)
     jobs.until(lambda: bool(steps_at(Store(url))))
-    (told,) = run_ranks(jobs.train_in_container, 1, "node-1", url, tmp_path / "two", 4)
+    (outcome,) = run_ranks(jobs.train_in_container, 1, "node-1", url, tmp_path / "two", 4)
     assert re.match(
-        rf"Locked: {url}: in use by process 1 in another container on node-1 since .*, whose lease is held until ", told
-    ), told
+        rf"Locked: {url}: in use by process 1 in another container on node-1 since .*, whose lease is held until ",
+        outcome,
+    ), outcome
     (tmp_path / "one/stop").touch()
     assert first.wait()[0].value == "stopped"
-    (told,) = run_ranks(jobs.train_in_container, 1, "node-1", url, tmp_path / "two", 2)
-    assert told == "finished"
+    (outcome,) = run_ranks(jobs.train_in_container, 1, "node-1", url, tmp_path / "two", 2)
+    assert outcome == "finished"
 
 
 @pytest.mark.parametrize("content", [b"", b"no JSON", b"[" * 100_000, b'{"host": 3}'])

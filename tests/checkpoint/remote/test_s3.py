@@ -101,10 +101,10 @@ def test_an_outage_ends_no_training_and_costs_no_checkpoint(
     with caplog.at_level(logging.WARNING, "dalsegno"), monkeypatch.context() as patched:
         patched.setattr(upload_thread, "PATIENCE", 2.0)  # which is too short for a server of a busy machine
         assert jobs.train(url, tmp_path, 6)["step"] == 6
-    said = [record.getMessage() for record in caplog.records]
-    assert sum("could not be written to" in each for each in said) == 1
-    assert "could not be sent: step-00000006" in said[-2] and str(tmp_path) in said[-2]
-    assert "its lock could not be released" in said[-1]
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("could not be written to" in each for each in messages) == 1
+    assert "could not be sent: step-00000006" in messages[-2] and str(tmp_path) in messages[-2]
+    assert "its lock could not be released" in messages[-1]
     s3.reset()
     assert jobs.train(url, tmp_path, 6)["from"] == 6
     assert steps_at(Store(url)) == [2, 4, 6]

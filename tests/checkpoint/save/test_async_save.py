@@ -22,11 +22,11 @@ from support.async_saves import (
 
 def test_an_error_on_one_rank_at_each_stage(tmp_path: Path) -> None:
     """No rank has saved, and rank 0 logs the reason; all ranks continue, and the next save succeeds."""
-    (saved, said), (also_saved, silent) = run_ranks(train_with_trouble, 2, tmp_path)
+    (saved, messages), (also_saved, silent) = run_ranks(train_with_trouble, 2, tmp_path)
     good = [step for step in range(1, 22) if step not in TROUBLES]
     assert saved == also_saved == good
-    assert silent == [] and len(said) == len(TROUBLES)
-    for line, (step, (rank, operation, what)) in zip(said, TROUBLES.items(), strict=True):
+    assert silent == [] and len(messages) == len(TROUBLES)
+    for line, (step, (rank, operation, what)) in zip(messages, TROUBLES.items(), strict=True):
         cause = {"durable": "SystemExit: 3" if what == "an exit" else "no log today"}.get(operation, f"no {operation}")
         where = f"rank {rank}: " if step in (4, 6, 8, 18, 20) else ""
         assert line.startswith(f"step-{step:08d} was not saved: {where}") and cause in line, line

@@ -237,7 +237,7 @@ def save_what_differs(directory: Path) -> str:
 
 
 def test_different_tensors_on_the_ranks_are_refused(tmp_path: Path) -> None:
-    told = run_ranks(save_what_differs, 2, tmp_path)
-    assert told[0] == told[1]
-    assert "rank 0 has things.expert [2, 3] torch.float32, where rank 1 has things.expert [2, 4]" in told[0]
+    errors = run_ranks(save_what_differs, 2, tmp_path)
+    assert errors[0] == errors[1]
+    assert "rank 0 has things.expert [2, 3] torch.float32, where rank 1 has things.expert [2, 4]" in errors[0]
     assert not list((tmp_path / "checkpoints").glob("step-*"))

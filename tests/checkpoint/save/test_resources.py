@@ -63,9 +63,9 @@ def test_without_memory_for_a_copy_training_waits_and_warns_once(
     monkeypatch.setattr(filesystem, "watcher", overtaken)
     monkeypatch.setattr(resources, "_of_host", lambda: 3 * MB)
     trainer = heavy_trainer(tmp_path, overtaken.callback, megabytes=8, max_steps=6, save_steps=2)
-    (said,) = warnings_of(trainer.train)
-    figures = SHORT.fullmatch(said)
-    assert figures is not None and figures[2] == "3 MB" and re.fullmatch(r"8\.\d+ MB", figures[1]), said
+    (warning,) = warnings_of(trainer.train)
+    figures = SHORT.fullmatch(warning)
+    assert figures is not None and figures[2] == "3 MB" and re.fullmatch(r"8\.\d+ MB", figures[1]), warning
     assert overtaken.steps == []
     assert whole_steps(tmp_path) == [2, 4, 6]
 
@@ -86,22 +86,22 @@ def test_the_host_is_shared_by_its_ranks(
     """Each needs 8 MB, and leaves a tenth of its part for training."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
     monkeypatch.setattr(resources, "_of_host", lambda: 40 * MB)
-    said = warnings_of(heavy_trainer(tmp_path, megabytes=8, max_steps=2, save_steps=2).train)
-    assert [SHORT.fullmatch(line)[2] for line in said] == (["8 MB"] if is_short else [])  # type: ignore[index]
+    lines = warnings_of(heavy_trainer(tmp_path, megabytes=8, max_steps=2, save_steps=2).train)
+    assert [SHORT.fullmatch(line)[2] for line in lines] == (["8 MB"] if is_short else [])  # type: ignore[index]
 
 
 def test_if_one_rank_is_short_all_wait(tmp_path: Path) -> None:
-    (first, silent), (second, told) = run_ranks(train_where_one_rank_is_short, 2, tmp_path)
+    (first, silent), (second, lines) = run_ranks(train_where_one_rank_is_short, 2, tmp_path)
     assert first == second == [] and silent == []
-    assert len(told) == 1 and SHORT.fullmatch(told[0])
+    assert len(lines) == 1 and SHORT.fullmatch(lines[0])
     assert whole_steps(tmp_path) == [2, 4]
 
 
 @pytest.mark.parametrize("spare", [20 * MB, 200 * MB])
 def test_a_limit_of_the_shell(tmp_path: Path, spare: int) -> None:
     """``ulimit -v``, which the host's free memory knows nothing of: there may be none for threads either."""
-    ((step, said),) = run_ranks(train_in_little_address_space, 1, tmp_path, spare)
-    assert step == 4 and len(said) == 1 and SHORT.fullmatch(said[0]), said
+    ((step, lines),) = run_ranks(train_in_little_address_space, 1, tmp_path, spare)
+    assert step == 4 and len(lines) == 1 and SHORT.fullmatch(lines[0]), lines
     assert whole_steps(tmp_path) == [2, 4]
 
 
@@ -145,8 +145,8 @@ def tight_group() -> Iterator[Path]:
 def test_a_limit_of_the_control_group(tight_group: Path) -> None:
     """As of a container. Beyond it, the kernel kills. Files in memory would count, so these are not in ``tmp_path``."""
     with tempfile.TemporaryDirectory() as folder:
-        (said,) = run_ranks(train_in_group, 1, Path(folder), tight_group)
-        assert len(said) == 1 and SHORT.fullmatch(said[0]), said
+        (lines,) = run_ranks(train_in_group, 1, Path(folder), tight_group)
+        assert len(lines) == 1 and SHORT.fullmatch(lines[0]), lines
         assert whole_steps(Path(folder)) == [2, 4]
 
 
@@ -163,13 +163,13 @@ def test_a_save_that_does_not_fit_is_refused_before_a_byte_is_written(
         trainer = heavy_trainer(disk, megabytes=4, max_steps=6, save_steps=2, save_in_background=background)
         with pytest.raises(ds.SaveFailed) as caught:
             trainer.train()
-        told = re.fullmatch(
+        found = re.fullmatch(
             r"step-00000006 was not saved: it takes (4\.\d+) MB, and ([\d.]+) (k|M)B are free on the disk of .*",
             str(caught.value),
         )
-        assert told is not None, str(caught.value)
+        assert found is not None, str(caught.value)
         free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_bsize
-        assert float(told[2]) * {"k": 1e3, "M": 1e6}[told[3]] == pytest.approx(free, abs=20_000)
+        assert float(found[2]) * {"k": 1e3, "M": 1e6}[found[3]] == pytest.approx(free, abs=20_000)
         assert whole_steps(disk) == [2, 4]
     third = [each for each in written if "step-00000006" in each]
     assert third and not [each for each in third if each.startswith("write")]

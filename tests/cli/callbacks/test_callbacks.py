@@ -47,8 +47,8 @@ def test_one_is_shown_with_its_arguments(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["callbacks", "show", "DivergenceDetector"]) == 0
     page = capsys.readouterr().out
     lines = {line.split()[0]: line.split("  ") for line in page.splitlines() if "  " in line}
-    told = [part.strip() for part in lines["patience"] if part]
-    assert told == ["patience", "int", "3", "number of consecutive bad observations that stops training."]
+    cells = [part.strip() for part in lines["patience"] if part]
+    assert cells == ["patience", "int", "3", "number of consecutive bad observations that stops training."]
     assert "'stop' or 'abort' or 'rollback'" in [part.strip() for part in lines["action"]]
     assert "Handles on_init_end, on_log.\nHas state, saved with each checkpoint.\n" in page
     assert "Args:" not in page

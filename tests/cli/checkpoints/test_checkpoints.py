@@ -355,9 +355,9 @@ def test_where_no_rule_is_set_all_stay(tmp_path: Path, checkpoints: Command) -> 
 )
 def test_prune_deletes_what_no_rule_keeps(run: Path, checkpoints: Command, words: list[str], left: list[int]) -> None:
     before = picture(run)
-    said = checkpoints.json("prune", run, "--dry-run", *words)
+    rows = checkpoints.json("prune", run, "--dry-run", *words)
     assert picture(run) == before
-    assert [row["step"] for row in said if row["kept"]] == left
+    assert [row["step"] for row in rows if row["kept"]] == left
     done = checkpoints.json("prune", run, *words)
     assert [row["step"] for row in done if not row["deleted"]] == left
     assert [row["step"] for row in checkpoints.json("list", run)] == left

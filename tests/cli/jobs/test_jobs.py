@@ -25,7 +25,7 @@ from dalsegno.callbacks import TrainerControlCallback
 from dalsegno.cli import main
 from dalsegno.control.jobs import Registration, list_jobs
 
-Said = pytest.CaptureFixture[str]
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
@@ -61,37 +61,37 @@ def training(tmp_path: Path) -> Iterator[Training]:
     training.end()
 
 
-def said(capsys: Said, *words: str) -> str:
+def output(capsys: Capture, *words: str) -> str:
     assert main(["jobs", *words]) == 0
     return capsys.readouterr().out
 
 
-def refused(capsys: Said, *words: str) -> str:
+def refused(capsys: Capture, *words: str) -> str:
     assert main(["jobs", *words]) == 2
     return capsys.readouterr().err
 
 
-def test_a_job_is_listed_shown_saved_and_stopped(training: Training, tmp_path: Path, capsys: Said) -> None:
-    assert [word in said(capsys, "list") for word in ("first", "running", "runs/a")] == [True] * 3
-    (row,) = json.loads(said(capsys, "list", "--json"))
+def test_a_job_is_listed_shown_saved_and_stopped(training: Training, tmp_path: Path, capsys: Capture) -> None:
+    assert [word in output(capsys, "list") for word in ("first", "running", "runs/a")] == [True] * 3
+    (row,) = json.loads(output(capsys, "list", "--json"))
     assert (row["job_id"], row["state"], row["pid"]) == ("first", "running", os.getpid())
-    assert "of 100,000" in said(capsys, "status", "first")
-    assert json.loads(said(capsys, "status", "fir", "--json"))["job_id"] == "first"
-    saved = said(capsys, "save", "runs/a")
+    assert "of 100,000" in output(capsys, "status", "first")
+    assert json.loads(output(capsys, "status", "fir", "--json"))["job_id"] == "first"
+    saved = output(capsys, "save", "runs/a")
     step = int(saved.removeprefix("save_checkpoint: took effect at the end of step "))
     wait_until((tmp_path / f"runs/a/checkpoints/step-{step:08d}").is_dir)
-    assert "took effect" in said(capsys, "evaluate", "first")
-    assert "took effect" in said(capsys, "set", "first", "learning_rate=x0.5", "max_steps=90000")
-    assert "took effect" in said(capsys, "switch", "first", "JsonLogger", "off")
-    assert "switched off" in said(capsys, "callbacks", "first")
-    assert "took effect" in said(capsys, "switch", "first", "JsonLogger", "on")
-    assert "took effect" in said(capsys, "log", "first")
-    assert json.loads(said(capsys, "status", "first", "--json"))["learning_rate"] == 0.005
-    assert "of 90,000" in said(capsys, "status", "first")
-    stopped = json.loads(said(capsys, "stop", "first", "--json"))
+    assert "took effect" in output(capsys, "evaluate", "first")
+    assert "took effect" in output(capsys, "set", "first", "learning_rate=x0.5", "max_steps=90000")
+    assert "took effect" in output(capsys, "switch", "first", "JsonLogger", "off")
+    assert "switched off" in output(capsys, "callbacks", "first")
+    assert "took effect" in output(capsys, "switch", "first", "JsonLogger", "on")
+    assert "took effect" in output(capsys, "log", "first")
+    assert json.loads(output(capsys, "status", "first", "--json"))["learning_rate"] == 0.005
+    assert "of 90,000" in output(capsys, "status", "first")
+    stopped = json.loads(output(capsys, "stop", "first", "--json"))
     training._thread.join()
     assert (stopped["status"], stopped["step"]) == ("done", training.result.global_step)
-    assert said(capsys, "list") == "no jobs\n"
+    assert output(capsys, "list") == "no jobs\n"
 
 
 @pytest.mark.parametrize(
@@ -112,28 +112,28 @@ def test_a_job_is_listed_shown_saved_and_stopped(training: Training, tmp_path: P
         (["sve", "first"], "did you mean 'save'?"),
     ],
 )
-def test_what_cannot_be_is_refused(training: Training, capsys: Said, words: list[str], message: str) -> None:
+def test_what_cannot_be_is_refused(training: Training, capsys: Capture, words: list[str], message: str) -> None:
     assert message in refused(capsys, *words)
 
 
-def test_two_jobs_are_told_apart(training: Training, tmp_path: Path, capsys: Said) -> None:
+def test_two_jobs_are_told_apart(training: Training, tmp_path: Path, capsys: Capture) -> None:
     other = Training(tmp_path / "runs/b", job_id="first-b")
     try:
-        assert len(json.loads(said(capsys, "list", "--json"))) == 2
+        assert len(json.loads(output(capsys, "list", "--json"))) == 2
         assert "names 2 running jobs: first-b, first" in refused(capsys, "save", "fir")
-        assert json.loads(said(capsys, "status", "first", "--json"))["job_id"] == "first"  # an id as it stands
-        assert json.loads(said(capsys, "status", "runs/b", "--json"))["job_id"] == "first-b"
+        assert json.loads(output(capsys, "status", "first", "--json"))["job_id"] == "first"  # an id as it stands
+        assert json.loads(output(capsys, "status", "runs/b", "--json"))["job_id"] == "first-b"
     finally:
         other.end()
 
 
-def test_a_job_without_a_server_takes_commands_by_its_folder(tmp_path: Path, capsys: Said) -> None:
+def test_a_job_without_a_server_takes_commands_by_its_folder(tmp_path: Path, capsys: Capture) -> None:
     training = Training(tmp_path / "runs/a", job_id="quiet", enable_http=False)
-    assert "took effect" in said(capsys, "save", "runs/a")
+    assert "took effect" in output(capsys, "save", "runs/a")
     assert "did you mean 'save_steps'?" in refused(capsys, "set", "runs/a", "save_step=1")
     assert "has no server" in refused(capsys, "status", "quiet")
     assert "name it by its output_dir" in refused(capsys, "save", "quiet")
-    assert "took effect" in said(capsys, "stop", "runs/a")
+    assert "took effect" in output(capsys, "stop", "runs/a")
     training.end()
     assert "no job has read the command" in refused(capsys, "save", "runs/a", "--wait", "0")
 
@@ -160,7 +160,7 @@ def typed(words: Sequence[str], line: str) -> str:
 
 
 def test_a_job_elsewhere_is_reached_by_its_address(
-    training: Training, tmp_path: Path, registry: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+    training: Training, tmp_path: Path, registry: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the token from a file or the environment, and without any file of the job."""
     port = list_jobs()[0].endpoint.port  # type: ignore[union-attr]
@@ -168,29 +168,29 @@ def test_a_job_elsewhere_is_reached_by_its_address(
     (tmp_path / "token").write_text(token + "\n")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
     remote = ["--remote", f"127.0.0.1:{port}", "--token-file", "token"]
-    assert "of 100,000" in said(capsys, "status", *remote)
-    assert "took effect" in said(capsys, "save", *remote)
-    assert "took effect" in said(capsys, "set", *remote, "save_steps=50")
-    assert "took effect" in said(capsys, "switch", *remote, "JsonLogger", "off")
+    assert "of 100,000" in output(capsys, "status", *remote)
+    assert "took effect" in output(capsys, "save", *remote)
+    assert "took effect" in output(capsys, "set", *remote, "save_steps=50")
+    assert "took effect" in output(capsys, "switch", *remote, "JsonLogger", "off")
     assert "its job is first, not other" in refused(capsys, "save", "other", *remote)
     (tmp_path / "token").write_text("wrong")
     assert "the token is missing or wrong" in refused(capsys, "status", *remote)
     assert "the token is missing or wrong" in refused(capsys, "status", *remote[:2])
     monkeypatch.setenv("DALSEGNO_TOKEN", token)
-    assert "first" in said(capsys, "status", *remote[:2])
+    assert "first" in output(capsys, "status", *remote[:2])
     assert "Connection refused" in refused(capsys, "list", "--remote", "127.0.0.1:9", *remote[2:])
 
 
-def test_watch_shows_all_jobs(training: Training, tmp_path: Path, capsys: Said, registry: Path) -> None:
+def test_watch_shows_all_jobs(training: Training, tmp_path: Path, capsys: Capture, registry: Path) -> None:
     Registration("gone", Path("runs/b"), Path("runs/b")).publish("127.0.0.1", 1, None)
     path = registry / "gone" / "endpoint.json"
     path.write_text(path.read_text().replace('"process_start": ', '"process_start": 1'))
-    lines = said(capsys, "watch", "--updates", "2", "--interval", "0.2", "--json").splitlines()
+    lines = output(capsys, "watch", "--updates", "2", "--interval", "0.2", "--json").splitlines()
     rows = {row["job_id"]: row for row in json.loads(lines[1])}
     assert rows["first"]["steps_per_second"] > 0
     assert "100,000" in rows["first"]["step"]
     assert rows["gone"]["state"] == "dead"
-    assert "steps/s" in said(capsys, "watch", "--updates", "1")
+    assert "steps/s" in output(capsys, "watch", "--updates", "1")
 
 
 def test_watch_redraws_a_terminal_until_ctrl_c(training: Training) -> None:
@@ -206,18 +206,18 @@ def test_watch_redraws_a_terminal_until_ctrl_c(training: Training) -> None:
     os.close(ours)
 
 
-def test_cleanup_removes_what_is_dead(training: Training, registry: Path, capsys: Said) -> None:
+def test_cleanup_removes_what_is_dead(training: Training, registry: Path, capsys: Capture) -> None:
     Registration("gone", Path("runs/b"), Path("runs/b")).publish("127.0.0.1", 1, "token")
     path = registry / "gone" / "endpoint.json"
     path.write_text(path.read_text().replace('"process_start": ', '"process_start": 1'))
     assert "its process" in refused(capsys, "save", "gone")
-    assert said(capsys, "cleanup") == "removed gone\n"
-    assert said(capsys, "cleanup") == "nothing to remove\n"
-    assert "running" in said(capsys, "list")
+    assert output(capsys, "cleanup") == "removed gone\n"
+    assert output(capsys, "cleanup") == "nothing to remove\n"
+    assert "running" in output(capsys, "list")
 
 
 def test_the_page_gets_a_token_in_a_private_file(
-    training: Training, registry: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+    training: Training, registry: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither in an address that is sent nor on the browser's command line; the job's own token not even there."""
     opened: list[tuple[str, str]] = []
@@ -230,7 +230,7 @@ def test_the_page_gets_a_token_in_a_private_file(
         return True
 
     monkeypatch.setattr("webbrowser.open", browse)
-    said(capsys, "open", "first")
+    output(capsys, "open", "first")
     ((address, content),) = opened
     (token,) = re.findall(r"#token=(\w+)", content)
     assert token not in address
@@ -262,10 +262,10 @@ class LogsEscapes(ds.Callback):
         ctx.logs[self.evil] = 1.0
 
 
-def test_what_a_job_says_does_not_steer_the_terminal(tmp_path: Path, capsys: Said) -> None:
+def test_what_a_job_says_does_not_steer_the_terminal(tmp_path: Path, capsys: Capture) -> None:
     """A name that a program logged is printed, not obeyed."""
     training = Training(tmp_path / "runs/a", LogsEscapes(), job_id="first")
-    said(capsys, "log", "first")
-    shown = wait_until(lambda: "pwned" in (text := said(capsys, "status", "first")) and text)
+    output(capsys, "log", "first")
+    shown = wait_until(lambda: "pwned" in (text := output(capsys, "status", "first")) and text)
     training.end()
     assert not [each for each in shown if not each.isprintable() and each != "\n"]

@@ -62,9 +62,9 @@ def test_one_log_that_cannot_be_read_hides_no_other(
     command: str, one_is_bad: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["logs", command, str(one_is_bad)]) == 2
-    told = capsys.readouterr()
-    assert "good" in told.out or (command, told.out) == ("spikes", "No spikes.\n")
-    bad, locked = told.err.splitlines()
+    output = capsys.readouterr()
+    assert "good" in output.out or (command, output.out) == ("spikes", "No spikes.\n")
+    bad, locked = output.err.splitlines()
     assert bad.startswith("dalsegno: bad: ")
     assert "no step in its records" in bad
     assert locked.startswith("dalsegno: locked: ")
@@ -79,13 +79,13 @@ def test_a_log_that_cannot_be_read_is_no_traceback(one_is_bad: Path, capsys: pyt
 def test_detect_goes_on_where_a_run_has_no_such_metric(one_is_bad: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [str(one_is_bad / "good"), str(GOLDEN / "pair-a")]
     assert main(["logs", "detect", "--metric", "grad_norm", "--good", *runs]) == 2
-    told = capsys.readouterr()
-    assert "of 1 good runs" in told.out
-    assert told.err.startswith("dalsegno: good: unknown metric of good 'grad_norm'")
+    output = capsys.readouterr()
+    assert "of 1 good runs" in output.out
+    assert output.err.startswith("dalsegno: good: unknown metric of good 'grad_norm'")
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--step", "x:3"], "--step x:3: write steps as 100:200"),
         (["--where", "loss >"], "condition 'loss >', at character 7: a number or a string expected"),
@@ -93,8 +93,8 @@ def test_detect_goes_on_where_a_run_has_no_such_metric(one_is_bad: Path, capsys:
         (["--where", "step > 3 and los < 9"], "unknown metric of killed 'los'; did you mean 'loss'?"),
     ],
 )
-def test_show_refuses(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told in error(capsys, "show", str(GOLDEN / "killed"), *words)
+def test_show_refuses(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in error(capsys, "show", str(GOLDEN / "killed"), *words)
 
 
 def test_show_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:

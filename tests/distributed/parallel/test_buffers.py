@@ -45,14 +45,14 @@ def buffers(model: nn.Module) -> list[list[float]]:
 
 def trained(output_dir: Path, parallel: str, saves: tuple[int, ...]) -> dict[str, Any]:
     """Evaluations of eight steps, with checkpoints at some of them; and this rank's buffers then."""
-    told: dict[str, Any] = {"losses": [], "buffers": []}
+    seen: dict[str, Any] = {"losses": [], "buffers": []}
 
     def save(ctx: Any) -> None:
         ctx.control.should_save = ctx.state.global_step in saves
 
     def note(ctx: Any) -> None:
-        told["losses"].append(ctx.metrics["eval_loss"])
-        told["buffers"].append(buffers(ctx.model))
+        seen["losses"].append(ctx.metrics["eval_loss"])
+        seen["buffers"].append(buffers(ctx.model))
 
     trainer = small_trainer(
         output_dir,
@@ -68,7 +68,7 @@ def trained(output_dir: Path, parallel: str, saves: tuple[int, ...]) -> dict[str
         save_steps=100,
     )
     trainer.train()
-    return told | {"best": trainer.state.best_metric}
+    return seen | {"best": trainer.state.best_metric}
 
 
 def trained_four_times(output_dir: Path) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ def own_loop(output_dir: Path, saves: tuple[int, ...], max_steps: int) -> Any:
     data = tiny_regression_data(64)
     batches = [rows(data, range(at, at + 4)) for at in range(4 * collectives.rank(), 48, 8)]
     args = arguments(output_dir, max_steps=max_steps, save_steps=100)
-    told = []
+    found = []
     with ds.Run(args, model=model, optimizer=optimizer, loader=batches) as run:
         for batch in run.batches():
             loss = model(**batch)
@@ -109,9 +109,9 @@ def own_loop(output_dir: Path, saves: tuple[int, ...], max_steps: int) -> Any:
             run.step_end(loss=loss)
             model.eval()
             with torch.no_grad():
-                told.append((buffers(model), model(**rows(data, range(48, 56))).item()))
+                found.append((buffers(model), model(**rows(data, range(48, 56))).item()))
             model.train()
-    return told
+    return found
 
 
 def own_loops(output_dir: Path) -> Any:

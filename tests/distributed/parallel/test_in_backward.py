@@ -94,14 +94,14 @@ def test_a_run_may_change_between_the_two(tmp_path: Path, begins_fused: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"max_grad_norm": 1.0}, "max_grad_norm=1: the total norm is only known after"),
         ({"max_grad_norm": 0, "fp16": True}, "fp16=True: whether to skip a step"),
     ],
 )
-def test_settings_that_cannot_work_with_it(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ds.ConfigurationError, match=said):
+def test_settings_that_cannot_work_with_it(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ds.ConfigurationError, match=message):
         ds.TrainingArguments(tmp_path, fuse_optim_with_backward=True, **settings)
 
 

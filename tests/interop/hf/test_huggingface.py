@@ -306,7 +306,7 @@ class Flags:
 def test_a_returned_control_is_taken_over_and_cleared(tmp_path: Path) -> None:
     seen: list[tuple[str, int, bool]] = []
 
-    class Wish(ds.TrainerCallback):
+    class Requester(ds.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             return Flags(should_evaluate=True, should_save=True) if state.global_step == 1 else None
 
@@ -316,7 +316,7 @@ def test_a_returned_control_is_taken_over_and_cleared(tmp_path: Path) -> None:
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             seen.append(("save", state.global_step, control.should_save))
 
-    play(tmp_path, Wish())
+    play(tmp_path, Requester())
     done = [("evaluate", 1), ("save", 1), ("evaluate", 3), ("save", 4), ("evaluate", 6), ("save", 6)]
     assert seen == [(*each, False) for each in done]
 
@@ -332,31 +332,31 @@ def test_who_stops_is_known(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_written_in_the_background_is_told_with_its_own_step(tmp_path: Path) -> None:
-    told: list[int] = []
+    steps: list[int] = []
 
     class Note(ds.TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            told.append(state.global_step)
+            steps.append(state.global_step)
 
     small_trainer(tmp_path, Note(), max_steps=9, save_steps=4, save_in_background=True).train()
-    assert told == [4, 8, 9]
+    assert steps == [4, 8, 9]
 
 
 def test_what_is_known_of_a_checkpoint_written_in_the_background_is_of_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[Any] = []
+    seen: list[Any] = []
 
     class Note(ds.TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            told.append(
+            seen.append(
                 (state.global_step, state.epoch, state.samples_seen, [each["step"] for each in state.log_history])
             )
 
     small_trainer(
         tmp_path, hold_save(monkeypatch, 4, until=7), Note(), max_steps=8, save_steps=4, logging_steps=2
     ).train()
-    assert told[0] == (4, 0.8, 16, [2, 4])
+    assert seen[0] == (4, 0.8, 16, [2, 4])
 
 
 # --- state ------------------------------------------------------------------------------------------------------------

@@ -12,15 +12,15 @@ from support.small import small_trainer
 
 def told_on_a_rank(output_dir: Path, goes_on: bool = False) -> dict[str, Any]:
     """What a callback sees on this rank; rank 1's alone asks for an end, in a handler that returns a control."""
-    told: dict[str, Any] = {"records": []}
+    seen: dict[str, Any] = {"records": []}
 
     class Rank(ds.TrainerCallback):
         steps = 0
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            told["rank"] = (args.world_size, args.process_index, state.is_world_process_zero, args.should_log)
-            told["batches"] = (len(kwargs["train_dataloader"]), len(kwargs["eval_dataloader"]))
-            told["begins at"] = (state.global_step, self.steps)
+            seen["rank"] = (args.world_size, args.process_index, state.is_world_process_zero, args.should_log)
+            seen["batches"] = (len(kwargs["train_dataloader"]), len(kwargs["eval_dataloader"]))
+            seen["begins at"] = (state.global_step, self.steps)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             self.steps += 1
@@ -28,7 +28,7 @@ def told_on_a_rank(output_dir: Path, goes_on: bool = False) -> dict[str, Any]:
             return control
 
         def on_log(self, args: Any, state: Any, control: Any, *, logs: Any, **kwargs: Any) -> None:
-            told["records"].append({name: logs[name] for name in ("loss", "eval_loss", "epoch") if name in logs})
+            seen["records"].append({name: logs[name] for name in ("loss", "eval_loss", "epoch") if name in logs})
 
         def state_dict(self) -> dict[str, int]:
             return {"steps": self.steps}
@@ -40,8 +40,8 @@ def told_on_a_rank(output_dir: Path, goes_on: bool = False) -> dict[str, Any]:
     settings = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "parallel": "ddp"}
     trainer = small_trainer(output_dir, Rank(), parts=sets, max_steps=5, logging_steps=1, eval_steps=2, **settings)
     result = trainer.train(continue_stopped=goes_on)
-    told["end"] = (result.global_step, result.reason)
-    return told
+    seen["end"] = (result.global_step, result.reason)
+    return seen
 
 
 def test_two_ranks_are_told_the_same_and_stop_together(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         return write
 
 
-class Wisher(TrainerCallback):  # type: ignore[misc]
+class Requester(TrainerCallback):  # type: ignore[misc]
     """Ends an epoch early, and asks for everything once."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -75,7 +75,7 @@ NOT_BETTER = {"learning_rate": 0.0, "load_best_model_at_end": True, "metric_for_
 SCRIPTS: dict[str, tuple[dict[str, Any], Any]] = {
     "by steps, ending inside an epoch": (BY_STEPS, None),
     "by epochs": (BY_EPOCHS, None),
-    "with wishes": (BY_STEPS | dict.fromkeys(("max_steps", "eval_steps", "save_steps"), 7), Wisher),
+    "with requests": (BY_STEPS | dict.fromkeys(("max_steps", "eval_steps", "save_steps"), 7), Requester),
     "stopped early": (BY_STEPS | {"eval_steps": 2, "save_steps": 2, **NOT_BETTER}, EarlyStoppingCallback),
 }
 SHARED: dict[str, Any] = {

@@ -300,10 +300,10 @@ def test_what_it_raises_is_counted_and_never_felt(
     with_it = small_trainer(tmp_path / "with", adapted, other, max_steps=3)
     assert with_it.train().reason == "finished"
     assert (adapted.counts.ran, adapted.counts.failed) == (3, 3)  # type: ignore[attr-defined]
-    (said,) = [each for each in caplog.records if "3 calls, 3 failed, 0 dropped" in each.message]
+    (record,) = [each for each in caplog.records if "3 calls, 3 failed, 0 dropped" in each.message]
     kind = f"{type(error).__name__}: {error}"
-    assert said.message.endswith(f"0 dropped; on_step_end failed in all of 3 calls, first with {kind}")
-    assert said.levelno == logging.ERROR
+    assert record.message.endswith(f"0 dropped; on_step_end failed in all of 3 calls, first with {kind}")
+    assert record.levelno == logging.ERROR
     assert ("step_end", 3) in other.seen
     without = small_trainer(tmp_path / "without", max_steps=3)
     without.train()

@@ -147,8 +147,8 @@ def test_a_timer_and_functions(tmp_path: Path) -> None:
     ],
 )
 def test_what_needs_lightnings_trainer_is_refused(tmp_path: Path, name: str, given: Any, instead: str) -> None:
-    said = f"{name} needs parts of the library's own trainer; instead, {instead}"
-    with pytest.raises(ds.ConfigurationError, match=said):
+    message = f"{name} needs parts of the library's own trainer; instead, {instead}"
+    with pytest.raises(ds.ConfigurationError, match=message):
         small_trainer(tmp_path, of_lightning(name)(**given))
 
 
