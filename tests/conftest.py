@@ -65,7 +65,7 @@ if _memory_of_the_host.is_dir() and shutil.disk_usage(_memory_of_the_host).free 
 # A proxy would be asked for what lies on this machine.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
 
-# What a terminal is like is said by the tests that need one.
+# Tests that need a terminal set what it is like.
 os.environ["TERM"] = "xterm"
 for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(name, None)

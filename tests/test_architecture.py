@@ -22,7 +22,9 @@ from support.imports import imports
 SOURCE = Path(dalsegno.__file__).parent
 TESTS = Path(__file__).parent
 LONGEST = 400  # lines
+LONGEST_CONSTRUCTOR = 50  # lines of the Trainer's: one screen
 IMPORTS_TORCHDATA = re.compile(r"^\s*(from|import) torchdata\b", re.MULTILINE)
+LOOKS_AT_CALLERS = re.compile(r"\b(_getframe|currentframe|f_back|inspect\.stack)\b")
 
 FLOORS = [
     ["errors"],
@@ -230,6 +232,17 @@ def parts_imported(test: Path, room: str) -> set[str]:
 def test_no_file_is_too_long() -> None:
     lengths = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
     assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
+
+
+def test_the_trainer_is_built_on_one_screen() -> None:
+    tree = ast.parse(MODULES["dalsegno.training.trainer"].read_text())
+    constructors = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    assert [node.end_lineno - node.lineno < LONGEST_CONSTRUCTOR for node in constructors if node.end_lineno] == [True]
+
+
+def test_nobody_looks_at_callers() -> None:
+    """What a function does depends on its arguments."""
+    assert [name for name, path in MODULES.items() if LOOKS_AT_CALLERS.search(path.read_text())] == []
 
 
 def test_rooms_without_torch_load_none() -> None:

@@ -12,7 +12,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 def series(values: Sequence[float], steps: Sequence[int] | None = None, name: str = "loss") -> Series:
-    """Logged every 10 steps, if nothing else is said."""
+    """Logged every 10 steps, unless set otherwise."""
     places = range(10, 10 * len(values) + 1, 10) if steps is None else steps
     return Series(name, "a run", np.array(places, np.int64), np.array(values, np.float64))
 

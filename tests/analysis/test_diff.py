@@ -1,4 +1,4 @@
-"""Record by record: what differs is found, whatever is missing in between; what tells the time is not."""
+"""Record by record: what differs is found, whatever is missing in between; wall-clock fields are not."""
 
 from __future__ import annotations
 

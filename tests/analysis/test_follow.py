@@ -109,7 +109,7 @@ def test_a_record_is_told_when_it_is_whole(tmp_path: Path) -> None:
 
 
 def test_whatever_happens_it_ends_up_with_what_is_there(log: RecordLog) -> None:
-    """Appends, rewinds and looks in any order: what has been told, cut back as told, is the log."""
+    """After appends, rewinds and reads in any order: the records read, cut back as reported, are the log."""
     dice = random.Random(5)
     follow = follower(log)
     read: list[dict[str, Any]] = []
@@ -160,7 +160,7 @@ def test_a_run_whose_log_goes_on_in_another_file(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_log_is_in_each_checkpoint(tmp_path: Path) -> None:
-    """As that of Hugging Face's Trainer: a new one repeats what the last one told."""
+    """As that of Hugging Face's Trainer: a new one repeats the records of the last one."""
     for step in (10, 20):
         (tmp_path / f"checkpoint-{step}").mkdir()
         history = [{"step": each, "loss": 1.0} for each in range(5, step + 1, 5)]

@@ -39,7 +39,7 @@ def study(folder: Path) -> optuna.Study:
 
 
 def run(folder: Path, kills: dict[int, int]) -> None:
-    """Resume, then go on to four trials. ``kills``: by trial, the step after which the process ends."""
+    """Resume, then continue to four trials. ``kills``: by trial, the step after which the process ends."""
 
     def objective(trial: optuna.Trial) -> float:
         pruning = OptunaPruning(trial)

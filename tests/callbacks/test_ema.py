@@ -340,7 +340,7 @@ def evaluated_beside_another(output_dir: Path, how: str) -> list[Any]:
 
 
 def test_a_record_says_whose_weights_were_evaluated_and_no_metric_does(tmp_path: Path) -> None:
-    """By a callback's key, which ``export --average`` takes; of the model's own weights nothing is said."""
+    """By a callback's key, which ``export --average`` takes; the model's own weights are not named."""
     shown = io.StringIO()
     asked: list[Any] = []
     noted = Listener({"on_evaluate": lambda ctx: asked.append((ctx.evaluated_weights, sorted(ctx.metrics)))})

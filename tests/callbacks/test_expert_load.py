@@ -185,7 +185,7 @@ def looked_at_before_a_record(output_dir: Path, *own: ds.Callback) -> ds.Trainer
 
 
 def test_what_was_counted_is_in_the_record_after_a_resume(tmp_path: Path) -> None:
-    """The checkpoint lies between the step that was looked at and its record."""
+    """The checkpoint is between the step that was measured and its record."""
     assert_resumes(looked_at_before_a_record, tmp_path, 4, 9)
     records = [each for each in read_records(tmp_path / "parts/logs/train.jsonl") if "kind" not in each]
     assert [each["global_step"] for each in records if "expert_load/router/max" in each] == [5, 10]

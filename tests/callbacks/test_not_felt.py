@@ -1,4 +1,4 @@
-"""Those that only watch are not felt: not in weights and random numbers, and the device is not waited for."""
+"""Callbacks that only observe change neither weights nor random numbers, and do not wait for the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ProgressCallback: lines where nobody looks on, a bar where somebody does."""
+"""ProgressCallback: lines in a file or a pipe, a bar on a terminal."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""The command line as a whole: help, version, names nobody knows, and how a command ends."""
+"""The command line as a whole: help, version, unknown names, and how a command ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks named in a file: which, with what, and what is said when that cannot be."""
+"""Callbacks named in a file: which, with what, and the error when that cannot be."""
 
 from __future__ import annotations
 

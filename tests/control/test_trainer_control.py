@@ -441,7 +441,7 @@ def test_no_token_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_asking_leaves_the_training_alone(tmp_path: Path) -> None:
-    """Bit by bit what a run that nobody asks comes to."""
+    """Bit by bit the result of a run without requests."""
 
     def steer(job: Job) -> None:
         for _ in range(20):

@@ -1,4 +1,4 @@
-"""What cannot be resumed exactly is said before the first step; what can be is not; and looking changes nothing."""
+"""What cannot be resumed exactly is reported before the first step; what can be is not; checking changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers of a loader outlive what is sent to the whole run, and keep nobody from ending."""
+"""Workers of a loader outlive signals to the whole run, and keep no process from ending."""
 
 from __future__ import annotations
 

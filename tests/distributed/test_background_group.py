@@ -16,7 +16,7 @@ from dalsegno.testing import run_ranks
 
 
 def total() -> str:
-    """What rank 0 makes of all ranks' numbers, as each rank hears it."""
+    """What rank 0 makes of all ranks' numbers, as each rank receives it."""
     return collectives.background_group().gather_decide(
         collectives.rank() + 1, lambda numbers: f"{numbers} make {sum(numbers)}"
     )

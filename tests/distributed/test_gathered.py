@@ -10,7 +10,7 @@ from dalsegno.testing import run_ranks
 
 
 def fetched_and_read() -> dict[str, object]:
-    """What a rank is told of two that are fetched together, how often it measures, and of one that is read twice."""
+    """What a rank receives of two that are fetched together, how often it measures, and of one that is read twice."""
     rank = float(collectives.rank())
     measured: list[str] = []
 

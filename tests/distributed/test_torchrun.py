@@ -48,7 +48,7 @@ def environment() -> dict[str, str]:
 
 
 def test_two_ranks_by_themselves(job: Path, tmp_path: Path) -> None:
-    """``parallel="auto"`` finds the ranks; the same losses as alone; the second leg goes on from the first.
+    """``parallel="auto"`` finds the ranks; the same losses as alone; the second leg continues from the first.
 
     Both ranks have come to its end without an error, which would have taken the job's restart.
     """

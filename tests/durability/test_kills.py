@@ -132,7 +132,7 @@ def test_two_ranks_of_fsdp(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_any_rank_of_ddp(tmp_path: Path, victim: int) -> None:
-    """Whichever rank is killed: the others end too, and all go on from the same checkpoint."""
+    """Whichever rank is killed: the others end too, and all continue from the same checkpoint."""
     dice = random.Random(SEED + 2 + victim)
     plans = [
         FaultPlan(event=Event.AFTER_FORWARD, count=dice.randint(1, 3)),

@@ -19,7 +19,7 @@ from support.small import same, small_trainer, weights
 
 
 class Slow(ds.Callback):
-    """Waits in its first step until it may go on, and then tells what it was shown."""
+    """Waits in its first step until it may continue, then reports what it received."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()

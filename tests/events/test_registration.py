@@ -26,7 +26,7 @@ def train(output_dir: Path, *callbacks: ds.Callback, steps: int = 4) -> ds.Train
 
 
 def report(output_dir: Path, *callbacks: ds.Callback, steps: int) -> Any:
-    """What the load of a run that goes on to ``steps`` has to say."""
+    """The load report of a run that is resumed and trained up to ``steps``."""
     reports: list[Any] = []
     train(output_dir, Listener({"on_load": lambda ctx: reports.append(ctx.report)}), *callbacks, steps=steps)
     return reports[0]
@@ -283,7 +283,7 @@ def test_anything_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_requests_for_evaluation_saving_and_the_epochs_end(tmp_path: Path) -> None:
-    """Each is granted once, at its step's end; the epoch that is cut short goes on with the next one's data."""
+    """Each is met once, at its step's end; after an epoch that is cut short, the next one's data follows."""
     seen: list[tuple[str, int]] = []
 
     def ask(ctx: Any) -> None:

@@ -19,7 +19,7 @@ from dalsegno.training.control_sync import ControlSync
 
 
 def agree_on_what_rank_one_sees(each_step: bool) -> tuple[int, ControlRequests, str | None, bool]:
-    """From its 50th step on, rank 1 sees a reason to stop. At which step each rank hears of it, and what."""
+    """From its 50th step on, rank 1 sees a reason to stop. At which step each rank learns of it, and what."""
     control = TrainerControl()
     step = 0
 
@@ -80,7 +80,7 @@ PLACES: dict[str, Callable[[], object]] = {
 
 
 def come_to_different_places(*places: str) -> str | None:
-    """Each rank calls another collective; what it is told."""
+    """Each rank calls another collective; the error that it gets."""
     agree_on_a_step()
     try:
         PLACES[places[collectives.rank()]]()
@@ -90,7 +90,7 @@ def come_to_different_places(*places: str) -> str | None:
 
 
 def say_many_numbers(length: int) -> tuple[list[list[float]], list[float], list[int]]:
-    """What every rank hears of that many numbers of each, some of them no ordinary ones."""
+    """What every rank receives of that many numbers of each, some of them no ordinary ones."""
     numbers = [float(collectives.rank()), -0.0, float("inf"), 5e-324, *range(length)][:length]
     wholes = [(-1) ** collectives.rank() * 2**62, *range(length)][:length]
     return (

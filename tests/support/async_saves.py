@@ -26,7 +26,7 @@ from support.small import small_trainer
 
 
 class Notes(RankNotes, ds.Callback):
-    """Each rank's own. ``make_durable`` is given; it is told how often it has been called."""
+    """Each rank's own. ``make_durable`` is given; it receives the number of its calls."""
 
     def __init__(self, make_durable: Callable[[int], object] = int) -> None:
         RankNotes.__init__(self, torch.zeros(100))
@@ -88,7 +88,7 @@ def fall_durable(step: int) -> None:
 
 
 def train_with_trouble(output_dir: Path) -> tuple[list[int], list[str]]:
-    """The steps whose checkpoints this rank was told of; what was said of the others."""
+    """The steps whose checkpoints on_save reported to this rank, and the messages about the others."""
     saved: list[int] = []
     messages: list[str] = []
     handler = logging.Handler(logging.ERROR)
@@ -105,7 +105,7 @@ def train_with_trouble(output_dir: Path) -> tuple[list[int], list[str]]:
 
 
 def save_twice(directory: Path, watcher: Callable[[str, Path], None]) -> tuple[str, list[str]]:
-    """Why the second save failed, as this rank knows it, and what then lies in the folder."""
+    """Why the second save failed, as this rank knows it, and what the folder then contains."""
     manager, components = CheckpointManager(directory), [Component("callbacks.Notes", Notes())]
     manager.save(1, [], components)
     filesystem.watcher = watcher
@@ -129,7 +129,7 @@ def save_while_one_is_killed(directory: Path, victim: int, operation: str, end: 
 
 
 def save_while_rank_one_is_killed_by_rank_zero(directory: Path, operation: str, end: str) -> tuple[str, list[str]]:
-    """When rank 0 comes to that operation, which is not before rank 1 has said what it has written."""
+    """When rank 0 comes to that operation, which is not before rank 1 has reported what it has written."""
     pids: list[int] = collectives.gather(os.getpid(), "processes")
 
     def kill(what: str, path: Path) -> None:

@@ -78,7 +78,7 @@ class Overtaken:
 
 
 def warnings_of(work: Callable[[], object]) -> list[str]:
-    """What is said as a warning while ``work`` is done. For processes of their own."""
+    """The warnings that are logged while ``work`` runs. For processes of their own."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -92,7 +92,7 @@ def warnings_of(work: Callable[[], object]) -> list[str]:
 
 
 def train_where_one_rank_is_short(output_dir: Path) -> tuple[list[int], list[str]]:
-    """Which saves this rank's training went on beside, and what was said."""
+    """The saves beside which this rank's training continued, and the warnings."""
     if collectives.rank() == 1:
         resources._of_host = lambda: 1000
     filesystem.watcher = overtaken = Overtaken()

@@ -1,4 +1,4 @@
-"""Runs on several ranks, and what each rank tells of its own."""
+"""Runs on several ranks, and what each rank returns of its own."""
 
 from __future__ import annotations
 

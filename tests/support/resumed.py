@@ -1,4 +1,4 @@
-"""Stop a run in this process, go on with a new trainer, and hold it against one that was never stopped."""
+"""Stop a run in this process, continue with a new trainer, and compare it with one that was never stopped."""
 
 from __future__ import annotations
 

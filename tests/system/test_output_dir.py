@@ -1,4 +1,4 @@
-"""Where a run lies: one folder, wherever the process goes, also on a disk that is full for a while."""
+"""Where a run is: one folder, whatever directory the process changes to, also on a disk that is full for a while."""
 
 from __future__ import annotations
 

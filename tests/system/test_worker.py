@@ -43,7 +43,7 @@ def test_what_a_call_raises_is_logged_and_counted(error: BaseException, caplog: 
 
 
 def test_a_thread_that_dies_is_replaced_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A logging handler that raises kills it while it tells of a call that failed."""
+    """A logging handler that raises kills it while it reports a call that failed."""
     seen: list[int] = []
     worker = Worker("observer", size=1, when_full="block")
 

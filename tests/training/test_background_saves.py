@@ -164,7 +164,7 @@ def test_the_last_save_must_not_fail_silently(tmp_path: Path, watch: Watch) -> N
 def test_who_wants_no_checkpoint_hears_of_no_failed_one(
     tmp_path: Path, watch: Watch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It has been said when it failed, and the result tells which is the newest."""
+    """Its failure was logged, and the result names the newest checkpoint."""
     watch(full("step-00000004.partial"))
 
     def stop(ctx: Any) -> None:

@@ -41,7 +41,7 @@ class Watched(ds.Callback):
 
 
 def leg(output_dir: Path, max_steps: int, *, allow: tuple[str, ...] = (), **how: Any) -> Watched:
-    """A leg of a run that saves every two steps, with a constant rate unless told otherwise."""
+    """A leg of a run that saves every two steps, with a constant rate unless set otherwise."""
     watched = Watched()
     usual = {"lr_scheduler_type": "constant", "save_steps": 2, "model": Line()}
     small_trainer(output_dir, watched, max_steps=max_steps, **{**usual, **how}).train(allow_changes=allow)

@@ -1,4 +1,4 @@
-"""Callbacks that come, go and change while a run is killed and resumed: no state is lost, and all of it is told."""
+"""Callbacks that come, go and change while a run is killed and resumed: no state is lost, all is reported."""
 
 from __future__ import annotations
 

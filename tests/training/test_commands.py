@@ -55,7 +55,7 @@ def test_on_two_ranks(tmp_path: Path, factory: Any) -> None:
 
 
 def test_a_record_that_a_command_calls_off_leaves_nothing_to_the_next(tmp_path: Path) -> None:
-    """Though the ranks have told each other their sums for it."""
+    """Though the ranks have exchanged their sums for it."""
     commands = {2: [("set", {"logging_steps": 4})], 3: [("log", {})]}
     called_off, _ = run_ranks(losses_of_records, 2, tmp_path / "called off", commands, 2)
     as_planned, _ = run_ranks(losses_of_records, 2, tmp_path / "as planned", {}, 3)

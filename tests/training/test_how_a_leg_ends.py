@@ -1,4 +1,4 @@
-"""Every way for a leg to end: told once, with its reason, and who asked for it."""
+"""Every way for a leg to end: reported once, with its reason, and who requested it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def abort(ctx: Any) -> None:
 
 
 class Ending(NamedTuple):
-    """What leads to the end of a run of four steps that saves at its end, and what is told of it."""
+    """What leads to the end of a run of four steps that saves at its end, and what is reported of it."""
 
     reason: str
     handlers: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Any schedule and any optimizer of torch's: the rates of a plain loop, and a resumed run goes on with them."""
+"""Any schedule and any optimizer of torch's: the rates of a plain loop, and a resumed run continues with them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def rates_of_a_plain_loop(schedule: Schedule, steps: int) -> list[float]:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_any_schedule(tmp_path: Path, name: str) -> None:
-    """The rates are those of a plain loop, and a resumed run goes on with them."""
+    """The rates are those of a plain loop, and a resumed run continues with them."""
     rates: dict[int, float] = {}
     built: list[Any] = []
 

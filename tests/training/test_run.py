@@ -24,7 +24,7 @@ from support.small import Line, rows
 
 
 class Listener(ds.Callback):
-    """Writes down what it hears."""
+    """Records the events that it receives."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []

@@ -42,7 +42,7 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 class Waited(logging.Handler):
-    """Calls back when it is said for the second time that a save is waited for."""
+    """Calls back at the second warning that a save is waited for."""
 
     def __init__(self, then: Any) -> None:
         super().__init__()

@@ -84,7 +84,7 @@ def test_more_steps_go_on_where_it_was(tmp_path: Path, in_one_process: bool) -> 
 
 
 def test_no_flag_of_a_stop_sticks(tmp_path: Path) -> None:
-    """The same trainer, stopped twice, goes on each time."""
+    """The same trainer, stopped twice, continues each time."""
     stops = iter([3, 7, 0])
     wanted = {"stop": next(stops)}
 
@@ -142,7 +142,7 @@ def test_going_back_moves_what_came_later(tmp_path: Path) -> None:
 
 
 def test_nothing_of_a_dead_timeline_is_picked_up(tmp_path: Path) -> None:
-    """Back to step 4, and gone before anything new was saved: the next leg goes on from step 4 too."""
+    """Back to step 4, and gone before anything new was saved: the next leg continues from step 4 too."""
     logged(tmp_path).train()
 
     def fail(ctx: Any) -> None:

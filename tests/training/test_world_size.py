@@ -1,4 +1,4 @@
-"""A run goes on with another number of ranks: same losses, same samples, and it says what could not be the same."""
+"""A run resumes with another number of ranks: same losses, same samples, and it reports what could not be the same."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def assert_same_numbers(ranks: list[dict[str, Any]], unchanged: dict[str, Any]) 
 
 @pytest.fixture(scope="module")
 def unchanged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a run tells that one process has brought to its end."""
+    """What a run reports that one process has trained to its end."""
     return train(tmp_path_factory.mktemp("unchanged"), "none", ALONE)[0]
 
 

@@ -1,4 +1,4 @@
-"""The detector over past logs: what the live one would have said; and the settings a sweep finds."""
+"""The detector over past logs: what the live one would have judged; and the settings a sweep finds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spikes: found where they are, told as one if they last, and none found in noise."""
+"""Spikes: found where they are, counted as one if they last, and none found in noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FLOPs of a step: against what each family of models takes by hand; and whoever counts them is not felt."""
+"""FLOPs of a step: against what each family of models takes by hand; and counting them changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands that read logs: what they refuse, how they end, and what they do while a log goes on."""
+"""The commands that read logs: what they refuse, how they end, and what they do while a log is being written."""
 
 from __future__ import annotations
 

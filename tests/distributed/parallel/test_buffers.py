@@ -1,4 +1,4 @@
-"""Running statistics on several ranks: rank 0's at each step's end, so that neither a save nor the layout is felt."""
+"""Running statistics on several ranks: rank 0's at each step's end, so that neither saves nor layouts change them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forgather's callbacks: what its own trainer tells them, and with which numbers.
+"""Forgather's callbacks: the events that its own trainer fires, and with which numbers.
 
 Its classes do not install beside these versions of everything; the ones here have their contracts.
 """

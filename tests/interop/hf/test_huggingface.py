@@ -363,7 +363,7 @@ def test_what_is_known_of_a_checkpoint_written_in_the_background_is_of_its_step(
 
 
 class Epochs(ds.TrainerCallback):
-    """One with state is told of an epoch once, in whichever leg."""
+    """A callback with state receives each epoch once, in whichever leg."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []

@@ -1,4 +1,4 @@
-"""Hugging Face's dialect on two ranks: what each is told, and who may end the run."""
+"""Hugging Face's dialect on two ranks: what each rank's callbacks receive, and which of them may end the run."""
 
 from __future__ import annotations
 
