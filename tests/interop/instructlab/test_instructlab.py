@@ -202,11 +202,13 @@ def test_tokens_of_a_batch(tmp_path: Path) -> None:
 
 
 def test_functions_have_the_names_of_the_first_proposal(tmp_path: Path) -> None:
-    contexts: list[Any] = []
-    trainer = small_trainer(tmp_path, ds.functions(on_step_end=contexts.append, on_epoch_begin=contexts.append))
+    begins: list[Any] = []
+    ends: list[Any] = []  # each function is on a thread of its own
+    trainer = small_trainer(tmp_path, ds.functions(on_step_end=ends.append, on_epoch_begin=begins.append))
     trainer.args.max_steps = 2
     trainer.train()
-    begin, first, second = contexts
+    (begin,) = begins
+    first, second = ends
     assert begin.batch_metrics.total_samples is None and begin.avg_loss_across_ranks is None
     for number, end in ((1, first), (2, second)):
         assert (end.global_step, end.samples_seen, end.is_main_process) == (number, 4 * number, True)
