@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dalsegno as ds
-from analysis.foreign import train_with_lightning, train_with_transformers
+from analysis.formats.foreign import train_with_lightning, train_with_transformers
 
 
 @pytest.fixture(scope="module")

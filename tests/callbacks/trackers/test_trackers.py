@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 import dalsegno as ds
-from callbacks import tracked_runs
-from callbacks.tracked_runs import STEPS, trainer
+from callbacks.trackers import tracked_runs
+from callbacks.trackers.tracked_runs import STEPS, trainer
 from dalsegno.analysis.formats.source import Skipped
 from dalsegno.analysis.formats.wandb_run import _messages, wandb_files
 from dalsegno.callbacks import MLflowLogger, TBLogger
