@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,11 +16,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, read_tensors
+from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, OptimizerState, read_tensors
 from dalsegno.checkpoint.save import host_copies
 from dalsegno.checkpoint.save.host_copies import SMALL, HostCopies
 
 TENSORS = 200
+
+
+def calls_of(work: Callable[[], object]) -> Counter[str]:
+    """How often each function in Python is called, by its file and name."""
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            calls[f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 def test_a_capture_of_what_is_planned_calls_few_functions_per_tensor(tmp_path: Path) -> None:
@@ -27,22 +44,32 @@ def test_a_capture_of_what_is_planned_calls_few_functions_per_tensor(tmp_path: P
     was checked as one read from a disk."""
     model = nn.ParameterList([nn.Parameter(torch.randn(3, 4)) for _ in range(TENSORS)])
     manager, state = CheckpointManager(tmp_path), ModelState(model)
-    calls: Counter[str] = Counter()
-
-    def count(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call":
-            calls[f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
-
     manager.save(1, [state], [])
-    sys.setprofile(count)
-    try:
-        save = manager.save_async(2, [state], [])
-    finally:
-        sys.setprofile(None)
-    save.join()
-    assert save.failure is None
+    calls = calls_of(lambda: manager.save_async(2, [state], []))
+    manager.settle()
+    assert manager.path_of(2).is_dir()
     per_tensor = {name: number / TENSORS for name, number in calls.items() if number >= TENSORS}
     assert sum(per_tensor.values()) <= 14, per_tensor
+
+
+def test_the_library_of_a_class_is_looked_up_once_for_all_modules() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+    state = ModelState(nn.Sequential(*(Scale() for _ in range(TENSORS))))
+    assert calls_of(state.capture)["wrapped.py:_library_of"] <= 2
+
+
+def test_a_step_counter_is_looked_at_once() -> None:
+    """And each of the two moments of AdamW."""
+    model = nn.ParameterList([nn.Parameter(torch.randn(3, 4)) for _ in range(TENSORS)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert calls_of(OptimizerState(model, optimizer).capture)["layout.py:is_plain"] == 3 * TENSORS
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -25,7 +25,7 @@ from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.format.sharding import Box, Sharding
 from dalsegno.checkpoint.format.stored_tensors import part
 from dalsegno.checkpoint.load.tensor_reader import load
-from dalsegno.checkpoint.save.planning import FilePlan, Plan, plan
+from dalsegno.checkpoint.save.planning import FilePlan, Plan, plan, signature
 from dalsegno.checkpoint.state.contract import Captured
 from dalsegno.checkpoint.state.sharding import cuts_of
 from dalsegno.errors import CannotSave
@@ -204,6 +204,29 @@ def test_the_index_does_not_grow_with_the_ranks(layout: str) -> None:
             for chunk in file.layout.chunks
         }
     assert sizes[32] - sizes[8] < 24 * 4 * 3 + 20 * 20
+
+
+def signatures_of_either_sharded() -> list[object]:
+    """Of two tensors of one shape, the one or the other is sharded."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh, whole = init_device_mesh("cpu", (2,)), torch.empty(4, 3)
+        sharded = DTensor.from_local(torch.empty(2, 3), mesh, [Shard(0)], run_check=False)
+        return [
+            signature({"model": {"first": first, "second": second}}, {})
+            for first, second in ((sharded, whole), (whole, sharded))
+        ]
+    finally:
+        dist.destroy_process_group()
+
+
+def sharding_of_another_tensor_is_another_plan() -> bool:
+    one, other = signatures_of_either_sharded()
+    return one != other
+
+
+def test_a_plan_does_not_fit_if_another_tensor_is_sharded() -> None:
+    assert run_ranks(sharding_of_another_tensor_is_another_plan, 1) == [True]
 
 
 def frozen_files(rank: int, world: int, optimizer: dict[str, torch.Tensor]) -> list[FilePlan]:

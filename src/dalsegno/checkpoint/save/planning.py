@@ -173,8 +173,12 @@ def signature(tensors: TensorsByComponent, frozen: FrozenNames) -> object:
                 component,
                 list(its),
                 *_forms(its.values()),
-                [(tensor.placements, tensor.device_mesh) for tensor in its.values() if type(tensor) is DTensor],
-                [(place.meshes, place.placements) for each in its.values() if (place := place_of(each)) is not None],
+                [(name, each.placements, each.device_mesh) for name, each in its.items() if type(each) is DTensor],
+                [
+                    (name, place.meshes, place.placements)
+                    for name, each in its.items()
+                    if (place := place_of(each)) is not None
+                ],
             )
             for component, its in tensors.items()
         ],

@@ -21,8 +21,11 @@ def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def is_sharded(value: object, parameter: torch.Tensor) -> bool:
-    """Whether an optimizer's value is sharded like its parameter."""
-    return is_dense(value) and is_shaped_like(value, parameter)
+    """Whether an optimizer's value is sharded like its parameter.
+
+    Its shape tells at once that a step counter is not, of which there may be thousands.
+    """
+    return isinstance(value, torch.Tensor) and is_shaped_like(value, parameter) and is_dense(value)
 
 
 def is_shaped_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:

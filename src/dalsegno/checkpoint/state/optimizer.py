@@ -88,7 +88,7 @@ class OptimizerState:
                         rows.wrapped.setdefault(name, {})[kind] = form
                     continue
                 plain[kind] = value
-                if isinstance(value, torch.Tensor) and value.device.type == "cpu" != parameter.device.type:
+                if isinstance(value, torch.Tensor) and value.is_cpu and not parameter.is_cpu:
                     rows.on_cpu.setdefault(name, []).append(kind)
         if is_cut(self._model):
             tensors, rows = of_all_stages(named, tensors, rows)

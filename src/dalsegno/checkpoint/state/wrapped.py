@@ -126,9 +126,11 @@ def _module_for(package: str) -> ModuleType | None:
 
 def hidden_tensors(model: nn.Module) -> Tensors:
     """Tensors of a library's modules, by name, that ``load_state_dict`` ignores or refuses: loaded in place only."""
+    kinds = {type(module) for module in model.modules()}
+    libraries = {kind: library for kind in kinds if (library := _library_of(kind)) is not None}
     return {
         f"{prefix}{'.' if prefix else ''}{end}": tensor
-        for prefix, module in model.named_modules()
-        if (library := _library_of(type(module))) is not None
-        for end, tensor in library.hidden_tensors(module).items()
+        for prefix, module in (model.named_modules() if libraries else ())
+        if type(module) in libraries
+        for end, tensor in libraries[type(module)].hidden_tensors(module).items()
     }

@@ -35,7 +35,7 @@ _OWN_OF_A_TWIN = ("state", "param_groups", "_optimizer_step_pre_hooks", "_optimi
 
 def is_wrapped(value: object, parameter: torch.Tensor) -> bool:
     """Whether an optimizer's value that is not dense has an element for each of its parameter's."""
-    return isinstance(value, torch.Tensor) and not is_composite(value) and is_shaped_like(value, parameter)
+    return isinstance(value, torch.Tensor) and is_shaped_like(value, parameter) and not is_composite(value)
 
 
 def differences(
