@@ -19,10 +19,8 @@ class RemoteLock:
         self._lease: Lease | None = None
 
     def take(self, *, take_over: bool) -> None:
-        """Take the lock. Waits if this process cannot see the holder, until the lease is renewed or has expired.
-
-        Args:
-            take_over: take the lock from a process that this one cannot see.
+        """Take the lock; with ``take_over``, also from a process that this one cannot see. Otherwise, waits for such a
+        holder until it renews its lease, or the lease has expired.
 
         Raises:
             Locked: if another process or this one holds the lock, or one that this process cannot see may hold it.

@@ -7,10 +7,8 @@ class Mirror:
     """Keeps a copy of a run elsewhere. This class, for a run without a URL, keeps none."""
 
     def claim(self, *, take_over: bool) -> None:
-        """Lock the URL until :meth:`end`, so that no other process trains there. Collective.
-
-        Args:
-            take_over: take the lock from a process of another host.
+        """Lock the URL until :meth:`end`, so that no other process trains there; with ``take_over``, even if a process
+        of another host holds the lock. Collective.
 
         Raises:
             Locked: if another process holds the lock, or may hold it on another host.
