@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import collectives
-from .sharded_tensors import once
+from .sharded_tensors import unexpanded
 from .stage_places import place_of
 
 _SMALL = 1 << 20  # bytes; smaller buffers are broadcast together
@@ -48,7 +48,7 @@ class SharedBuffers:
         with torch.no_grad():
             tensors = [each for _, each in self._found()]
             _share_in_stages(tensors)
-            found = {id(each): once(each.detach()) for each in tensors if place_of(each) is None}.values()
+            found = {id(each): unexpanded(each.detach()) for each in tensors if place_of(each) is None}.values()
             large = [each for each in found if each.nbytes >= _SMALL]
             small = sorted((each for each in found if each.nbytes < _SMALL), key=_kind)
             collectives.broadcast_tensors(large)

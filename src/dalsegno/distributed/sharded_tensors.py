@@ -106,7 +106,7 @@ def strip_wrappers(name: str) -> str:
     return name
 
 
-def once(tensor: Tensor) -> Tensor:
+def unexpanded(tensor: Tensor) -> Tensor:
     """View an expanded tensor without its repetitions, so that it can be written to."""
     for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and stride == 0:

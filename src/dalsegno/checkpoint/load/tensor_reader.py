@@ -21,7 +21,7 @@ from dalsegno.checkpoint.format.stored_tensors import ChunkReader, Files, part
 from dalsegno.checkpoint.state.contract import TensorsByComponent
 from dalsegno.checkpoint.state.sharding import box_here, local_part
 from dalsegno.distributed import collectives
-from dalsegno.distributed.sharded_tensors import once
+from dalsegno.distributed.sharded_tensors import unexpanded
 from dalsegno.errors import StateMismatch
 from dalsegno.system.processors import thread_count
 
@@ -88,13 +88,13 @@ class Read:
         return byte_count(self.box.shape, self.dtype)
 
     def fill(self, reader: ChunkReader) -> None:
-        memory = once(self.target)
+        memory = unexpanded(self.target)
         if memory.shape == self.target.shape:
             reader.fill(self.target, self.chunk, self.dtype, self.box)
             return
         read = torch.empty(self.target.shape, dtype=self.dtype)
         reader.fill(read, self.chunk, self.dtype, self.box)
-        memory.copy_(_unexpanded(read, memory.shape, self.chunk.name))
+        memory.copy_(_repeated_part(read, memory.shape, self.chunk.name))
 
 
 def planned_reads(tensors: TensorsByComponent, index: Index) -> Iterator[Read]:
@@ -115,7 +115,7 @@ def planned_reads(tensors: TensorsByComponent, index: Index) -> Iterator[Read]:
                 yield Read(part(local, box.relative_to(here)), chunk, stored[name].dtype, box)
 
 
-def _unexpanded(read: torch.Tensor, shape: torch.Size, name: str) -> torch.Tensor:
+def _repeated_part(read: torch.Tensor, shape: torch.Size, name: str) -> torch.Tensor:
     """The part of ``read`` of that shape, which is repeated along the expanded dimensions. Raises StateMismatch if it
     is not repeated."""
     first = read[tuple(slice(size) for size in shape)]

@@ -15,7 +15,7 @@ from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.format.keys import MODEL
 from dalsegno.checkpoint.format.layout import name_of
 from dalsegno.checkpoint.format.stored_tensors import StoredTensor
-from dalsegno.distributed.sharded_tensors import once, strip_wrappers
+from dalsegno.distributed.sharded_tensors import strip_wrappers, unexpanded
 from dalsegno.distributed.stage_places import is_elsewhere
 from dalsegno.errors import CannotSave
 from dalsegno.stateful.component import State
@@ -123,7 +123,7 @@ class ModelState:
                         make_room(here, state[raw])
                     continue
                 source = targets.get(sources.get(name, name))
-                if isinstance(here, torch.Tensor) and once(here).shape != here.shape:
+                if isinstance(here, torch.Tensor) and unexpanded(here).shape != here.shape:
                     continue  # already loaded, and torch cannot write to an expanded tensor
                 if source is not None and isinstance(here, torch.Tensor) and source.shape == here.shape:
                     state[raw] = source

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from dalsegno.distributed import collectives
 from dalsegno.distributed.clipping import GradientClipping
-from dalsegno.distributed.sharded_tensors import once
+from dalsegno.distributed.sharded_tensors import unexpanded
 from dalsegno.distributed.totals import StepTotals, totals_of_whole
 from dalsegno.errors import ConfigurationError
 
@@ -76,4 +76,4 @@ class ReplacedParameters(Parallel):
 
 def make_copies_equal(model: nn.Module) -> None:
     """Broadcast rank 0's parameters and buffers: each rank is about to keep a part of its own copy. Collective."""
-    collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])
+    collectives.broadcast_tensors([*model.parameters(), *map(unexpanded, model.buffers())])
