@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def legs(output_dir: Path) -> list[Leg]:
 def test_callbacks_travel_with_their_state_and_come_back_with_it(
     start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    util.get_temp_dir()  # keeps the short one that it finds: the path of a socket has at most 107 characters
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     tokens = Tokens(torch.tensor([1.0, 2.0, 3.0]))
