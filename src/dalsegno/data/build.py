@@ -33,7 +33,7 @@ class EvaluationSet(NamedTuple):
     name: str
     prefix: str
     """Prefix of its metrics' names."""
-    feed: EvalLoader
+    loader: EvalLoader
 
 
 def train_loader_from_args(
@@ -88,7 +88,7 @@ def evaluation_sets_from_args(
     if given is None:
         return []
 
-    def feed(source: Any) -> EvalLoader:
+    def loader_of(source: Any) -> EvalLoader:
         if datasets is None:
             return resumable_eval_loader(source, seed=args.seed, world_size=layout.data_size)
         check_same_length("eval_dataset", source)
@@ -100,16 +100,16 @@ def evaluation_sets_from_args(
         )
 
     if not isinstance(given, dict):
-        return [EvaluationSet("eval", "eval", feed(given))]
+        return [EvaluationSet("eval", "eval", loader_of(given))]
     return [
-        EvaluationSet(name or "eval", f"eval_{name}" if name else "eval", feed(source))
+        EvaluationSet(name or "eval", f"eval_{name}" if name else "eval", loader_of(source))
         for name, source in given.items()
     ]
 
 
 def eval_batches(sets: Sequence[EvaluationSet], device: torch.device) -> EvalBatches | dict[str, EvalBatches]:
     """Return the evaluation sets as callbacks see them: the only one, or several by name."""
-    loaders = {each.name: EvalBatches(each.feed, device) for each in sets}
+    loaders = {each.name: EvalBatches(each.loader, device) for each in sets}
     return loaders.get("eval", loaders) if len(loaders) == 1 else loaders
 
 

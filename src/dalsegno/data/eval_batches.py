@@ -19,13 +19,13 @@ class EvalBatches:
     It cannot be read while the set is evaluated, because there is only one position in it.
     """
 
-    def __init__(self, feed: EvalLoader, device: torch.device) -> None:
-        self._feed = feed
+    def __init__(self, loader: EvalLoader, device: torch.device) -> None:
+        self._loader = loader
         self._device = device
 
     def __len__(self) -> int:
         """Raises TypeError if the length is unknown."""
-        count = self._feed.length()
+        count = self._loader.length()
         if count is None:
             raise TypeError("the length of this evaluation set is unknown")
         return count
@@ -35,7 +35,7 @@ class EvalBatches:
 
     def __iter__(self) -> Iterator[Any]:
         """Raises ConfigurationError while the set is evaluated."""
-        if self._feed.is_evaluated:
+        if self._loader.is_evaluated:
             raise ConfigurationError(
                 "eval_dataloader is being evaluated; read it in on_evaluate, or in any event other than "
                 "on_prediction_step and those of the forward pass"
@@ -44,8 +44,8 @@ class EvalBatches:
 
     def _batches(self) -> Iterator[Any]:
         try:
-            for microbatch in self._feed:
+            for microbatch in self._loader:
                 yield to_device(microbatch.batch, self._device)
         finally:
-            if not self._feed.is_evaluated:  # else this iteration was abandoned and an evaluation has started since
-                self._feed.close()
+            if not self._loader.is_evaluated:  # else this iteration was abandoned and an evaluation has started since
+                self._loader.close()

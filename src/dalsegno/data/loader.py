@@ -34,7 +34,7 @@ class Microbatch:
         return Microbatch(pin_memory(self.batch), self.samples, self.global_samples)  # type: ignore[no-untyped-call]
 
 
-class Source(Protocol):
+class MicrobatchLoader(Protocol):
     """A loader of training or evaluation data. Iterating yields the *rest* of the current epoch."""
 
     @property
@@ -60,7 +60,7 @@ class Source(Protocol):
         """Return the number of micro-batches of the current epoch on this rank; None if unknown."""
 
 
-class ResumableLoader(Source, Protocol):
+class ResumableLoader(MicrobatchLoader, Protocol):
     """Micro-batches, epoch by epoch, from any position on.
 
     After each micro-batch, ``state_dict()`` is the position behind it, however far worker processes have read ahead.

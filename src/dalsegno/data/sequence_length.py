@@ -14,15 +14,15 @@ import torch
 
 from dalsegno.errors import ConfigurationError
 
-from .loader import Microbatch, Source
-from .step_batch import SourceView
+from .loader import Microbatch, MicrobatchLoader
+from .step_batch import LoaderView
 
 
-class ShortenedSequences(SourceView[Source]):
-    """The micro-batches of ``feed``, cut to ``length()`` tokens. The loader itself and its state stay as they are."""
+class ShortenedSequences(LoaderView[MicrobatchLoader]):
+    """The micro-batches of ``loader``, cut to ``length()`` tokens. The loader and its state stay as they are."""
 
-    def __init__(self, feed: Source, length: Callable[[], int]) -> None:
-        super().__init__(feed)
+    def __init__(self, loader: MicrobatchLoader, length: Callable[[], int]) -> None:
+        super().__init__(loader)
         self._length = length
 
     @property
@@ -31,7 +31,7 @@ class ShortenedSequences(SourceView[Source]):
         return None if spare is None else self._shorten(spare)
 
     def __iter__(self) -> Iterator[Microbatch]:
-        return map(self._shorten, self._feed)
+        return map(self._shorten, self._loader)
 
     def _shorten(self, microbatch: Microbatch) -> Microbatch:
         return replace(microbatch, batch=shortened(microbatch.batch, self._length()))

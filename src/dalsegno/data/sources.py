@@ -22,7 +22,7 @@ from .samples import Samples, StatefulSamples
 from .splitting import keeps_its_place, part_of_rank
 from .stateful_dataloader import StatefulDataLoader
 from .stateful_loader import StatefulLoader
-from .step_batch import SourceView
+from .step_batch import LoaderView
 from .stream import RankShard, RestartedStream, StatefulRankShard
 from .user_loader import UserLoader
 
@@ -67,9 +67,9 @@ def train_loader(
         loader = _stream_loader(stream, collate, drop_last, workers)
         kind = StatefulLoader if isinstance(stream, StatefulRankShard) else ReplayLoader
         if part is not None:
-            feed = kind(loader, seed=seed, world_size=world_size)
-            feed.exchange_lengths()
-            return feed
+            resumable = kind(loader, seed=seed, world_size=world_size)
+            resumable.exchange_lengths()
+            return resumable
         samples = length_of(source)
         if samples is not None and drop_last:
             samples -= samples % (batch_size * world_size)
@@ -99,30 +99,30 @@ def resumable_loader(loader: Iterable[Any], *, seed: int = 0, world_size: int = 
         ConfigurationError: if it is not iterable.
     """
     kind = StatefulLoader if isinstance(loader, Stateful) and keeps_its_order(loader) else ReplayLoader
-    feed = collectives.run_on_all_ranks(lambda: kind(_iterable(loader), seed=seed, world_size=world_size))
-    feed.exchange_lengths()
-    return feed
+    resumable = collectives.run_on_all_ranks(lambda: kind(_iterable(loader), seed=seed, world_size=world_size))
+    resumable.exchange_lengths()
+    return resumable
 
 
-class EvalLoader(SourceView[MapLoader | UserLoader]):
+class EvalLoader(LoaderView[MapLoader | UserLoader]):
     """Yields the same micro-batches in each iteration, from the first to the last; has no state.
 
     Generators that the data owns start with their first state in each iteration and are restored afterwards, because
     the training data may use the same ones.
     """
 
-    def __init__(self, feed: MapLoader | UserLoader) -> None:
-        super().__init__(feed)
-        self._at_first = feed.own_generators.state_dict()
+    def __init__(self, loader: MapLoader | UserLoader) -> None:
+        super().__init__(loader)
+        self._at_first = loader.own_generators.state_dict()
         self._outside: dict[str, Any] = {}
         self.is_evaluated = False
         """Whether an evaluation is running, so that nothing else may read the loader."""
 
     def __iter__(self) -> Iterator[Microbatch]:
-        self._feed.restart()
-        self._outside = self._outside or self._feed.own_generators.state_dict()
-        self._feed.own_generators.load_state_dict(self._at_first)
-        return iter(self._feed)
+        self._loader.restart()
+        self._outside = self._outside or self._loader.own_generators.state_dict()
+        self._loader.own_generators.load_state_dict(self._at_first)
+        return iter(self._loader)
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
@@ -136,12 +136,12 @@ class EvalLoader(SourceView[MapLoader | UserLoader]):
 
     def close(self) -> None:
         """Stop the worker processes, if any."""
-        self._feed.close()
-        self._feed.own_generators.load_state_dict(self._outside)
+        self._loader.close()
+        self._loader.own_generators.load_state_dict(self._outside)
         self._outside = {}
 
     def samples_per_epoch(self) -> int | None:
-        return self._feed.samples_per_epoch()
+        return self._loader.samples_per_epoch()
 
 
 def eval_loader(

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from dalsegno.errors import ConfigurationError
 
-from .loader import Microbatch, Source
-from .step_batch import SourceView
+from .loader import Microbatch, MicrobatchLoader
+from .step_batch import LoaderView
 
 
-class SplitBatches(SourceView[Source]):
-    """Yields ``number`` micro-batches for each batch of ``feed``. The loader itself and its state stay as they are."""
+class SplitBatches(LoaderView[MicrobatchLoader]):
+    """Yields ``number`` micro-batches for each batch of ``loader``, which stays as it is, and so does its state."""
 
-    def __init__(self, feed: Source, number: int) -> None:
-        super().__init__(feed)
+    def __init__(self, loader: MicrobatchLoader, number: int) -> None:
+        super().__init__(loader)
         self._number = number
 
     @property
@@ -31,7 +31,7 @@ class SplitBatches(SourceView[Source]):
         return None if batches is None else batches * self._number
 
     def __iter__(self) -> Iterator[Microbatch]:
-        for microbatch in self._feed:
+        for microbatch in self._loader:
             yield from split(microbatch, self._number)
 
 

@@ -24,40 +24,40 @@ from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError, EmptyDataset, StateMismatch
 
 from .fingerprint import digest
-from .loader import Microbatch, Source, plain_batch
+from .loader import Microbatch, MicrobatchLoader, plain_batch
 
 LossWeight = Callable[[Any], float]
 """Weight of a batch's mean loss within its step, e.g. its number of tokens."""
 
 
-FeedT = TypeVar("FeedT", bound=Source)
+LoaderT = TypeVar("LoaderT", bound=MicrobatchLoader)
 
 
-class SourceView(Generic[FeedT]):
-    """Base of a source that yields the micro-batches of another one, ``feed``, in its own way."""
+class LoaderView(Generic[LoaderT]):
+    """Base of a loader that yields the micro-batches of another one, ``loader``, in its own way."""
 
-    def __init__(self, feed: FeedT) -> None:
-        self._feed = feed
+    def __init__(self, loader: LoaderT) -> None:
+        self._loader = loader
 
     @property
     def lockstep(self) -> bool:
-        return self._feed.lockstep
+        return self._loader.lockstep
 
     @property
     def position(self) -> float:
-        return self._feed.position
+        return self._loader.position
 
     @property
     def started(self) -> bool:
-        return self._feed.started
+        return self._loader.started
 
     @property
     def spare(self) -> Microbatch | None:
-        return self._feed.spare
+        return self._loader.spare
 
     def length(self) -> int | None:
         """Return the number of micro-batches of the epoch on this rank; None if unknown."""
-        return self._feed.length()
+        return self._loader.length()
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class StepBatch:
 
 
 def iter_steps(
-    feed: Source, sizes: Iterable[int], layout: Layout, loss_weight: LossWeight | None = None
+    loader: MicrobatchLoader, sizes: Iterable[int], layout: Layout, loss_weight: LossWeight | None = None
 ) -> Iterator[StepBatch]:
     """Yield the rest of the epoch in steps of ``sizes`` micro-batches, endless and read step by step; the last step may
     be smaller.
@@ -93,21 +93,21 @@ def iter_steps(
         EmptyDataset: if one rank has no batch while another has one.
         ConfigurationError: if the first batches differ between ranks that should read the same data.
     """
-    source = iter(feed)
+    rest = iter(loader)
     alone = collectives.world_size() == 1
-    known = feed.lockstep and loss_weight is None
+    known = loader.lockstep and loss_weight is None
     for number, size in enumerate(sizes):
         began = time.perf_counter()
-        held = list(islice(source, size))
+        held = list(islice(rest, size))
         seconds = time.perf_counter() - began
         if number == 0 and layout.sharing > 1:
             _expect_same_data(held, layout)
         if alone or known:
             if not held:
                 return
-            yield _weigh(held, loss_weight, seconds, feed.position)
+            yield _weigh(held, loss_weight, seconds, loader.position)
         else:
-            step_batch = _weigh_together(held, loss_weight, seconds, feed, layout)
+            step_batch = _weigh_together(held, loss_weight, seconds, loader, layout)
             if step_batch is None:
                 return
             yield step_batch
@@ -138,7 +138,7 @@ def _weigh(held: list[Microbatch], loss_weight: LossWeight | None, seconds: floa
 
 
 def _weigh_together(
-    held: list[Microbatch], loss_weight: LossWeight | None, seconds: float, feed: Source, layout: Layout
+    held: list[Microbatch], loss_weight: LossWeight | None, seconds: float, loader: MicrobatchLoader, layout: Layout
 ) -> StepBatch | None:
     weights = [_weight(microbatch, loss_weight) for microbatch in held]
     samples = sum(microbatch.samples for microbatch in held)
@@ -147,9 +147,9 @@ def _weigh_together(
             sum(weights),
             samples,
             len(held),
-            bool(held) or feed.spare is not None,
-            feed.started,
-            *_position_and_length(feed),
+            bool(held) or loader.spare is not None,
+            loader.started,
+            *_position_and_length(loader),
         ],
         "a step's samples",
     )
@@ -165,7 +165,7 @@ def _weigh_together(
                 "checkpoint is older); resume from another checkpoint, e.g. of an epoch's end"
             )
         raise EmptyDataset(f"rank {empty} has no batch, but others have; give each rank a part of the data")
-    padding = Microbatch((held[-1] if held else feed.spare).batch, 0, None)  # type: ignore[union-attr]
+    padding = Microbatch((held[-1] if held else loader.spare).batch, 0, None)  # type: ignore[union-attr]
     missing = length - len(held)
     rows = layout.of_data_ranks(rows)
     return StepBatch(
@@ -179,16 +179,16 @@ def _weigh_together(
     )
 
 
-def agreed_position(feed: Source, layout: Layout) -> float:
+def agreed_position(loader: MicrobatchLoader, layout: Layout) -> float:
     """Return the position in epochs, equal on all ranks. Collective."""
-    if feed.lockstep:
-        return feed.position
-    return _place(layout.of_data_ranks(collectives.gather(_position_and_length(feed), "where the data are")))
+    if loader.lockstep:
+        return loader.position
+    return _place(layout.of_data_ranks(collectives.gather(_position_and_length(loader), "where the data are")))
 
 
-def _position_and_length(feed: Source) -> tuple[float, int]:
+def _position_and_length(loader: MicrobatchLoader) -> tuple[float, int]:
     """Return this rank's position, and its length (0 if unknown)."""
-    return feed.position, feed.length() or 0
+    return loader.position, loader.length() or 0
 
 
 def _place(rows: Sequence[tuple[float, float]]) -> float:

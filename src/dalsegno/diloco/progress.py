@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NotRequired, TypedDict
+from dataclasses import asdict, dataclass, field
+from typing import NotRequired, TypedDict, cast
 
 from dalsegno.stateful.schema import Count
 
@@ -39,8 +39,6 @@ class WorkerProgress:
     """What a worker has done, and what it is to do next."""
 
     worker_id: str
-    sync_every: int
-    """Local steps between two synchronizations of a parameter."""
     run_id: str | None = None
     """None: the worker has no global parameters."""
     asynchronous: bool = False
@@ -52,6 +50,8 @@ class WorkerProgress:
     """Local steps since the newest submission."""
     samples: int = 0
     """Trained on for the changes that have not been applied."""
+    sync_every: int = field(kw_only=True)
+    """Local steps between two synchronizations of a parameter."""
     synchronized: int = 0
     skipped: int = 0
 
@@ -59,18 +59,7 @@ class WorkerProgress:
         """The state to save; None before the worker has global parameters."""
         if self.run_id is None:
             return None
-        state: WorkerState = {
-            "worker_id": self.worker_id,
-            "run_id": self.run_id,
-            "asynchronous": self.asynchronous,
-            "count": self.count,
-            "version": self.version,
-            "steps": self.steps,
-            "samples": self.samples,
-            "sync_every": self.sync_every,
-            "synchronized": self.synchronized,
-            "skipped": self.skipped,
-        }
+        state = cast(WorkerState, asdict(self))
         return state if flight is None else {**state, "flight": flight}
 
     def restore(self, state: WorkerState, *, dylu: bool) -> None:

@@ -73,7 +73,7 @@ class DiLoCoWorker:
         self.options = options
         self.snapshot = GlobalSnapshot(unwrapped(model), keeps_errors=options.int8_comm)
         name = options.worker_id or f"{os.uname().nodename}-{os.getpid()}"
-        self._progress = WorkerProgress(name, options.sync_every)
+        self._progress = WorkerProgress(name, sync_every=options.sync_every)
         self._exchange = Exchange(options, self.snapshot, self._progress)
         self._optimizer = optimizer
         self._samples_per_step = samples_per_step

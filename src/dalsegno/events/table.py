@@ -57,11 +57,7 @@ class Event(Enum):
     EPOCH_BEGIN = "on_epoch_begin", EpochContext, "before an epoch; once per epoch of the run"
     STEP_BEGIN = "on_step_begin", PlainContext, "before a step's first micro-batch"
     MICROBATCH_BEGIN = "on_microbatch_begin", MicrobatchBeginContext, "batch loaded and on its device"
-    BEFORE_FORWARD = (
-        "on_before_forward",
-        BeforeForwardContext,
-        "call arguments may be changed; in evaluation too",
-    )
+    BEFORE_FORWARD = "on_before_forward", BeforeForwardContext, "call arguments may be changed; in evaluation too"
     AFTER_FORWARD = "on_after_forward", AfterForwardContext, 'outputs["loss"] may be changed; in evaluation too'
     BEFORE_BACKWARD = "on_before_backward", BackwardContext, 'outputs["loss"] may be changed'
     AFTER_BACKWARD = "on_after_backward", BackwardContext, "this micro-batch's backward is done"
@@ -81,11 +77,7 @@ class Event(Enum):
     EVALUATE_BEGIN = "on_evaluate_begin", EvaluateBeginContext, "before an evaluation set's first batch"
     PREDICTION_STEP = "on_prediction_step", PredictionStepContext, "after each evaluation batch"
     EVALUATE_END = "on_evaluate_end", EvaluateEndContext, "after the set's last batch, or when it is interrupted"
-    EVALUATE = (
-        "on_evaluate",
-        EvaluateContext,
-        "reduced metrics, already logged; the best metric is updated after it",
-    )
+    EVALUATE = "on_evaluate", EvaluateContext, "reduced metrics, already logged; the best metric is updated after it"
     PREDICT = "on_predict", MetricsContext, "metrics of a prediction run"
     BEFORE_SAVE = (
         "on_before_save",

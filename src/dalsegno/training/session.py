@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import torch
 
-from dalsegno.data.loader import Source
+from dalsegno.data.loader import MicrobatchLoader
 from dalsegno.data.sequence_length import ShortenedSequences
 from dalsegno.data.split_batches import SplitBatches
 from dalsegno.data.step_batch import LossWeight, StepBatch, agreed_position, iter_steps
@@ -237,10 +237,10 @@ class Session:
             if self._boundary.leaving or self._state.epoch_is_cut or self._ends_inside_epoch():
                 return
 
-    def _data(self) -> Source:
+    def _data(self) -> MicrobatchLoader:
         """The loader, with sequences cut to the length that applies to each step, and batches split for a pipeline."""
         lengths, data = self._args.sequence_lengths, self._loader
-        source: Source = (
+        source: MicrobatchLoader = (
             data if lengths is None else ShortenedSequences(data, lambda: lengths.at(self._state.global_step))
         )
         return source if self._parts_of_batch == 1 else SplitBatches(source, self._parts_of_batch)
