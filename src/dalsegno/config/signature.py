@@ -12,8 +12,7 @@ from dalsegno.errors import ConfigurationError, UnknownName
 
 from .docstrings import argument_docs
 from .error_context import error_context
-from .type_hints import hints_of
-from .values import Mismatch, coerce, describe
+from .values import Mismatch, coerce, describe, hints_of
 
 _PLAIN = (bool, int, float, str, type(None))
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)

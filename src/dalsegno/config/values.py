@@ -1,18 +1,17 @@
-"""Coercion of configuration values to annotations."""
+"""Annotations: resolved, put into words, and values of a configuration coerced to them."""
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, MutableSequence, Sequence, Set
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, ForwardRef, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ForwardRef, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dalsegno.errors import ConfigurationError, UnknownName
-
-from .type_hints import hints_of
 
 _UNCHECKED = (Any, object, Parameter.empty)
 _LISTS: dict[Any, Callable[[list[Any]], Any]] = {
@@ -202,3 +201,18 @@ def describe(annotation: Any) -> str:
     if is_dataclass(kind):
         return f"a table with {', '.join(field.name for field in fields(kind) if field.init)}"
     return str(getattr(kind, "__name__", kind))
+
+
+def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Name → annotation of a function, without those that cannot be resolved: one that only a type checker can resolve
+    affects no other."""
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    names = getattr(function, "__globals__", vars(module) if module else {})
+    resolved: dict[str, Any] = {}
+    for name, annotation in getattr(function, "__annotations__", {}).items():
+        alone = types.SimpleNamespace(__annotations__={name: annotation})
+        try:
+            resolved |= get_type_hints(alone, names, include_extras=True)
+        except (NameError, AttributeError, TypeError, SyntaxError):
+            continue
+    return resolved
