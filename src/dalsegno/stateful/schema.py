@@ -127,20 +127,23 @@ def _checker(form: Form) -> _Checker:
         return lambda value: None
     if origin is Annotated:
         return _narrowed(_checker(arguments[0]), [each for each in arguments[1:] if isinstance(each, Must)])
+    if origin is NotRequired:
+        return _checker(arguments[0])
     if origin in (Union, types.UnionType):
         return _one_of([_checker(each) for each in arguments])
     if origin is Literal:
         return _literal(arguments)
     if typing.is_typeddict(form):
         hints = typing.get_type_hints(form, include_extras=True)
-        optional = {name: hint for name, hint in hints.items() if _is_optional(hint)}
-        return _record(hints | {name: typing.get_args(hint)[0] for name, hint in optional.items()}, {*optional})
+        return _record(hints, {name for name, hint in hints.items() if typing.get_origin(hint) is NotRequired})
     if dataclasses.is_dataclass(form) and isinstance(form, type):
-        fields = {each.name: each for each in dataclasses.fields(form)}
-        return _record(
-            typing.get_type_hints(form, include_extras=True),
-            {name for name, each in fields.items() if _has_default(each)},
-        )
+        missing = dataclasses.MISSING
+        optional = {
+            each.name
+            for each in dataclasses.fields(form)
+            if each.default is not missing or each.default_factory is not missing
+        }
+        return _record(typing.get_type_hints(form, include_extras=True), optional)
     if origin is dict:
         return _mapping(*map(_checker, arguments))
     if origin is list:
@@ -267,15 +270,6 @@ def _inside(check_item: _Checker, value: Any, key: object) -> None:
     except _Mismatch as mismatch:
         mismatch.path.append(key)
         raise
-
-
-def _is_optional(hint: Form) -> bool:
-    origin: Any = typing.get_origin(hint)
-    return origin is NotRequired
-
-
-def _has_default(field: dataclasses.Field[Any]) -> bool:
-    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
 
 
 def _step(key: object) -> str:

@@ -25,12 +25,11 @@ from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.format.keys import MODEL, SETTINGS
 from dalsegno.checkpoint.format.manifest import Checkpoint
 from dalsegno.checkpoint.format.stored_tensors import StoredTensor
-from dalsegno.checkpoint.inspect import listing
 from dalsegno.checkpoint.load.states import SavedStates
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, NotFound
 from dalsegno.system import filesystem
 
-from .export import Exported, averages, best_of, check_types, size_of, tensor_file
+from .export import Exported, averages, check_types, checkpoint_to_export, size_of, tensor_file
 
 CONFIGURATION = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
@@ -82,8 +81,7 @@ def export_adapters(
     """
     target = Path(folder)
     _check_free(target)
-    source = listing.newest_verified(Path(checkpoint))
-    source = best_of(source) if best else source
+    source = checkpoint_to_export(checkpoint, best=best)
     index, saved = Index.of_checkpoint(source), SavedStates(source)
     stored = index.of(MODEL) | (averages(index, average) if average is not None else {})
     configurations = _configurations(saved.state(SETTINGS) if SETTINGS in saved else {})

@@ -112,9 +112,7 @@ def export_model(
     configuration = _configuration(Path(config_from)) if config_from is not None else []
     if target.is_dir() and (present := sorted(target.glob("model*.safetensors*"))):
         raise ConfigurationError(f"{target}: contains {present[0].name} already; choose another directory")
-    source = listing.newest_verified(Path(checkpoint))
-    if best:
-        source = best_of(source)
+    source = checkpoint_to_export(checkpoint, best=best)
     tensors = Index.of_checkpoint(source)
     stored = tensors.of(MODEL)
     if average is not None:
@@ -158,9 +156,10 @@ def expect_all_saved(source: Checkpoint, index: Index, found: Collection[str]) -
         )
 
 
-def best_of(newest: Checkpoint) -> Checkpoint:
-    """The checkpoint with the best evaluation up to ``newest``."""
-    if newest.manifest.best:
+def checkpoint_to_export(place: str | Path, *, best: bool) -> Checkpoint:
+    """The newest valid checkpoint at ``place``, or the one with the best evaluation up to it; verified."""
+    newest = listing.newest_verified(Path(place))
+    if not best or newest.manifest.best:
         return newest
     state = SavedStates(newest).state("trainer")
     if state["best_metric"] is None:

@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dalsegno.checkpoint.format.manifest import Checkpoint
-from dalsegno.checkpoint.inspect import listing
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.logs import read_records
 from dalsegno.system import filesystem
 
 from . import own_checkpoint
-from .export import best_of, export_model
+from .export import checkpoint_to_export, export_model
 from .formats import FORMATS
 from .run_state import RunState
 from .writing import WriteOptions
@@ -63,8 +62,7 @@ def export_checkpoint(
     form, place = FORMATS[program], Path(target)
     if place.exists():
         raise ConfigurationError(f"{place}: exists already; choose another name")
-    source = listing.newest_verified(Path(checkpoint))
-    source = best_of(source) if best else source
+    source = checkpoint_to_export(checkpoint, best=best)
     run = own_checkpoint.read(source)
     run = replace(run, records=_records(source, run))
 
