@@ -33,6 +33,7 @@ PROGRAM = "Hugging Face Trainer"
 _STATE = "trainer_state.json"
 _PICKLED_WEIGHTS = "pytorch_model.bin"
 _ADAPTER = "adapter_model.safetensors"
+_GENERATORS = {"python": "python", "numpy": "numpy", "torch": "cpu"}
 _PICKLES = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
 
 
@@ -90,7 +91,7 @@ def write(run: RunState, target: Path, options: WriteOptions) -> Written:
         files.append(save(run.scaler, target / _PICKLES["scaler"]))
     for rank, each in enumerate(run.random):
         name = "rng_state.pth" if len(run.random) == 1 else f"rng_state_{rank}.pth"
-        states = {"python": each["python"], "numpy": each["numpy"], "cpu": each["torch"]}
+        states = {theirs: each[ours] for ours, theirs in _GENERATORS.items()}
         files.append(save({**states, **({"cuda": each["cuda"]} if each["cuda"] else {})}, target / name))
     filesystem.replace_durably(target / _STATE, json.dumps(_progress(run), indent=2, sort_keys=True).encode())
     return [*files, target / _STATE], only_first(run)
@@ -153,12 +154,8 @@ def _random_files(path: Path) -> list[Path]:
 
 def _random(saved: Mapping[str, Any]) -> dict[str, Any]:
     cuda = saved.get("cuda", [])
-    return {
-        "python": saved["python"],
-        "numpy": saved["numpy"],
-        "torch": saved["cpu"],
-        "cuda": [cuda] if isinstance(cuda, torch.Tensor) else list(cuda),
-    }
+    devices = [cuda] if isinstance(cuda, torch.Tensor) else list(cuda)
+    return {ours: saved[theirs] for ours, theirs in _GENERATORS.items()} | {"cuda": devices}
 
 
 def _record(logged: Mapping[str, Any]) -> dict[str, Any]:
