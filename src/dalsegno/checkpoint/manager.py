@@ -204,7 +204,7 @@ class CheckpointManager:
         if save is not None:
             save.join()
             if save.done and save.failure is None:
-                self._former = FormerFiles(save.path, save.records)
+                self._former = save.files
 
     def amend(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
         """Replace metrics and ``is_best`` in the manifest of the checkpoint of ``step``, which is published."""

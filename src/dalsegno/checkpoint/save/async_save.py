@@ -24,6 +24,7 @@ from dalsegno.system.worker import lower_thread_priority
 
 from .destination import Destination
 from .snapshot import Snapshot
+from .unchanged import FormerFiles
 
 logger = logging.getLogger("dalsegno")
 
@@ -102,6 +103,11 @@ class AsyncSave:
     def done(self) -> bool:
         """Whether this rank knows the outcome."""
         return self._finished.is_set()
+
+    @property
+    def files(self) -> FormerFiles:
+        """Those of this rank, once it is published."""
+        return FormerFiles(self.path, self.records, digests=self._snapshot.digests)
 
     def wait(self) -> None:
         """Wait for the outcome. Rank 0 logs the progress every few seconds. Any exception cancels the save.

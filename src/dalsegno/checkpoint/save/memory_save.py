@@ -102,8 +102,13 @@ class MemorySave(AsyncSave):
             former: files of the checkpoint before on this host, which need not be sent to it again.
         """
         self._publication, self._hosts, self._copies, self._former = publication, hosts, copies, former
-        self.files: FormerFiles | None = None
+        self._records_of_all: Records = {}
         super().__init__(snapshot, publication, step=step, is_best=False, manifest_of=manifest_of)
+
+    @property
+    def files(self) -> FormerFiles:
+        """Those of all ranks that are on this host, once it is published."""
+        return FormerFiles(self.path, self._records_of_all, digests=self._snapshot.digests)
 
     def _conclude(self, report: Report) -> str | None:
         decision = self._group.gather_decide(report, self._manifest)
@@ -119,7 +124,7 @@ class MemorySave(AsyncSave):
                 publication.undo()
             return reason
         self._is_published = True
-        self.files = FormerFiles(publication.path, manifest.files)
+        self._records_of_all = manifest.files
         if self._hosts.leads:
             try:
                 publication.remove_former()

@@ -33,12 +33,13 @@ from .base import FrozenBase, unchanged_everywhere
 from .copying import Copying
 from .cuda_copies import CudaCopies
 from .files import Advance, InlineFile, PendingFile, StagedFile, StreamedFile
+from .live_digest import live_digest
 from .planning import FilePlan, Plan
 from .resources import available_memory, has_memory_for
 from .shared_files import Layouts, MappedFile, NoRoom, SharedFiles
 from .staging import Buffer
 from .states import States, digest_of, encode_all, signature_of, warn_of_differences
-from .unchanged import FormerFiles, UnchangedFile, record_of
+from .unchanged import FormerFiles, UnchangedFile
 from .window import Window
 
 logger = logging.getLogger("dalsegno")
@@ -51,6 +52,7 @@ class Snapshot:
     Attributes:
         files: files of tensors, in the order in which they are copied.
         unchanged: files that the checkpoint before has, too.
+        digests: by name, of the tensors in files of frozen ones.
         small: small files; written first, while those of tensors are being copied, and flushed last: three fsyncs in a
             row take 12 ms, each after its write 18 to 24.
         copying: the copies of the tensors, after which training may continue; None if the live tensors are written.
@@ -60,6 +62,7 @@ class Snapshot:
 
     files: Sequence[PendingFile]
     unchanged: Sequence[UnchangedFile]
+    digests: Mapping[str, bytes]
     small: Sequence[InlineFile]
     components: Mapping[str, ComponentRecord]
     copying: Copying | None
@@ -215,7 +218,7 @@ class Snapshotter:
         signature = signature_of(states)
         digest = digest_of(states.compared)
         is_planned = failure is None and signature == self._planned_for
-        unchanged, changed = self._planned(states.tensors, former) if is_planned else ([], [])
+        unchanged, changed, digests = self._planned(states.tensors, former) if is_planned else ([], [], {})
         shortage = self._memory_shortage([*changed, *sidecars])
         has_failed, has_changed, is_short, is_unready, highest, lowest = collectives.all_reduce_max(
             [failure is not None, not is_planned, shortage > 0, self._is_unready(changed), digest, -digest],
@@ -227,7 +230,7 @@ class Snapshotter:
             warn_of_differences(states.compared)
         if has_changed:
             self._replan(states, signature)
-            unchanged, changed = self._planned(states.tensors, former)
+            unchanged, changed, digests = self._planned(states.tensors, former)
             shortage = self._memory_shortage([*changed, *sidecars])
             is_short, is_unready = collectives.all_reduce_max(
                 [shortage > 0, self._is_unready(changed)], "room for a save in memory"
@@ -245,7 +248,7 @@ class Snapshotter:
         else:
             copying = Copying(self._cuda, [each.optimizer for each in sharded if each.optimizer is not None])
             files = [self._staged(file, copying) for file in (*changed, *sidecars)]
-        return Snapshot(files, unchanged, small, records, copying, durables, self._layout)
+        return Snapshot(files, unchanged, digests, small, records, copying, durables, self._layout)
 
     def _replan(self, states: States, signature: object) -> None:
         self._planned_for = None  # stays so if planning fails
@@ -256,21 +259,25 @@ class Snapshotter:
 
     def _planned(
         self, tensors: TensorsByComponent, former: FormerFiles | None
-    ) -> tuple[list[UnchangedFile], list[_FileOfTensors]]:
-        """This rank's planned files: those that ``former`` has too, whose buffers are freed, and all others."""
-        unchanged, changed = [], []
+    ) -> tuple[list[UnchangedFile], list[_FileOfTensors], dict[str, bytes]]:
+        """This rank's planned files: those that ``former`` has too, whose buffers are freed, and all others. Also
+        digests of those of frozen tensors."""
+        unchanged, changed, digests = list[UnchangedFile](), list[_FileOfTensors](), dict[str, bytes]()
         for file in self._plan.files:
             content = _FileOfTensors(file.name, file.layout, file.tensors(tensors))
-            if former is not None and _may_be_unchanged(file, former.sizes):
-                record = record_of(content.layout, content.tensors)
-                if (path := former.path_of(record)) is not None:
-                    unchanged.append(UnchangedFile(file.name, record, path, former))
-                    self._buffers.pop(file.name, None)
-                    if self._shared is not None:
-                        self._shared.release(file.name)
-                    continue
-            changed.append(content)
-        return unchanged, changed
+            found = None
+            if file.is_frozen:
+                digests[file.name] = live_digest(content.layout, content.tensors)
+                if former is not None:
+                    found = former.find(content.name, content.layout, content.tensors, digests[file.name])
+            if found is None:
+                changed.append(content)
+                continue
+            unchanged.append(found)
+            self._buffers.pop(file.name, None)
+            if self._shared is not None:
+                self._shared.release(file.name)
+        return unchanged, changed, digests
 
     @property
     def planned(self) -> Sequence[FilePlan]:

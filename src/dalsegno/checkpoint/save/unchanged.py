@@ -1,8 +1,8 @@
 """Files that a save does not write again, because the checkpoint before has a file of the same content.
 
-The proof is the checksum of the file that the live tensors would make. It is computed while the state is captured and
-training waits: so a tensor that is changed later can neither be missed nor be torn. The cost is one read of these
-tensors (10 GB/s on one core, about as long as a copy of them), and no memory.
+The proof is a digest of the live tensors; for a file that another process has saved, the checksum of the file that they
+would make. It is computed while the state is captured and training waits: so a tensor that is changed later can neither
+be missed nor be torn. The cost is one read of these tensors, and no memory.
 """
 
 from __future__ import annotations
@@ -44,12 +44,21 @@ class FormerFiles:
         records: of its files.
         unverified: names of those that this process has neither verified nor written. They are verified when they are
             needed.
+        digests: by name, of the tensors in those that this process has saved: see :func:`live_digest`.
     """
 
-    def __init__(self, directory: Path, records: Mapping[str, FileRecord], *, unverified: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        records: Mapping[str, FileRecord],
+        *,
+        unverified: Collection[str] = (),
+        digests: Mapping[str, bytes] | None = None,
+    ) -> None:
         self._directory = directory
         self._records = dict(records)
         self._unverified = {*unverified}
+        self._digests = digests or {}
 
     @classmethod
     def of_newest(cls, directory: Path) -> FormerFiles | None:
@@ -68,7 +77,23 @@ class FormerFiles:
 
     def moved_to(self, directory: Path) -> FormerFiles:
         """The same files, after their directory has been renamed."""
-        return FormerFiles(directory, self._records, unverified=self._unverified)
+        return FormerFiles(directory, self._records, unverified=self._unverified, digests=self._digests)
+
+    def find(
+        self, name: str, layout: FileLayout, tensors: Sequence[torch.Tensor], digest: bytes
+    ) -> UnchangedFile | None:
+        """The file ``name`` that these tensors make, if one of the same content is here.
+
+        Args:
+            digest: of the tensors. Without that of the file ``name``, which another process may have saved, they are
+                hashed.
+        """
+        if name not in self._digests:
+            record = record_of(layout, tensors) if layout.length in self.sizes else None
+        else:
+            record = self._records.get(name) if digest == self._digests[name] else None
+        path = None if record is None else self.path_of(record)
+        return None if record is None or path is None else UnchangedFile(name, record, path, self)
 
     def path_of(self, content: FileRecord) -> Path | None:
         """Path of a file of that content; None if there is none, or it has been removed or damaged."""
