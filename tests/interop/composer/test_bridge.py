@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dalsegno as ds
-from dalsegno.callbacks import EarlyStopping, GradientNoiseScale, NaNChecker
+from dalsegno.callbacks import EarlyStopping, GradientNoiseScale, JsonLogger, NaNChecker
 from dalsegno.testing import run_ranks, start_ranks
 from support.listeners import Journal, Listener, Trace
 from support.threads import one_thread
@@ -63,6 +63,21 @@ def test_epochs_are_counted_over_a_resume_inside_one(tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoints" / "ba7.pt")
     fit(tmp_path, [Listener(note)], max_duration="3ep", load_path=path)
     assert seen == [("end", 1, 10), ("begin", 2, 10), ("end", 2, 15)]
+
+
+def test_an_evaluation_inside_an_epoch_is_at_the_step_and_epoch_of_training(tmp_path: Path) -> None:
+    """Composer has the evaluator's dataloader in its state meanwhile, of two batches; an epoch has five."""
+    seen: list[Any] = []
+
+    def note(ctx: Any) -> None:
+        seen.append((ctx.state.global_step, ctx.state.epoch, ctx.state.max_steps))
+
+    noting = Listener({"on_evaluate_begin": note, "on_evaluate": note})
+    fit(tmp_path, [JsonLogger(), noting], eval_interval="2ba", max_duration="2ep")
+    steps = [2, 4, 6, 8, 10]
+    assert seen == [(step, step / 5, 10) for step in steps for _ in range(2)]
+    ((_, log),) = records(tmp_path).items()
+    assert [record["epoch"] for record in log if "eval_loss" in record] == [step / 5 for step in steps]
 
 
 def test_a_checkpoint_from_before_the_bridge_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -102,14 +102,19 @@ class Bridge:
         self._evaluated: dict[str, tuple[dict[str, Any], str | None]] = {}  # in this evaluation, by name
 
     def run_event(self, event: Any, state: Any, logger: Any) -> None:
-        """Called by Composer at each of its events: calls the method of that name, if there is one."""
-        method = getattr(self, event.value, None)
-        if method is not None:
-            method(state, logger)
+        """Called by Composer at each of its events: while training runs, calls the method of that name, if there is
+        one."""
+        name = event.value
+        if name == "fit_start":
+            self.fit_start(state)
+        elif self._leg is not None and self._is_training and hasattr(self, name):
+            if not name.startswith("eval"):  # there, progress stands still, and the dataloader is the evaluator's
+                _mirror(self._leg, state)
+            getattr(self, name)(self._leg, state)
 
     # -- begin and end ----------------------------------------------------------------------------------------------
 
-    def fit_start(self, state: Any, logger: Any) -> None:
+    def fit_start(self, state: Any) -> None:
         if len(state.optimizers) != 1:
             raise ConfigurationError("Bridge: needs one optimizer: its steps are the run's")
         optimizer = self._optimizer = Optimizer(state.optimizers[0])
@@ -160,10 +165,7 @@ class Bridge:
             logging_steps=self._logging_steps,
         )
 
-    def fit_end(self, state: Any, logger: Any) -> None:
-        leg = self._followed(state)
-        if leg is None:
-            return
+    def fit_end(self, leg: Leg, state: Any) -> None:
         leg.complete(is_stopped=self._is_stopping)
         self._stop_following()
 
@@ -183,36 +185,28 @@ class Bridge:
 
     # -- epochs and steps -------------------------------------------------------------------------------------------
 
-    def epoch_start(self, state: Any, logger: Any) -> None:
-        if (leg := self._followed(state)) is not None:
-            leg.epoch_begin()
+    def epoch_start(self, leg: Leg, state: Any) -> None:
+        leg.epoch_begin()
 
-    def epoch_end(self, state: Any, logger: Any) -> None:
-        if (leg := self._followed(state)) is not None:
-            leg.epoch_end()
-            self._follow_requests(leg, state)
+    def epoch_end(self, leg: Leg, state: Any) -> None:
+        leg.epoch_end()
+        self._follow_requests(leg, state)
 
-    def batch_start(self, state: Any, logger: Any) -> None:
-        leg, savers = self._followed(state), self._savers
-        if leg is None or savers is None:
-            return
-        savers.is_due = self._updated = False
+    def batch_start(self, leg: Leg, state: Any) -> None:
+        assert self._savers is not None, "they take part as long as the leg"
+        self._savers.is_due = self._updated = False
         self._microbatches, self._samples_left = 0, samples_in(state.batch)
         leg.state.will_log = (leg.state.global_step + 1) % self._logging_steps == 0
         leg.step_begin()
 
-    def before_forward(self, state: Any, logger: Any) -> None:
-        if self._leg is not None and self._is_training:
-            self._leg.events.microbatch_begin.fire_with(state.batch, self._microbatches, samples_in(state.batch))
+    def before_forward(self, leg: Leg, state: Any) -> None:
+        leg.events.microbatch_begin.fire_with(state.batch, self._microbatches, samples_in(state.batch))
 
-    def before_backward(self, state: Any, logger: Any) -> None:
+    def before_backward(self, leg: Leg, state: Any) -> None:
         """Note the loss, which Composer scales in place."""
         self._loss = _total(state.loss)
 
-    def after_backward(self, state: Any, logger: Any) -> None:
-        leg = self._leg
-        if leg is None or not self._is_training:
-            return
+    def after_backward(self, leg: Leg, state: Any) -> None:
         index, samples = self._microbatches, samples_in(state.batch)
         self._microbatches += 1
         self._samples_left -= samples
@@ -222,21 +216,17 @@ class Bridge:
         if is_last:
             leg.events.gradients_ready.fire_with()
 
-    def after_train_batch(self, state: Any, logger: Any) -> None:
-        if self._leg is not None and self._is_training:
-            self._lr = float(self._optimizer.param_groups[0]["lr"])
-            self._optimizer.run_pre_hooks()
-            self._leg.events.pre_optimizer_step.fire_with(None)
+    def after_train_batch(self, leg: Leg, state: Any) -> None:
+        self._lr = float(self._optimizer.param_groups[0]["lr"])
+        self._optimizer.run_pre_hooks()
+        leg.events.pre_optimizer_step.fire_with(None)
 
     def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._updated = True
         if self._leg is not None:
             self._leg.events.optimizer_step.fire_with()
 
-    def batch_end(self, state: Any, logger: Any) -> None:
-        leg = self._followed(state)
-        if leg is None:
-            return
+    def batch_end(self, leg: Leg, state: Any) -> None:
         if not self._updated:
             leg.events.step_skipped.fire_with("the gradient scaler found NaN or infinity")
         loss = float(state.total_loss_dict["loss/train/total"])  # the mean over the ranks
@@ -250,14 +240,10 @@ class Bridge:
 
     # -- evaluations, saves -----------------------------------------------------------------------------------------
 
-    def eval_start(self, state: Any, logger: Any) -> None:
-        if (leg := self._followed(state)) is not None:
-            leg.events.evaluate_begin.fire_with(state.dataloader_label)
+    def eval_start(self, leg: Leg, state: Any) -> None:
+        leg.events.evaluate_begin.fire_with(state.dataloader_label)
 
-    def eval_end(self, state: Any, logger: Any) -> None:
-        leg = self._followed(state)
-        if leg is None:
-            return
+    def eval_end(self, leg: Leg, state: Any) -> None:
         name, weights = state.dataloader_label, leg.evaluated_weights
         leg.events.evaluate_end.fire_with(name)
         prefix = "eval_" if name == "eval" else f"eval_{name}_"
@@ -266,11 +252,8 @@ class Bridge:
         leg.record(metrics, "eval", weights)
         self._evaluated[name] = metrics, weights
 
-    def eval_after_all(self, state: Any, logger: Any) -> None:
+    def eval_after_all(self, leg: Leg, state: Any) -> None:
         evaluated, self._evaluated = self._evaluated, {}
-        leg = self._followed(state)
-        if leg is None:
-            return
         for name, (metrics, weights) in evaluated.items():
             leg.evaluated(metrics, name, weights, is_last=name == list(evaluated)[-1])
         self._follow_requests(leg, state)
@@ -286,13 +269,6 @@ class Bridge:
         self._packed = state.get("dalsegno")
 
     # -- between the two --------------------------------------------------------------------------------------------
-
-    def _followed(self, state: Any) -> Leg | None:
-        """The leg, with the Trainer's present progress; None if training does not run."""
-        if self._leg is None or not self._is_training:
-            return None
-        _mirror(self._leg, state)
-        return self._leg
 
     def _follow_requests(self, leg: Leg, state: Any) -> bool:
         """Do what callbacks on any rank request, on all ranks. Returns whether a record is wanted. Collective."""
