@@ -140,7 +140,7 @@ def _detect(marked: dict[str | None, list[Series]], settings: DetectorSettings, 
                 Column("records", "records", number, True),
                 Column("fires_at", "fires at", number, True),
                 *([Column("back_to", "back to", number, True)] if arguments.save_steps is not None else []),
-                Column("verdict", "verdict", text, False, _style),
+                Column("verdict", "verdict", style=lambda verdict: "" if verdict in ("passes", "right") else "red"),
                 Column("reason", "reason"),
             ],
             rows,
@@ -216,10 +216,6 @@ def _verdict(mark: str | None, fired: bool) -> str:
     if mark == "good":
         return "false alarm" if fired else "right"
     return "right" if fired else "missed"
-
-
-def _style(verdict: str) -> str:
-    return "" if verdict in ("passes", "right") else "red"
 
 
 def _or_none(value: float | None) -> str:
