@@ -10,7 +10,7 @@ measured; the one that resumes starts from nothing.
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 from dalsegno.testing import start_ranks
 from dalsegno.testing.processes import Outcome
 
+from . import processes
 from .row import Row, duration
 from .timing import figure, ratio
 
@@ -211,7 +212,11 @@ def _execute(code: str, *arguments: str) -> None:
 
 def _restarted(code: str, folder: str, *arguments: str) -> Moments:
     """Run a script in a process that starts from nothing; what it notes in its folder."""
+    script = Path(folder, "resume.py")
+    script.write_text(code)
     began = time.monotonic()
-    subprocess.run([sys.executable, "-c", code, folder, *arguments], capture_output=True, check=True)
+    done = processes.run([script, folder, *arguments], folder=Path.cwd(), env=os.environ)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
     moments: dict[str, float] = json.loads(Path(folder, "moments.json").read_text())
     return {"killed": began} | moments

@@ -7,12 +7,12 @@ kills itself; the first step that any rank finishes after that ends the measurem
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+from . import processes
 from .row import Row, duration
 from .timing import figure
 
@@ -85,7 +85,7 @@ def _restart(command: list[str]) -> float:
         script = Path(folder) / "train.py"
         script.write_text(_SCRIPT)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([*command, str(script), folder], capture_output=True, text=True, env=environment)
+        done = processes.run([*command, script, folder], folder=Path.cwd(), env=environment)
         if done.returncode:
             raise RuntimeError(f"{command[0]} ended with {done.returncode}:\n{done.stderr}")
         killed, stepped = (float((Path(folder) / name).read_text()) for name in ("killed", "stepped"))

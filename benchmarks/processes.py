@@ -9,9 +9,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 _ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
+def run(words: Sequence[str | Path], *, folder: Path, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a Python program, a file and its arguments, in ``folder``, to its end."""
+    return subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True)
 
 
 def seconds_of(command: Sequence[str]) -> Callable[[], float]:

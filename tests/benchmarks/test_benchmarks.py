@@ -32,16 +32,20 @@ ALL_SMALL = """
 import sys
 
 if __name__ == "__main__":
+    sys.path.append(sys.argv[1])
+    from benchmarks import processes
     from benchmarks.__main__ import main
+    from support import warm
 
+    processes.run = warm.run
     sys.exit(main(["--small"]))
 """
 
 
 def test_each_runs_in_its_small_form(tmp_path: Path) -> None:
-    """All after one another in one process, as those that are measured."""
+    """All after one another in one process; programs that a restart is measured with are forked here."""
     (tmp_path / "small.py").write_text(ALL_SMALL)
-    done = warm.run([tmp_path / "small.py"], folder=ROOT, env=with_benchmarks())
+    done = warm.run([tmp_path / "small.py", ROOT / "tests"], folder=ROOT, env=with_benchmarks())
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()
     assert "not measured" not in "".join(line.split("|")[2] for line in printed[2:] if "for reference" not in line)
