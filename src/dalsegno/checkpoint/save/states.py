@@ -56,11 +56,11 @@ def _encode_into(
         states.shared[each.key] = states.compared[each.key] = Encoded.of(each.key, SavedState(record, [rest]))
     for component in components:
         record = ComponentRecord(component.class_name, component.version, component.scope)
-        if component.scope == "per_rank":
+        if record.scope == "per_rank":
             states.own[component.key] = _encoded(component, record)
-        elif component.compared or collectives.rank() == 0:
+        elif (is_compared := component.compared) or collectives.rank() == 0:
             states.shared[component.key] = _encoded(component, record)
-            if component.compared:
+            if is_compared:
                 states.compared[component.key] = states.shared[component.key]
     taken = {key for component in components for key in component.keys} | states.tensors.keys()
     for key, saved in carried.items():
