@@ -70,7 +70,7 @@ def _gradient_norms(rounds: int) -> list[Row]:
     watch = GradientNorms(model, optimizer, lambda: is_due[0])
 
     def ours() -> None:
-        watch.look_at(optimizer)
+        watch.measure(optimizer)
         watch.take().read()
 
     def seconds_in_a_step(work: Callable[[], object]) -> float:
