@@ -1,12 +1,14 @@
 """What takes long only the first time in a process: done once, before ranks are forked, rather than in each of them.
 
-torch and abc keep what they have found out: the decompositions of an operator, the lines of a file in a traceback, the
-classes that are subclasses. A rank under FSDP begins with it and takes two thirds of the time. Nothing that is kept has
-to do with the ranks themselves: what torch keeps for a mesh is never found again, as no mesh of theirs has this name.
+torch, abc and PEFT keep what they have found out: the decompositions of an operator, the lines of a file in a
+traceback, the classes that are subclasses, the names of all models' weights. A rank under FSDP begins with it and takes
+two thirds of the time. Nothing that is kept has to do with the ranks themselves: what torch keeps for a mesh is never
+found again, as no mesh of theirs has this name.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 
@@ -24,6 +26,8 @@ def rehearse() -> None:
     with torch.random.fork_rng():
         _update_of_shards()
         _trainer()
+        if "peft" in sys.modules:
+            _adapter()
 
 
 def _update_of_shards() -> None:
@@ -43,3 +47,11 @@ def _trainer() -> None:
     with tempfile.TemporaryDirectory() as folder:
         args = ds.TrainingArguments(Path(folder), use_cpu=True, disable_tqdm=True)
         ds.Trainer(TinyRegression(), args, train_dataset=tiny_regression_data())
+
+
+def _adapter() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    from support.languages import llama
+
+    get_peft_model(llama(), LoraConfig(target_modules=["q_proj"]))
