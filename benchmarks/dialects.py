@@ -11,6 +11,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from torch import nn
+
 import dalsegno as ds
 from dalsegno.events.contexts import Context
 from dalsegno.events.dispatcher import Dispatcher
@@ -57,7 +59,7 @@ def run(rounds: int = ROUNDS) -> list[Row]:
 
 def _dispatcher(args: ds.TrainingArguments, callbacks: list[ds.Callback]) -> Dispatcher:
     context_fields: dict[str, Any] = {field.name: None for field in fields(Context)}
-    context_fields |= {"args": args, "state": ds.TrainerState(), "control": ds.TrainerControl()}
+    context_fields |= {"args": args, "model": nn.Identity(), "state": ds.TrainerState(), "control": ds.TrainerControl()}
     dispatcher = Dispatcher(lambda context: context(**context_fields))
     dispatcher.bind(callbacks)
     return dispatcher
