@@ -1,15 +1,17 @@
 """What takes long only the first time in a process: done once, before ranks are forked, rather than in each of them.
 
-torch, abc and PEFT keep what they have found out: the decompositions of an operator, the lines of a file in a
-traceback, the classes that are subclasses, the names of all models' weights. A rank under FSDP begins with it and takes
-two thirds of the time. Nothing that is kept has to do with the ranks themselves: what torch keeps for a mesh is never
-found again, as no mesh of theirs has this name.
+torch, abc, inspect and PEFT keep what they have found out: the decompositions of an operator, the lines of a file in a
+traceback, the classes that are subclasses, the modules of files, the names of all models' weights. A rank under FSDP
+begins with it and takes two thirds of the time. Nothing that is kept has to do with the ranks themselves: what torch
+keeps for a mesh is never found again, as no mesh of theirs has this name.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
 import torch
@@ -26,6 +28,7 @@ def rehearse() -> None:
     with torch.random.fork_rng():
         _update_of_shards()
         _trainer()
+        _stack()
         if "peft" in sys.modules:
             _adapter()
 
@@ -55,3 +58,13 @@ def _adapter() -> None:
     from support.languages import llama
 
     get_peft_model(llama(), LoraConfig(target_modules=["q_proj"]))
+
+
+def _stack() -> None:
+    """torch's rendezvous asks for ``inspect.stack()`` with each message.
+
+    A frame of no file, such as one of an ``exec``, is looked for in all modules each time: note that none has it.
+    """
+    for frame, _ in traceback.walk_stack(None):
+        if inspect.getmodule(frame) is None:
+            inspect.modulesbyfile[frame.f_code.co_filename] = "none"  # type: ignore[attr-defined]
