@@ -241,6 +241,20 @@ def test_after_a_rollback_the_base_is_still_shared(leg: Leg) -> None:
     assert [leg.save(step) for step in (2, 3, 4)] == [base] * 3
 
 
+@pytest.mark.parametrize("before", [1, 2])
+def test_after_a_rollback_a_state_that_is_not_published_leaves_the_base_as_it_was(leg: Leg, before: int) -> None:
+    """The base changes, and is as before once the run goes back again."""
+    for step in range(1, before + 1):
+        base = leg.save(step)
+    content = leg.content
+    leg.memory.discard()
+    leg.base.weight.data += 1
+    leg.capture(2)
+    leg.memory.discard()
+    leg.model.load_state_dict(content)
+    assert leg.save(2) == base
+
+
 def test_a_publication_that_fails_leaves_the_base_shared(leg: Leg, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> None:
         raise OSError("the test lets it fail")

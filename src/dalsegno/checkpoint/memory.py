@@ -116,6 +116,7 @@ class MemoryCheckpoints:
         self.settle()
         self._captured = self._former = None
         published = [(slot.published, slot.hidden) for slot in self._slots if slot.published is not None]
+        self._slots.sort(key=lambda slot: slot.published is not None)  # files to be shared are not written over first
         for slot in self._slots:
             if slot.published is not None and self._shareable is not None:
                 self._shareable = self._shareable.moved_to(slot.hidden)
