@@ -101,9 +101,13 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
+def own_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Those that this rank has: under a pipeline, its stage's."""
-    return {name: whole(each) for name, each in model.named_parameters() if not is_elsewhere(each)}
+    return {name: each for name, each in model.named_parameters() if not is_elsewhere(each)}
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(each) for name, each in own_parameters(model).items()}
 
 
 def trainer(output_dir: Path, layout: str, *called: Any, dropout: float = 0.0, **settings: Any) -> ds.Trainer:
@@ -217,7 +221,7 @@ def chain(output_dir: Path, layouts: list[str], first_step: int) -> None:
 
 def assert_own_numbers(ctx: Any) -> None:
     """Ranks that read the same data in the same stage will draw the same random numbers, and others will not."""
-    place = ctx.layout.data_rank, *weights(ctx.model)
+    place = ctx.layout.data_rank, *own_parameters(ctx.model)
     with preserved_generators():
         drawn = tuple(torch.rand(4).tolist())
     pairs = {*collectives.gather((place, drawn), "random numbers")}
