@@ -301,6 +301,6 @@ def train_as_ranks(
     torch.set_num_threads(1)
     for stop in stops:
         callback = DiLoCoCallback(address, sync_every=3, worker_id="w", **{"bf16_comm": False, **options})
-        worker = layouts.trainer(folder, layout, callback, max_steps=stop)
+        worker = layouts.trainer(folder, layout, callback, max_steps=stop, save_steps=100)
         worker.train()
     return {name: each.tolist() for name, each in layouts.weights(worker.model).items()}

@@ -16,7 +16,7 @@ from dalsegno.diloco.link import ServerLink, Verdict
 from dalsegno.diloco.signature import Specs
 from dalsegno.diloco.state import Result
 from dalsegno.errors import NotRunning, StateMismatch
-from dalsegno.logs import drop_wall_clock, read_records
+from dalsegno.logs import RunFile, drop_wall_clock, read_records
 from dalsegno.testing import run_ranks, start_ranks
 from diloco.scenes import (
     Line,
@@ -320,6 +320,7 @@ def test_ranks_act_as_one_worker(tmp_path: Path, layout: str) -> None:
 def test_ranks_resume_as_one_worker(tmp_path: Path, layout: str, options: dict[str, Any]) -> None:
     """Stopped in the midst of a round; with overlap, while a submission travels."""
     parts = trained_by(tmp_path / "parts", 2, layout, stops=(4, 8), **options)
+    assert [leg.first_step for leg in RunFile(tmp_path / "parts/run").load().legs] == [0, 4]
     assert parts == trained_by(tmp_path / "whole", 2, layout, stops=(8,), **options)
 
 

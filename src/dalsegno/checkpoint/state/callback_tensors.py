@@ -69,6 +69,8 @@ class CallbackTensors:
         fitting = {
             name: tensor.detach()
             for name, tensor in tensors_to_load(self._model, rest).items()
-            if name in there and there[name].shape == tensor.shape and not is_elsewhere(tensor)
+            if name in there and there[name].shape == tensor.shape
         }
-        return LoadTarget(fitting, lambda: self._holder.load_sharded_state(fitting.keys(), rest))
+        here = {name: tensor for name, tensor in fitting.items() if not is_elsewhere(tensor)}
+        # All ranks are notified of the same names: other stages load those that are elsewhere.
+        return LoadTarget(here, lambda: self._holder.load_sharded_state(fitting.keys(), rest))
