@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dalsegno.distributed import collectives
 
-from . import schedules
-from .schedules import Schedule, Stage
 from .stage import Forward, StageModule, StageRun
+
+if TYPE_CHECKING:
+    from .schedules import Schedule  # imported where a pipeline runs: it imports torch's, which takes a while
 
 _KEPT = 16
 """Schedules kept. Each is for one number and shape of micro-batches, and has buffers for their activations."""
@@ -68,6 +69,8 @@ class PipelineRunner:
 
     def check(self, microbatches: int) -> None:
         """Raises ConfigurationError if the schedule cannot run steps of so many micro-batches."""
+        from . import schedules
+
         schedules.check(
             self._name, stages=self._count, ranks=dist.get_world_size(self._group), microbatches=microbatches
         )
@@ -176,8 +179,10 @@ class PipelineRunner:
 
     def _schedule(self, run: _Run) -> Schedule:
         if run.is_new:
+            from . import schedules
+
             stages = [
-                Stage(module, index, self._count, self._device, group=self._group)
+                schedules.Stage(module, index, self._count, self._device, group=self._group)
                 for index, module in self._modules.items()
             ]
             self._schedules[run.kind] = schedules.build(self._name, stages, len(run.batches))
