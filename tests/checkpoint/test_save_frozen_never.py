@@ -14,8 +14,10 @@ from torch import nn
 import dalsegno as ds
 from checkpoint.sameness import assert_same
 from dalsegno.checkpoint import Checkpoint, read_tensors
+from dalsegno.checkpoint.save import base
 from dalsegno.cli import main
 from dalsegno.testing import TinyRegression, compare_runs, run_ranks
+from support.listeners import Listener
 from support.small import small_trainer, weights
 
 BASE = ("layers.0.weight", "layers.0.bias")
@@ -64,6 +66,28 @@ def test_another_base_is_refused_and_its_first_tensor_named(tmp_path: Path) -> N
     allowed = trainer(tmp_path, 6, seed=1)
     allowed.train(allow_changes=("model",))
     assert_same({name: weights(allowed)[name] for name in BASE}, {name: before[name] for name in BASE})
+
+
+def test_each_save_looks_for_changes_and_hashes_again_only_if_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[int] = []
+    at_steps: dict[int, int] = {}
+    checksum_of = base.checksum_of
+
+    def counted(tensor: torch.Tensor) -> str:
+        hashed.append(1)
+        return checksum_of(tensor)
+
+    def change(ctx: ds.StepEndContext) -> None:
+        at_steps[ctx.step] = len(hashed)
+        if ctx.step == 5:
+            ctx.model.layers[0].weight.data[2, 1] += 1  # which no version counter shows
+
+    monkeypatch.setattr(base, "checksum_of", counted)
+    trainer(tmp_path, 8, Listener({"on_step_end": change}), save_steps=1).train()
+    assert at_steps[2] == at_steps[5] < at_steps[7] == at_steps[8]
+    assert saved(tmp_path) == {"layers.0.weight", "layers.3.weight", "layers.3.bias"}
 
 
 def test_what_was_frozen_later_is_saved(tmp_path: Path) -> None:
