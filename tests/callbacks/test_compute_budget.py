@@ -38,7 +38,7 @@ def trainer(output_dir: Path, *own: ds.Callback, lengths: list[int], **settings:
     torch.manual_seed(0)
     loader = torch.utils.data.DataLoader(rows(lengths), batch_size=1)
     alone = collectives.world_size() == 1
-    how = {"per_device_train_batch_size": 1, "parallel": "none" if alone else "fsdp", **settings}
+    how = {"optim": "sgd", "per_device_train_batch_size": 1, "parallel": "none" if alone else "fsdp", **settings}
     parts = {"train_dataset": None, "train_dataloader": loader} if alone else {"train_dataset": rows(lengths)}
     return small_trainer(output_dir, JsonLogger(), *own, model=TinyLanguageModel(width=WIDTH), parts=parts, **how)
 

@@ -29,7 +29,7 @@ def merging(output_dir: Path, *own: Any, layout: str = "none", **settings: Any) 
     """Four samples a step, a checkpoint every two, eight steps."""
     torch.manual_seed(0)
     how = {"per_device_train_batch_size": 4 // collectives.world_size(), "learning_rate": 0.05, "parallel": layout}
-    plan = {"max_steps": 8, "save_steps": 2, "lr_scheduler_type": "constant", **settings}
+    plan = {"optim": "sgd", "max_steps": 8, "save_steps": 2, "lr_scheduler_type": "constant", **settings}
     parts = {"train_dataset": sentences(), "eval_dataset": sentences(8, seed=1)}
     return small_trainer(output_dir, *own, model=Uneven(), parts=parts, **how, **plan)
 

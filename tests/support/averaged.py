@@ -51,6 +51,7 @@ def averaged(
             "parallel": layout,
             "per_device_train_batch_size": 4 // collectives.world_size(),
             "per_device_eval_batch_size": 2,
+            "optim": "sgd",
             "learning_rate": 0.05,
             "lr_scheduler_type": "constant",
             "max_steps": 8,
