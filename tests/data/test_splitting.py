@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -20,6 +21,10 @@ from dalsegno.testing import compare_runs, run_ranks
 from support import layouts
 from support.resumed import stop_after
 from support.small import small_trainer
+
+with contextlib.suppress(ImportError):  # before ranks are forked: in each of them it would take a second
+    import datasets
+    import scipy.io  # noqa: F401  # which datasets imports for its streams
 
 LENGTH, STEPS = 23, 14
 Sample = dict[str, Any]
@@ -64,7 +69,6 @@ class StatefulParted(Parted):
 
 
 def hugging_face(folder: str, *, shuffled: bool, files: int = 4) -> Any:
-    datasets = pytest.importorskip("datasets")
     names = [Path(folder, f"{files}-{number}.jsonl") for number in range(files)]
     if collectives.rank() == 0 and not names[-1].exists():
         for number, name in enumerate(names):
@@ -106,8 +110,7 @@ KINDS: dict[str, dict[str, Callable[[str], Any]]] = {
     },
     "webdataset": {"shuffled": web_dataset},
 }
-"""Streams, by the library that they need; those of one are trained in the same processes, since importing it takes a
-second."""
+"""Streams, by the library that they need; those of one are trained in the same processes."""
 
 
 def legs(folder: str, library: str, *ends: tuple[str, int | None]) -> dict[str, list[list[list[int]]]]:

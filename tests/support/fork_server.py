@@ -15,7 +15,10 @@ from typing import Any, cast
 
 
 def fork_from_here() -> None:
-    """Fork the server of this process, which has one thread now. It waits until it is needed, or this process ends."""
+    """Fork the server of this process, which has one thread of Python now.
+
+    It waits until it is needed, or this process ends.
+    """
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
