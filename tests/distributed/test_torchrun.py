@@ -16,26 +16,26 @@ from dalsegno.checkpoint import CheckpointManager
 from dalsegno.logs import RunFile, read_records
 from support.small import Line, small_trainer
 from support.torchrun_job import RESUMES_FROM
+from support.warm import Program
 
 HERE = Path(__file__).parents[1]
-COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+COMMAND = [TORCHRUN, "--standalone", "--nproc-per-node=2"]
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a job whose one restart is needed where one rank of two is killed; it is stopped by SIGTERM."""
     folder = tmp_path_factory.mktemp("job")
-    command = [*COMMAND, "--max-restarts=1", "--monitor-interval=0.1", str(HERE / "support/torchrun_job.py"), folder]
+    command = [*COMMAND, "--max-restarts=1", "--monitor-interval=0.1", HERE / "support/torchrun_job.py", folder]
     with (folder / "errors").open("w") as errors:
-        started = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True)
-    assert started.stdout is not None
-    try:
-        assert started.stdout.readline() == f"saved step {RESUMES_FROM + 2}\n", (folder / "errors").read_text()
-        started.send_signal(signal.SIGTERM)
-        started.wait()
-    finally:
-        started.kill()
-        started.stdout.close()
+        started = Program(command, env=environment(), stdout=subprocess.PIPE, stderr=errors)
+    with started:
+        assert started.stdout is not None
+        try:
+            assert started.stdout.readline() == f"saved step {RESUMES_FROM + 2}\n", (folder / "errors").read_text()
+        finally:
+            started.send_signal(signal.SIGTERM)
     return folder
 
 
