@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,33 @@ def test_a_leg_that_resumes_with_another_base_copies_it(tmp_path: Path, leg: Leg
     resumed = Leg(tmp_path / "run", leg.name)
     resumed.base.weight.data += 1
     assert inode != resumed.save(2) == resumed.save(3)
+
+
+def test_a_leg_whose_base_does_not_fit_beside_that_of_the_leg_before_is_not_refused(
+    tmp_path: Path, leg: Leg, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is memory for one base and two slots; and the checkpoint that the leg resumed from is not given up."""
+    base, former = leg.save(1), leg.memory.path_of(1)
+    leg.memory.close(remove=False)
+    reserve = filesystem.reserve
+
+    def reserved(path: Path, begin: int, length: int) -> None:
+        if memory_dir.size_of(memory_dir.find_all()) + length > 290_000:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        reserve(path, begin, length)
+
+    monkeypatch.setattr(filesystem, "reserve", reserved)
+    resumed = Leg(tmp_path / "run", leg.name)
+    content = resumed.content
+    resumed.base.weight.data += 1
+    resumed.memory.prepare(resumed.states)
+    resumed.capture(2)
+    resumed.memory.publish()
+    assert "step 2: there is no room for a memory checkpoint" in caplog.text
+    checkpoint = checkpoint_dir.open_checkpoint(former)
+    checkpoint.verify(checkpoint.manifest.files)
+    resumed.model.load_state_dict(content)
+    assert resumed.save(3) == base
 
 
 def test_after_a_rollback_the_base_is_still_shared(leg: Leg) -> None:

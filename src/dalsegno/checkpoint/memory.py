@@ -267,7 +267,7 @@ class MemoryCheckpoints:
         Raises:
             CannotSave: on every rank, if a state cannot be saved.
             SaveFailed: if the save before is stuck.
-            ConfigurationError: on every rank, if the first one does not fit into memory.
+            ConfigurationError: on every rank, if the first one does not fit into memory, and the leg resumed from none.
         """
         self.settle()
         self._captured = None
@@ -277,7 +277,7 @@ class MemoryCheckpoints:
         try:
             snapshot = slot.snapshotter.capture(sharded, components, carried, copy=True, former=self._shareable)
         except NoRoom as error:
-            if not self._has_saved:
+            if not self._has_saved and self._former is None:
                 raise self._does_not_fit(error) from error
             if collectives.rank() == 0:
                 logger.warning("step %d: there is no room for a memory checkpoint: %s", step, error)
