@@ -89,6 +89,28 @@ def test_the_average_is_what_its_definition_says(tmp_path: Path, how: dict[str, 
     assert_close(found, expected(witness.weights, **{"decay": DECAY, **how}))
 
 
+def test_added_in_the_middle_of_a_leg_it_sees_no_begin_of_training(tmp_path: Path) -> None:
+    class Own(EMA):
+        begins = 0
+
+        def on_train_begin(self, ctx: Any) -> None:
+            self.begins += 1
+            super().on_train_begin(ctx)
+
+    late = Own(0.5)
+
+    def add(ctx: Any) -> None:
+        if ctx.step == 1:
+            ctx.trainer.add_callback(late)
+
+    trainer = small_trainer(tmp_path, Listener({"on_step_end": add}), max_steps=3)
+    trainer.train()
+    assert late.begins == 0
+    last = weights(trainer)
+    with late.averaged():
+        assert not same(weights(trainer), last)
+
+
 def test_the_averages_are_evaluated_and_the_weights_come_back(tmp_path: Path) -> None:
     witness = Witness()
     seen: list[bool] = []

@@ -5,7 +5,7 @@ import re
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,6 +147,14 @@ class LateGradNorm(Late):
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.state.global_step < 2:
             del ctx.logs["grad_norm"]
+
+
+def test_a_specification_may_be_any_mapping(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    columns = {"loss": MappingProxyType({"fmt": ".3f", "label": "the loss"}), "step": None, "epoch": None}
+    trainer(tmp_path, [2.0], ProgressCallback(output_stream=stream, step_columns=columns)).train()
+    assert "the loss" in lines(stream)[0]
+    assert "2.000" in lines(stream)[1]
 
 
 def test_a_default_column_that_comes_late_brings_a_new_header(tmp_path: Path) -> None:

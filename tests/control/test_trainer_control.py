@@ -16,7 +16,8 @@ import pytest
 
 from control.job import Pause, controlled_trainer
 from control.talking import OldClient, Stream, ask, connect, wait_until
-from dalsegno.callbacks import TrainerControlCallback
+from dalsegno.callbacks import JsonLogger, TrainerControlCallback
+from dalsegno.callbacks.trainer_control import log_path_of
 from dalsegno.control.jobs import list_jobs, remove_dead
 from dalsegno.errors import ConfigurationError, DalsegnoError, NotRunning
 from dalsegno.logs.reader import read_records
@@ -34,6 +35,17 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     yield tmp_path / "state" / "dalsegno" / "jobs"
     assert [job.job_id for job in list_jobs() if job.state == "running"] == []
+
+
+class ClosedWhileItIsRead(JsonLogger):
+    """Has a path when it is first asked, and none after that."""
+
+    def __init__(self, path: Path) -> None:
+        self._paths = [path]
+
+    @property
+    def log_path(self) -> Path | None:
+        return self._paths.pop() if self._paths else None
 
 
 class Job:
@@ -456,3 +468,9 @@ def test_asking_leaves_the_training_alone(tmp_path: Path) -> None:
     steered(asked, steer)
     assert same(weights(alone), weights(asked))
     assert not (tmp_path / "asked/control.jsonl").exists()
+
+
+def test_the_path_of_a_log_that_closes_meanwhile_is_remembered(tmp_path: Path) -> None:
+    path_now = log_path_of([ClosedWhileItIsRead(tmp_path / "train.jsonl")])
+    assert path_now is not None
+    assert [path_now(), path_now()] == [tmp_path / "train.jsonl"] * 2

@@ -93,7 +93,9 @@ def columns(argument: str, given: Specs | None, defaults: Mapping[str, Spec]) ->
 
 
 def _spec(given: Any) -> Spec | None:
-    return given if given is None or isinstance(given, dict) else {"fmt": given}
+    if isinstance(given, Mapping):
+        return dict(given)
+    return None if given is None else {"fmt": given}
 
 
 def _column(argument: str, name: str, spec: Spec) -> Column:

@@ -78,14 +78,15 @@ class EMA(Callback):
         """
         return self._averages.averaged(self.key)
 
-    def on_train_begin(self, ctx: Context) -> None:
+    def _begin(self, ctx: Context) -> None:
         self._averages.begin(ctx.model, self.key, were_saved=self._updates > 0)
 
-    on_load = on_train_begin  # so that a finished run's averages can be evaluated: it begins no training
+    on_train_begin = _begin
+    on_load = _begin  # so that a finished run's averages can be evaluated: it begins no training
 
     def on_step_end(self, ctx: StepEndContext) -> None:
         if not self._averages.have_begun:  # added in the middle of a leg
-            self.on_train_begin(ctx)
+            self._begin(ctx)
         if ctx.step % self._every == 0:
             decay = min(self._decay, (1 + self._updates) / (10 + self._updates)) if self._warmup else self._decay
             self._averages.approach(1 - decay)

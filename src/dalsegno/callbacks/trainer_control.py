@@ -129,7 +129,7 @@ class TrainerControlCallback(Callback):
             trainer.state,
             callbacks=lambda: _described(trainer),
             history=_history(ctx.args.directory),
-            log_path=_log_path(trainer.callbacks),
+            log_path=log_path_of(trainer.callbacks),
         )
         job.note_event("train_begin", resumed_from=ctx.resumed_from.name if ctx.resumed_from else None)
         token = self._token = None if self._disable_auth else self._token or new_token()
@@ -208,17 +208,19 @@ def _history(directory: Path) -> Callable[[], dict[str, Any]]:
     return read
 
 
-def _log_path(callbacks: list[Callback]) -> Callable[[], Path | None] | None:
+def log_path_of(callbacks: list[Callback]) -> Callable[[], Path | None] | None:
     """Return a function for the path of the run's JSON log, also once it is closed; None if the run writes none."""
     log = next((each for each in callbacks if isinstance(each, JsonLogger)), None)
+    if log is None:
+        return None
     last: Path | None = None
 
     def path() -> Path | None:
         nonlocal last
-        last = last if log is None or log.log_path is None else log.log_path
+        last = log.log_path or last  # read once: the training thread may close it meanwhile
         return last
 
-    return None if log is None else path
+    return path
 
 
 def _described(trainer: TrainerLike) -> list[dict[str, Any]]:

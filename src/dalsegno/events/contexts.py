@@ -290,7 +290,7 @@ class LogContext(Context):
 @dataclass(slots=True)
 class EvaluateBeginContext(Context):
     name: str = field(init=False)
-    evaluated_weights: str | None = field(init=False)
+    evaluated_weights: str | None = field(init=False, default=None)
     """A handler that swaps in other weights sets this to its callback's key; None: the model's own weights."""
 
     def fill(self, name: str) -> None:

@@ -302,6 +302,16 @@ def test_losses_norms_and_gradients_of_a_step(tmp_path: Path) -> None:
     assert (trainer.accelerator.clip_grad_norm_, trainer.training_step, trainer.evaluation_loop) == own
 
 
+def test_metrics_of_an_evaluation_elsewhere_are_of_the_weights(tmp_path: Path) -> None:
+    """A program may log metrics of an evaluation of its own before the Trainer has run one."""
+    trainer = hf_trainer(tmp_path, eval_steps=8)
+    trainer.add_callback(At("on_step_end", 1, lambda control: trainer.log({"eval_elsewhere": 0.5})))
+    trainer.add_callback(Bridge([EMA(), JsonLogger()], trainer=trainer))
+    trainer.train()
+    evaluations = [each for each in records(tmp_path)["train.jsonl"] if each.get("kind") == "eval"]
+    assert [each.get("evaluated_weights") for each in evaluations] == [None, "EMA"]
+
+
 def test_a_gradient_scaler(tmp_path: Path) -> None:
     """Its first scale is too large: that update is skipped."""
     seen: list[tuple[str, int]] = []
