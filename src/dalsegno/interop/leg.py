@@ -230,10 +230,13 @@ class Leg:
         train_end.fill(reason, metrics, self._newest)
         raise_first(train_end.fire_all())
 
-    def complete(self, *, is_stopped: bool) -> None:
-        """Fire on_step_done, the final record and on_train_end: training has come to its end, or to a requested one."""
+    def record_end(self) -> None:
+        """Fire on_step_done and the final record: training has come to its end, or to a requested one."""
         self.finish()
         self.record({"train_runtime": self.state.elapsed(), "step": self.state.global_step}, "final")
+
+    def complete(self, *, is_stopped: bool) -> None:
+        """Fire on_train_end, after :meth:`record_end`."""
         is_aborted = self.control.should_abort_without_save
         self.end("aborted" if is_aborted else "stopped" if is_stopped else "finished", {})
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, read_tensors, saved_states
+from dalsegno.checkpoint.format.composites import is_composite, take_apart
 from dalsegno.checkpoint.format.names import CHECKPOINTS
 from dalsegno.control.inbox import INBOX
 from dalsegno.control.journal import JOURNAL
@@ -189,13 +190,20 @@ def _first_difference(mine: Any, yours: Any, where: str) -> str | None:
 
 
 def _tensor_difference(mine: torch.Tensor, yours: torch.Tensor, where: str) -> str | None:
-    if mine.dtype != yours.dtype or mine.shape != yours.shape:
-        return f"{where}: {mine.dtype} {tuple(mine.shape)} and {yours.dtype} {tuple(yours.shape)}"
+    if (mine.dtype, mine.layout, mine.shape) != (yours.dtype, yours.layout, yours.shape):
+        return f"{where}: {_described(mine)} and {_described(yours)}"
+    if is_composite(mine):
+        return _first_difference(take_apart(mine), take_apart(yours), where)
     differing = int((_bits(mine) != _bits(yours)).any(-1).sum())
     if not differing:
         return None
     largest = float((mine.double() - yours.double()).abs().max()) if not mine.is_complex() else float("nan")
     return f"{where}: {differing:,} of {mine.numel():,} elements differ, by up to {largest:.3g}"
+
+
+def _described(tensor: torch.Tensor) -> str:
+    layout = "" if tensor.layout == torch.strided else f"{tensor.layout} of "
+    return f"{layout}{tensor.dtype} {tuple(tensor.shape)}"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,6 @@ from dalsegno.events.table import Event
 from dalsegno.stateful.component import Stateful
 
 from .accumulation import Accumulation
-from .learning_rate import copied
 from .parts import RunParts
 
 
@@ -139,7 +138,8 @@ class TrainStep:
 
     def _update(self) -> tuple[float | torch.Tensor, bool]:
         """Step the optimizer. Returns the learning rate that it used, and whether the weights were changed."""
-        lr = copied(self._optimizer.param_groups[0]["lr"])
+        lr = self._optimizer.param_groups[0]["lr"]
+        lr = lr.clone() if isinstance(lr, torch.Tensor) else lr  # without a call: each step comes here
         if self._scaler is None:
             self._optimizer.step()
             return lr, True

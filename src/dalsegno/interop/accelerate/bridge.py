@@ -159,6 +159,7 @@ class Bridge:
         if error is not None:
             leg.fail(error)
         else:
+            leg.record_end()
             leg.complete(is_stopped=self.step < leg.state.max_steps)
 
     @property

@@ -166,8 +166,9 @@ class Bridge:
         )
 
     def fit_end(self, leg: Leg, state: Any) -> None:
-        leg.complete(is_stopped=self._is_stopping)
+        leg.record_end()
         self._stop_following()
+        leg.complete(is_stopped=self._is_stopping)
 
     def close(self, state: Any, logger: Any) -> None:
         if self._leg is not None and self._is_training:

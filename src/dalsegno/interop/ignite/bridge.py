@@ -201,6 +201,7 @@ class Bridge:
 
     def _end(self, leg: Leg) -> None:
         try:
+            leg.record_end()
             leg.complete(is_stopped=not _all_done(leg))
         finally:
             self._stop_following()

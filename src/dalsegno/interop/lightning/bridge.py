@@ -142,8 +142,9 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         leg = self._leg
         if leg is None or not self._is_training:
             return
-        leg.complete(is_stopped=self._is_stopping)
+        leg.record_end()
         self._stop_following()
+        leg.complete(is_stopped=self._is_stopping)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if (leg := self._followed()) is not None:
