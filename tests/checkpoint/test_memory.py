@@ -26,14 +26,7 @@ from dalsegno.system import filesystem
 from dalsegno.testing import TinyRegression, run_ranks
 from support.small import small_trainer
 
-
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Directory of this test in place of /dev/shm."""
-    (tmp_path / "shared memory").mkdir()
-    (tmp_path / "run").mkdir()
-    monkeypatch.setenv(memory_dir.PLACE_VARIABLE, str(tmp_path / "shared memory"))
-    return tmp_path / "shared memory"
+pytestmark = pytest.mark.usefixtures("shared_memory")
 
 
 class Leg:

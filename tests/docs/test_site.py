@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 import dalsegno
 from dalsegno import errors
+from support.docs_scripts import DOCS, script
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
 
 
 def test_every_page_is_in_the_navigation_or_listed_by_another() -> None:
@@ -22,15 +20,6 @@ def test_every_page_is_in_the_navigation_or_listed_by_another() -> None:
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     assert listed <= pages
     assert {page for page in pages - listed if not page.startswith("callbacks/")} == set()
-
-
-def script(name: str) -> Any:
-    """A script of docs/, as a module."""
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from dalsegno.errors import ConfigurationError, DamagedCheckpoint, StateMismatch
 from dalsegno.testing import run_ranks
 
 from .other_programs import BATCH, BEGUN, STEPS, Sentences, losses_here, model, trainer_here
+from .touch import Touch
 
 PICKLES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
 
@@ -202,20 +202,10 @@ def test_the_optimizer_is_needed_to_resume_and_the_weights_are_not_lost(begun: A
     assert trainer.state.global_step == 1
 
 
-class Command:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.marker}",)
-
-
 @pytest.mark.usefixtures("warm_reader")
 def test_code_is_refused_in_words_and_nothing_is_written(begun: Any, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(begun[0] / f"checkpoint-{BEGUN}", tmp_path / "checkpoint-6"))
-    torch.save({"state": {}, "param_groups": [], "more": Command(tmp_path / "ran")}, folder / "optimizer.pt")
+    torch.save({"state": {}, "param_groups": [], "more": Touch(tmp_path / "ran")}, folder / "optimizer.pt")
     with pytest.raises(StateMismatch, match=r"refused: names posix\.system, which is code"):
         import_checkpoint(folder, tmp_path / "run")
     assert not (tmp_path / "ran").exists()

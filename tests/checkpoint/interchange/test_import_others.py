@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from dalsegno.checkpoint.interchange.importing import Imported, import_checkpoin
 from dalsegno.errors import ConfigurationError, StateMismatch
 
 from .other_programs import BEGUN, STEPS, Loop, continued_here, in_order, model, one_group
+from .touch import Touch
 
 
 @pytest.fixture(scope="module")
@@ -159,14 +159,6 @@ def test_lightning(expected: Loop, tmp_path: Path) -> None:
     assert_continues(done, expected)
 
 
-class Command:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.marker}",)
-
-
 @pytest.mark.usefixtures("warm_reader")
 @pytest.mark.parametrize("where", ["metadata", "item"])
 def test_code_in_a_dcp_folder_is_refused(where: str, tmp_path: Path) -> None:
@@ -174,10 +166,10 @@ def test_code_in_a_dcp_folder_is_refused(where: str, tmp_path: Path) -> None:
 
     folder = tmp_path / "dcp"
     dcp.save(
-        {"model": nn.Linear(2, 2).state_dict(), "more": Command(tmp_path / "ran")}, checkpoint_id=folder, no_dist=True
+        {"model": nn.Linear(2, 2).state_dict(), "more": Touch(tmp_path / "ran")}, checkpoint_id=folder, no_dist=True
     )
     if where == "metadata":
-        (folder / ".metadata").write_bytes(pickle.dumps(Command(tmp_path / "ran")))
+        (folder / ".metadata").write_bytes(pickle.dumps(Touch(tmp_path / "ran")))
     with pytest.raises(StateMismatch, match=r"refused: names posix\.system"):
         import_checkpoint(folder, tmp_path / "run")
     assert not (tmp_path / "ran").exists() and not (tmp_path / "run").exists()
