@@ -55,6 +55,57 @@ class Clock:
         self._before = state["seconds"]
 
 
+Verdict = Literal["exact", "differs", "changed", "not proven"]
+
+CAUSES = {
+    "data": "the data are in another order, or their contents changed: their order or contents depend on something "
+    "that no checkpoint contains",
+    "random numbers": "random numbers are drawn elsewhere than in the leg before, or from a generator that no "
+    "checkpoint contains",
+    "loss": "with equal data and random numbers, so a state that no checkpoint contains differs, or the script",
+    "gradient norm": "with an equal loss: gradients are summed in another order, or modified by a state that no "
+    "checkpoint contains",
+    "learning rate": "with equal losses: something that no checkpoint contains sets it",
+    "record": "with equal steps: a callback has a state that no checkpoint contains",
+}
+"""What of a step can differ, in the order in which it happens, each with what that means."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeProof:
+    """Comparison of the steps that a resumed leg repeated with those of the leg before it.
+
+    Steps are numbers of finished optimizer steps.
+    """
+
+    verdict: Verdict
+    """``exact``: equal bit for bit. ``differs``: not, without a known reason. ``changed``: not, and ``why`` has the
+    reason, such as a changed setting. ``not proven``: nothing could be compared, for the reason in ``why``."""
+    first_step: int | None = None
+    """First step that was repeated; None if none was."""
+    last_step: int | None = None
+    """Last step that was repeated."""
+    every: int = 1
+    """One in how many of these steps was compared."""
+    differs_at: int | None = None
+    """First compared step that differs; None if none does."""
+    what: str | None = None
+    """What of this step differs first: one of :data:`CAUSES`."""
+    why: str | None = None
+
+    @property
+    def line(self) -> str:
+        """The verdict in a line."""
+        if self.verdict == "not proven":
+            return f"not proven: {self.why}"
+        if self.verdict == "exact":
+            compared = "" if self.every == 1 else f" (one in {self.every} compared)"
+            return f"resumed exactly: steps {self.first_step} to {self.last_step} repeated bit for bit{compared}"
+        reason = f": {self.why}" if self.why else ""
+        kind = "not resumed exactly" if self.verdict == "differs" else "not repeated bit for bit"
+        return f"{kind}: the {self.what} of step {self.differs_at} differs{reason}"
+
+
 class SavedTrainerState(TypedDict):
     """The saved fields of :class:`TrainerState`."""
 
@@ -105,6 +156,10 @@ class TrainerState:
 
     data_seconds: float = 0.0
     """Seconds that this rank spent reading the data of the current step, without waiting for other ranks."""
+
+    resume_proof: ResumeProof | None = None
+    """Whether the steps that this leg repeated are those of the leg before it; None until that is known, and in a leg
+    that did not resume."""
 
     clock: Clock = field(default_factory=Clock)
 

@@ -20,6 +20,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "eval_strategy": ("no", "steps", "epoch"),
     "save_strategy": ("no", "steps", "epoch"),
     "save_frozen": ("once", "never"),
+    "on_resume": ("warn", "stop", "ignore"),
 }
 OPTIMIZERS = ("adamw", "adamw_fused", "adafactor", "sgd", "muon")
 _OTHER_OPTIMIZERS = {

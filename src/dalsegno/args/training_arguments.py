@@ -159,6 +159,9 @@ class TrainingArguments:
     max_failed_saves: int = 3
     """Number of consecutive failed saves (e.g. on a full disk) that raises an error; fewer are only logged."""
 
+    on_resume: Literal["warn", "stop", "ignore"] = "warn"
+    """If the steps that a resumed leg repeats are not those of the leg before, bit for bit and without a known reason:
+    ``warn``, ``stop`` (without a checkpoint; exit status 1), or ``ignore``, which only records it in ``run.json``."""
     load_best_model_at_end: bool = False
     """Save at each new best metric, and load the best weights at the end."""
     metric_for_best_model: str | None = None

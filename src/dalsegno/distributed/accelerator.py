@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict, final
+from typing import Any, TypedDict, TypeGuard, final
 
 import torch
 import torch.distributed as dist
@@ -140,6 +140,44 @@ def can_pin() -> bool:
     return here is not None and here not in _WITHOUT_PINNED_MEMORY
 
 
+class LateNumbers:
+    """Numbers that are copied from a device while it works on: at most one wait, and only if asked for.
+
+    Args:
+        numbers: 0-dim tensors, on the host or on one device, or floats.
+    """
+
+    def __init__(self, numbers: Sequence[torch.Tensor | float]) -> None:
+        self._numbers = list(numbers)
+        self._places: list[int] = []
+        self._copy: torch.Tensor | None = None
+        self._event: torch.Event | None = None
+        on_device = [(place, each) for place, each in enumerate(numbers) if _is_elsewhere(each)]
+        if on_device:
+            self._places = [place for place, _ in on_device]
+            together = torch.stack([wide(each.detach().reshape(())) for _, each in on_device])
+            self._copy = torch.empty(together.shape, dtype=together.dtype, pin_memory=can_pin())
+            self._copy.copy_(together, non_blocking=True)
+            self._event = torch.Event(together.device)
+            self._event.record()
+
+    def are_here(self) -> bool:
+        """Whether :meth:`values` would not wait."""
+        return self._event is None or bool(self._event.query())
+
+    def values(self) -> list[float]:
+        """The numbers as floats; waits for the device if need be."""
+        values = dict(enumerate(self._numbers))
+        if self._event is not None and self._copy is not None:
+            self._event.synchronize()
+            values |= dict(zip(self._places, self._copy.tolist(), strict=True))
+        return [float(values[place]) for place in range(len(self._numbers))]
+
+
+def _is_elsewhere(number: torch.Tensor | float) -> TypeGuard[torch.Tensor]:
+    return isinstance(number, torch.Tensor) and number.device.type != "cpu"
+
+
 def wide_dtype(device: torch.device) -> torch.dtype:
     """Dtype for sums that need many digits: float64, or float32 where the device has no wider one."""
     return torch.float32 if device.type in _WITHOUT_FLOAT64 else torch.float64
@@ -221,6 +259,17 @@ def check_states(type: str, states: list[torch.Tensor]) -> None:
 def default_generators() -> Sequence[torch.Generator]:
     """The generators that the devices' random operations use, where torch lists them."""
     return () if (found := _accelerator()) is None else tuple(getattr(found[1], "default_generators", ()))
+
+
+def generator_state() -> torch.Tensor | None:
+    """State of the current device's generator, without waiting for the device; None without one, or before its first
+    use by this process."""
+    if not is_initialized():
+        return None
+    found = _accelerator()
+    assert found is not None, "it is initialized"
+    generators = getattr(found[1], "default_generators", ())
+    return generators[current_device().index].get_state() if generators else None
 
 
 def _accelerator() -> tuple[str, Any] | None:

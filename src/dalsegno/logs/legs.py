@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 from dalsegno.errors import DamagedRunFile, StateMismatch
+from dalsegno.state import ResumeProof
 from dalsegno.stateful.schema import Must, check
 from dalsegno.system import filesystem
 from dalsegno.system.posix import host_name
@@ -86,6 +88,9 @@ class Leg:
 
     rollbacks: list[RolledBack] = field(default_factory=list)
     """Each return to a checkpoint within the leg."""
+    resumed: ResumeProof | None = None
+    """Whether the steps that it repeated were those of the leg before; None if it did not resume, or ended before that
+    was known."""
 
     def has_given_up(self, max_steps: int, num_train_epochs: float) -> bool:
         """Whether a callback ended the run here and neither limit has been raised since."""
@@ -111,6 +116,7 @@ class RunFile:
     def __init__(self, output_dir: str | Path) -> None:
         self.path = Path(output_dir) / "run.json"
         self._run: RunRecord | None = None  # as last written
+        self._changing = threading.Lock()  # a save that is published records that on its own thread
 
     def load(self) -> RunRecord | None:
         """Return the run so far; None before its first leg.
@@ -185,9 +191,10 @@ class RunFile:
 
     def progress(self, last_step: int) -> None:
         """Record that a checkpoint of ``last_step`` is published, in case the leg is killed later."""
-        run = self._current()
-        run.legs[-1].last_step = last_step
-        self._write(run)
+        with self._changing:
+            run = self._current()
+            run.legs[-1].last_step = last_step
+            self._write(run)
 
     def roll_back(self, rollback: RolledBack) -> None:
         """Record a rollback of the newest leg, which may have been killed during it; once, however often called. If no
@@ -200,6 +207,14 @@ class RunFile:
             leg.rollbacks.append(rollback)
             leg.last_step = rollback["to_step"]
             self._write(run)
+
+    def prove(self, proof: ResumeProof) -> None:
+        """Record whether the newest leg resumed exactly."""
+        with self._changing:
+            run = self._newest()
+            if run is not None and run.legs[-1].resumed != proof:
+                run.legs[-1].resumed = proof
+                self._write(run)
 
     def end(
         self,
@@ -256,13 +271,15 @@ class RunFile:
         filesystem.replace_durably(self.path, (json.dumps(data, indent=2, allow_nan=False) + "\n").encode())
 
 
-def _known_fields(kind: type[Leg | RunRecord], content: Mapping[str, Any]) -> dict[str, Any]:
+def _known_fields(kind: type[Leg | RunRecord | ResumeProof], content: Mapping[str, Any]) -> dict[str, Any]:
     """Drop fields that a newer version of the same format may have added."""
     return {field.name: content[field.name] for field in dataclasses.fields(kind) if field.name in content}
 
 
 def _leg(content: Mapping[str, Any]) -> dict[str, Any]:
     fields = _known_fields(Leg, content)
+    if fields.get("resumed") is not None:
+        fields["resumed"] = _known_fields(ResumeProof, fields["resumed"])
     return {name: from_json(value) if name in _NUMBERS else value for name, value in fields.items()}
 
 
@@ -278,4 +295,9 @@ def _parse(data: bytes, path: Path) -> RunRecord:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DamagedRunFile(f"{path}: damaged ({error})") from error
     check(run, RunRecord, f"{path}: damaged", DamagedRunFile)
-    return RunRecord(**run | {"legs": [Leg(**leg) for leg in run["legs"]]})
+    return RunRecord(**run | {"legs": [_to_leg(leg) for leg in run["legs"]]})
+
+
+def _to_leg(fields: dict[str, Any]) -> Leg:
+    proof = fields.get("resumed")
+    return Leg(**fields | {"resumed": None if proof is None else ResumeProof(**proof)})

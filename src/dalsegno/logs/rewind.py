@@ -21,7 +21,7 @@ from dalsegno.system import filesystem
 
 from .archive import archive_file, archive_tail, free_path
 from .formats import format_of, strip_line
-from .values import decode
+from .values import decode, step_of
 
 logger = logging.getLogger("dalsegno")
 
@@ -214,11 +214,6 @@ def _keep_shorter(path: Path, descriptor: int, saved: Position) -> RewindReport:
         return replace(_restart(path), action="shorter", missing_records=missing)
     archived = _archive_rest(path, descriptor, end)
     return RewindReport("shorter", path, end, records, _step_of(last), archived, missing)
-
-
-def step_of(value: object) -> int | None:
-    """Return ``value`` if it can be a step; a record contains what callbacks put into it."""
-    return value if type(value) is int and value >= 0 else None
 
 
 def _step_of(line: bytes) -> int | None:

@@ -42,6 +42,11 @@ def decode(line: bytes) -> Any:
     return from_json(value) if b"NaN" in line or b"Infinity" in line else value
 
 
+def step_of(value: object) -> int | None:
+    """Return ``value`` if it can be a step; a record contains what callbacks put into it."""
+    return value if type(value) is int and value >= 0 else None
+
+
 def to_json(value: Any, where: str = "") -> Any:
     """Convert ``value`` to JSON values: NumPy and torch scalars by ``item()``, non-finite floats to strings.
 

@@ -13,8 +13,9 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.system import durability, filesystem
 
 from .formats import format_of
-from .rewind import Position, RewindReport, rewind, step_of, tail_hash
-from .values import encode
+from .repeats import RecordDifference, Repeats
+from .rewind import Position, RewindReport, rewind, tail_hash
+from .values import encode, step_of
 
 
 class RecordLog:
@@ -46,6 +47,29 @@ class RecordLog:
         self._offset = 0
         self._records = 0
         self._last_step: int | None = None
+        self._repeats: Repeats | None = None
+
+    @classmethod
+    def difference_in(cls, root: str | Path) -> RecordDifference | None:
+        """The first repeated record of this process's open logs in ``root`` that is not the one that was cut off."""
+        found = (each._repeats.difference for each in cls._repeating(root) if each._repeats is not None)
+        return next((difference for difference in found if difference is not None), None)
+
+    @classmethod
+    def repeats_until(cls, root: str | Path) -> int:
+        """Step of the last record that was cut off a log in ``root`` and is repeated by this process; 0 if none is."""
+        return max((each._repeats.until for each in cls._repeating(root) if each._repeats is not None), default=0)
+
+    @classmethod
+    def stop_comparing(cls, root: str | Path) -> None:
+        """Compare no more records of the logs in ``root`` with those that were cut off."""
+        for each in cls._repeating(root):
+            each._repeats = None
+
+    @classmethod
+    def _repeating(cls, root: str | Path) -> list[RecordLog]:
+        place = Path(root).absolute()
+        return [each for each in list(cls._open_here.values()) if each._root == place and each._repeats is not None]
 
     @property
     def path(self) -> Path:
@@ -73,6 +97,8 @@ class RecordLog:
         self._claim()
         try:
             report = self._reopen(position)
+            if report.action == "rewound" and report.archived is not None:
+                self._repeats = Repeats(report.archived, report.path)
             self._write_header()
         except BaseException:
             self.close()
@@ -115,6 +141,7 @@ class RecordLog:
     def close(self) -> None:
         """Close the file. Further calls do nothing."""
         self._close_file()
+        self._repeats = None
         if self._open_here.get(self._claimed) is self:
             del self._open_here[self._claimed]
 
@@ -164,6 +191,8 @@ class RecordLog:
             os.lseek(descriptor, self._offset, os.SEEK_SET)
             filesystem.write_all(descriptor, line + self._format.foot, self._path)
             self._offset, self._records = end, self._records + 1
+            if self._repeats is not None:
+                self._repeats.compare(record)
         except BaseException:
             if self._offset != end:  # a full disk, or Ctrl-C between two writes: remove the partial record
                 self._end_after_offset()

@@ -10,6 +10,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.modes import text_of
 from dalsegno.errors import SaveFailed
 from dalsegno.logs import PreviousLeg, RunFile
+from dalsegno.state import ResumeProof
 
 from .parts import RunParts
 from .result import TrainResult
@@ -44,6 +45,15 @@ class LegRecorder:
                     mesh=self._layout.dimensions,
                     memory=self._memory,
                 )
+
+    def prove(self, proof: ResumeProof) -> None:
+        """Record whether the leg repeats the steps of the leg before; if not, stop it if the user asks for that."""
+        self._state.resume_proof = proof
+        if self._writes:
+            with self._writing(f"that the leg has {proof.line} is not in there, and training ends"):
+                self._run_file.prove(proof)
+        if proof.verdict == "differs" and self._args.on_resume == "stop":
+            self._control.stop(proof.line, save=False, by="on_resume")
 
     def end(self, result: TrainResult) -> None:
         """Record how the leg ended; and the goal of the run, if a callback has judged the training to be over."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from dalsegno.control import CommandQueue
@@ -78,6 +79,7 @@ class RunLifecycle:
         self._session: Session | None = None  # of the newest leg; None if the run was finished before it
         self._result: TrainResult | None = None  # of the previous leg in this process
         self._model_modified = False
+        self._repeats = False  # the leg resumes from a checkpoint of this run
 
     @contextmanager
     def lock_run_dir(self) -> Iterator[None]:
@@ -116,6 +118,7 @@ class RunLifecycle:
         return path
 
     def _restored(self, options: ResumeOptions) -> Path | None:
+        self._repeats = False
         if self._result is not None and self._is_in_memory(self._result, options):
             self._commands.restore(self._parts.state.global_step)
             return self._result.checkpoint
@@ -129,6 +132,7 @@ class RunLifecycle:
             return None
         self._model_modified = True  # even if the load fails
         self._resumer.load(checkpoint, options)
+        self._repeats = self._checkpointer.owns(checkpoint.path, checkpoint.step)
         return checkpoint.path
 
     def _is_in_memory(self, result: TrainResult, options: ResumeOptions) -> bool:
@@ -179,13 +183,24 @@ class RunLifecycle:
 
     def session(self, resumed_from: Path | None) -> Session:
         """A leg from the present state."""
+        recorder = LegRecorder(self._parts, self._run_file, self._checkpointer.memory.checkpoints.name)
         self._session = Session(
             self._parts,
             self.boundary,
             self._checkpointer,
-            LegRecorder(self._parts, self._run_file, self._checkpointer.memory.checkpoints.name),
+            recorder,
+            begin_witness=partial(self._begin_witness, recorder),
             roll_back=self._resumer.roll_back,
             loss_weight=self._loss_weight,
             resumed_from=resumed_from,
         )
         return self._session
+
+    def _begin_witness(self, recorder: LegRecorder) -> None:
+        self._parts.witness.begin_leg(
+            self._parts.state.global_step,
+            self._settings.state_dict(),
+            is_resumed=self._repeats,
+            explain=self._settings.differences_from,
+            report=recorder.prove,
+        )

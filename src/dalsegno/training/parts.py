@@ -21,6 +21,7 @@ from dalsegno.events.contexts import Context
 from dalsegno.events.dispatcher import Dispatcher
 from dalsegno.events.table import Event
 from dalsegno.state import TrainerControl, TrainerState
+from dalsegno.witness import Witness
 
 from .callback_set import CallbackSet
 from .metrics import MetricAccumulator
@@ -49,6 +50,7 @@ class RunParts:
     dispatcher: Dispatcher
     callbacks: CallbackSet
     recoveries: Recoveries
+    witness: Witness
 
 
 def build_parts(
@@ -109,4 +111,5 @@ def build_parts(
         dispatcher=dispatcher,
         callbacks=CallbackSet(dispatcher, model, callbacks, core=core, report_to=args.report_to),
         recoveries=Recoveries(optimizer, loader),
+        witness=Witness(args.directory, device_of(model), args.on_resume),
     )

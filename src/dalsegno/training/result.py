@@ -27,7 +27,7 @@ class TrainResult:
     why: str | None = None
     """In words, if the end was requested or an exception caused it."""
     stopped_by: str | None = None
-    """Who requested the end: a callback's key, ``signal``, ``clock`` or ``the program``."""
+    """Who requested the end: a callback's key, ``signal``, ``clock``, ``on_resume`` or ``the program``."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Of the final record."""
     checkpoint: Path | None = None
@@ -48,6 +48,8 @@ class TrainResult:
             return ExitStatus.DIVERGED
         if self.reason == "stopped" and self.stopped_by in ("signal", "clock"):
             return ExitStatus.RUN_AGAIN
+        if self.stopped_by == "on_resume":
+            return ExitStatus.ERROR
         statuses: dict[Reason, ExitStatus] = {
             "exception": ExitStatus.ERROR,
             "interrupted": ExitStatus.INTERRUPTED,

@@ -144,6 +144,7 @@ class Resumer:
         self._checkpointer.load(checkpoint, strict_callbacks=False, allowed=self._options.allow_changes)
         self._continue_from(checkpoint, is_own=True)
         self._rollbacks.complete()
+        parts.witness.go_back(step, checkpoint.step)
         parts.buffers.begin_leg()
         self._boundary.begin_timeline()
         self._state.clock.start()

@@ -32,6 +32,7 @@ class SaveCoordinator:
         self._dispatcher = parts.dispatcher
         self._state = parts.state
         self._control = parts.control
+        self._witness = parts.witness
         self._checkpointer = checkpointer
         self._current: AsyncSave | None = None  # in progress, or done and not yet finalized
         self._captured_state = parts.state  # as of the save in progress
@@ -118,6 +119,7 @@ class SaveCoordinator:
         self._captured_state = self._state.copy()
         self._current = self._checkpointer.save(step, metrics=metrics, is_best=is_best)
         self._requested_step = step
+        self._witness.note_captured(step)
         if not self._args.save_in_background:
             self.finalize()
         return NO_REQUESTS
@@ -203,6 +205,8 @@ class SaveCoordinator:
 
     def _note_success(self, save: AsyncSave) -> None:
         self._failures.clear()
+        if self._published_step is not None:
+            self._witness.note_published(self._published_step)
         self.newest, self._published_step = save.path, save.step
 
     def _note_failure(self, save: AsyncSave, failure: SaveFailed) -> None:

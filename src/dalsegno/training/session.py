@@ -46,6 +46,7 @@ class Session:
     """One leg: begins with the restored state, and ends when the run does or a stop is requested.
 
     Args:
+        begin_witness: prepares the witness of the leg's steps.
         roll_back: restores the checkpoint of a rollback.
         loss_weight: weight of a batch's mean loss within its step; None: the number of its samples.
         resumed_from: the checkpoint that was restored.
@@ -58,6 +59,7 @@ class Session:
         checkpointer: Checkpointer,
         leg_recorder: LegRecorder,
         *,
+        begin_witness: Callable[[], None],
         roll_back: Callable[[Recovery], None],
         loss_weight: LossWeight | None,
         resumed_from: Path | None,
@@ -76,6 +78,8 @@ class Session:
         self._recorder = boundary.recorder
         self._checkpointer = checkpointer
         self._leg_recorder = leg_recorder
+        self._witness = parts.witness
+        self._begin_witness = begin_witness
         self._restore = roll_back
         self._loss_weight = loss_weight
         self._resumed_from = resumed_from
@@ -103,6 +107,7 @@ class Session:
         try:
             self._commands.open()
             self._dispatcher.train_begin.fire_with(self._resumed_from, self._checkpointer.memory.checkpoints.room)
+            self._begin_witness()
             self._dispatcher.leave_out_idle()
         except BaseException as error:
             self._close(error)
@@ -134,6 +139,7 @@ class Session:
     def _finish(self) -> None:
         """Without an exception: the last checkpoint, the final record, and the best weights. Collective."""
         self._boundary.finish()
+        self._witness.conclude(self._state.global_step)
         self._final_metrics = self._recorder.final_metrics()
         self._recorder.log(self._final_metrics, "final")
         self._checkpointer.load_best_model()
@@ -144,7 +150,9 @@ class Session:
         dispatcher, request, metrics = self._dispatcher, self._control.stop_request, self._final_metrics
         self._state.clock.stop()
         self._commands.close()
-        failures = _failures(self._boundary.saves.close)
+        failures = _failures(self._boundary.saves.close) + _failures(
+            partial(self._witness.close, self._state.global_step)
+        )
         result = self.result = TrainResult(
             global_step=self._state.global_step,
             reason=reason_of(error, self._control, self._data_is_exhausted),
@@ -225,6 +233,7 @@ class Session:
             if not self._serializability_checked:  # again: some loaders and callbacks create state with the first batch
                 self._checkpointer.check_serializable()
                 self._serializability_checked = True
+            self._witness.begin_step(self._state.global_step + 1, step_batch.microbatches)
             if step_begin:
                 step_begin.fire()
             self.step_batch = step_batch
@@ -270,6 +279,7 @@ class Session:
         self.step_batch = None
         self._buffers.share()
         self._recorder.add_step(loss, grad_norm, lr, step_batch.tokens)
+        self._witness.end_step(loss, grad_norm, lr)
         state.global_step += 1
         state.epoch = self._position
         state.samples_seen += step_batch.samples

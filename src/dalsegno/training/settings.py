@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dalsegno.checkpoint.interchange.adapters import settings_of
-from dalsegno.checkpoint.load.compatibility import END_OF_SCHEDULE, Change
+from dalsegno.checkpoint.load.compatibility import END_OF_SCHEDULE, Change, compare
 from dalsegno.data import NOT_EXACT, TrainingData
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.modes import modes_of
 from dalsegno.distributed.precision import gathered_dtype
 from dalsegno.distributed.sharded_tensors import device_of
+from dalsegno.logs.values import decode, encode
 
 from .hyperparameters import InitialHyperparameters
 from .optimizers import takes_adam_settings
@@ -55,6 +57,7 @@ _NOT_RECORDED = {
     "output_dir",
     "local_dir",
     "take_over_lock",
+    "on_resume",
     "run_name",
     "report_to",
     "disable_tqdm",
@@ -64,6 +67,10 @@ _NOT_RECORDED = {
     "num_train_epochs",
 }
 """Settings without an effect on the result; and the length of the run, which is recorded under another name."""
+
+
+_NOT_FELT = re.compile(r"(logging|save|eval|keep|max_failed|metric_for|greater|load_best|max_steps|num_train)\w*")
+"""Settings that do not change what a step computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +144,11 @@ class RecordedSettings:
         elif changed & {*_SCHEDULE_SETTINGS, END_OF_SCHEDULE}:
             self._initial.reapply_schedule()
         self._initial.restore(*(names - {"lr"}))
+
+    def differences_from(self, recorded: Mapping[str, Any]) -> list[str]:
+        """Reasons why steps differ from those of a leg with the settings ``recorded``."""
+        now = decode(encode(self.state_dict()))
+        return [each.headline for each in compare(recorded, now) if not _NOT_FELT.fullmatch(each.setting)]
 
     def restore_lrs(self) -> None:
         """Set this run's learning rates again, after the optimizer state of another run was loaded."""

@@ -1,0 +1,92 @@
+"""Repeats: compares the records that a resumed leg writes with those of the leg before, which were cut off the log."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .formats import strip_line
+from .values import decode, step_of
+from .wall_clock import drop_wall_clock
+
+_MISSING = "nothing"
+_END_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RecordDifference:
+    """The first record that differs in more than its wall-clock fields."""
+
+    log: str
+    """Name of the file."""
+    step: int | None
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} in {self.log} was {self.before!r} and is {self.now!r}"
+
+
+class Repeats:
+    """The archived tail of a log, read record by record as the log grows again.
+
+    After the first difference, and behind the tail's last record, nothing is compared any more.
+    """
+
+    def __init__(self, archived: Path, log: Path) -> None:
+        self._log = log.name
+        self._lines: Iterator[bytes] | None = _records(archived)
+        self.until = _last_step(archived)
+        """Step of the tail's last record; 0 if none has one."""
+        self.difference: RecordDifference | None = None
+
+    def compare(self, line: bytes) -> None:
+        """Compare the next record of the log, as encoded."""
+        if self._lines is None:
+            return
+        before = next(self._lines, None)
+        if before is None:
+            self._lines = None
+        elif before != line:
+            self._compare(before, decode(line))
+
+    def _compare(self, line: bytes, now: Any) -> None:
+        try:
+            before = decode(line)
+        except ValueError:  # the leg was killed while it wrote this
+            self._lines = None
+            return
+        was, found = drop_wall_clock(before), drop_wall_clock(now)
+        if was == found or repr(was) == repr(found):  # NaN differs from itself
+            return
+        keys = (key for key in was | found if repr(was.get(key, _MISSING)) != repr(found.get(key, _MISSING)))
+        key = next(keys)
+        step = now.get("global_step")
+        self.difference = RecordDifference(
+            self._log, step_of(step), key, was.get(key, _MISSING), found.get(key, _MISSING)
+        )
+        self._lines = None
+
+
+def _records(archived: Path) -> Iterator[bytes]:
+    with archived.open("rb") as file:
+        for line in file:
+            if record := strip_line(line):
+                yield record
+
+
+def _last_step(archived: Path) -> int:
+    with archived.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
+        for line in reversed(file.read().splitlines()):
+            try:
+                step = step_of(decode(strip_line(line)).get("global_step"))
+            except (ValueError, AttributeError):
+                continue
+            if step is not None:
+                return step
+    return 0

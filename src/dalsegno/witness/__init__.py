@@ -1,0 +1,5 @@
+"""Witness: what each step had as input and what came out, so that a resumed leg can prove that it repeats its steps."""
+
+from __future__ import annotations
+
+from .witness import Witness as Witness

@@ -1,0 +1,122 @@
+"""Rows of a witness on disk: one JSON line for each step that was recorded, and one for the settings of a leg.
+
+::
+
+    witness/step-00000400.rank-00000.jsonl      rank 0's steps after step 400, up to the next checkpoint
+
+A new file begins at each checkpoint, and the files before the last checkpoint but one are removed. Nothing is flushed
+to disk: what a crash of the host loses is not proven.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dalsegno.logs.values import Record, decode, encode
+from dalsegno.system import filesystem
+
+FOLDER = "witness"
+
+SETTINGS = "settings"
+"""Key of the row with the settings of the leg that wrote the rows after it."""
+
+_NAME = re.compile(r"step-(\d{8,})\.rank-(\d{5,})\.jsonl")
+
+
+class WitnessRows:
+    """The rows of one rank of the run in ``output_dir``."""
+
+    def __init__(self, output_dir: Path, rank: int) -> None:
+        self._directory = output_dir / FOLDER
+        self._rank = rank
+        self._descriptor: int | None = None
+        self._path: Path | None = None
+
+    def read(self, after: int) -> tuple[dict[int, Record], list[Mapping[str, Any]]]:
+        """Read the rows of steps after ``after``, by step, and the settings of the legs that wrote them."""
+        rows: dict[int, Record] = {}
+        used: list[Mapping[str, Any]] = []
+        settings: Mapping[str, Any] | None = None
+        for _, path in self._files():
+            for row in _lines(path):
+                if "global_step" not in row:
+                    settings = row[SETTINGS]
+                elif row["global_step"] > after:
+                    rows[row["global_step"]] = row
+                    if settings is not None and settings not in used:
+                        used.append(settings)
+        return rows, used
+
+    def begin(self, step: int) -> None:
+        """Write the rows that follow to the file of the steps after ``step``."""
+        self.close()
+        self._path = self._directory / f"step-{step:08d}.rank-{self._rank:05d}.jsonl"
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Raises OSError, e.g. if the disk is full."""
+        assert self._path is not None, "begin() comes first"
+        line = encode(row) + b"\n"
+        if self._descriptor is None:
+            filesystem.mkdir_nosync(self._directory)
+            self._descriptor = filesystem.open_own(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            line = b"\n" + line  # a leg that was killed may have left a part of a line
+        filesystem.write_all(self._descriptor, line, self._path)
+
+    def cut(self, step: int) -> None:
+        """Remove the rows of ``step`` and later ones."""
+        self.close()
+        for begin, path in self._files():
+            if begin >= step:
+                filesystem.remove(path)
+                continue
+            rows = list(_lines(path))
+            kept = [row for row in rows if row.get("global_step", -1) < step]
+            if len(kept) < len(rows):
+                filesystem.replace_durably(path, b"".join(encode(row) + b"\n" for row in kept))
+
+    def remove_before(self, step: int) -> None:
+        """Remove the files of steps before the checkpoint of ``step``."""
+        for begin, path in self._files():
+            if begin < step and path != self._path:
+                filesystem.remove(path)
+
+    def remove_other_ranks(self, world_size: int) -> None:
+        """Remove the files of ranks that no longer exist."""
+        for path in _paths(self._directory):
+            if _numbers(path)[1] >= world_size:
+                filesystem.remove(path)
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _files(self) -> list[tuple[int, Path]]:
+        """This rank's files with their first steps, in this order."""
+        found = [(*_numbers(path), path) for path in _paths(self._directory)]
+        return sorted((step, path) for step, rank, path in found if rank == self._rank)
+
+
+def _paths(directory: Path) -> list[Path]:
+    return [path for path in directory.iterdir() if _NAME.fullmatch(path.name)] if directory.is_dir() else []
+
+
+def _numbers(path: Path) -> tuple[int, int]:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), int(match[2])
+
+
+def _lines(path: Path) -> Iterator[Record]:
+    """The rows, without lines of which a leg wrote only a part before it was killed."""
+    for line in path.read_bytes().splitlines():
+        try:
+            row = decode(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and (isinstance(row.get(SETTINGS), dict) or isinstance(row.get("global_step"), int)):
+            yield row

@@ -1,0 +1,356 @@
+"""Witness: records the inputs and outcomes of steps, and compares them when a resumed leg repeats the steps.
+
+::
+
+    begin_leg                    reads what the leg before recorded after the checkpoint
+    begin_step ┐ for each step   digests of batch and generators;
+    end_step   ┘                 loss, gradient norm and learning rate; compared, or recorded
+    conclude                     behind the last step that the leg before had made: one exchange, and the verdict
+
+The first three steps after each checkpoint are recorded, then one in 1, 2, 4, … so that it takes no more than 0.3 % of
+the time. A leg that repeats steps looks at those that were recorded, and records none itself until one differs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dalsegno.distributed import accelerator, collectives
+from dalsegno.logs import RecordLog
+from dalsegno.logs.values import Record, decode, encode
+from dalsegno.state import CAUSES, ResumeProof
+
+from .digests import GENERATORS, batch_digest, generator_digests
+from .rows import SETTINGS, WitnessRows
+
+logger = logging.getLogger("dalsegno")
+
+SHARE = 0.003
+"""Fraction of the training time that recording may take."""
+
+FIRST = 3
+"""Steps after each checkpoint that are recorded in any case."""
+
+ROWS = 512
+"""Rows of a file after which only half as many of the following steps are recorded, and so on."""
+
+Number = torch.Tensor | float | None
+OnResume = Literal["warn", "stop", "ignore"]
+
+_OUTCOMES = {"loss": "loss", "grad_norm": "gradient norm", "learning_rate": "learning rate"}
+"""Keys of a row, in the order in which a step computes them, and their names."""
+
+
+class HasBatch(Protocol):
+    """A micro-batch."""
+
+    batch: Any
+
+
+class Witness:
+    """Of one rank, over all legs of a run in this process.
+
+    Args:
+        output_dir: of the run.
+        device: that computes the steps.
+        on_resume: as in ``TrainingArguments``.
+    """
+
+    def __init__(self, output_dir: Path, device: torch.device, on_resume: OnResume) -> None:
+        self._output_dir = output_dir
+        self._device = device
+        self._on_resume = on_resume
+        self._report: Callable[[ResumeProof], None] = lambda proof: None
+        self._rows: WitnessRows | None = None  # None: nothing is recorded
+        self._reset(0)
+
+    def _reset(self, step: int) -> None:
+        self._begin = step  # the leg's first step follows it
+        self._checkpoint = step
+        self._settings: Mapping[str, Any] | None = None  # to be written before the next row
+        self._reasons: list[str] = []
+        self._expected: dict[int, Record] = {}
+        self._waiting: deque[int] = deque()  # steps of these that are not compared yet
+        self._end: int | None = None  # last step that is compared, on every rank; None: nothing is, any more
+        self._compared = 0
+        self._difference: ResumeProof | None = None
+        self._row: Record | None = None  # of the step in progress
+        self._late: deque[tuple[Record, Sequence[str], accelerator.LateNumbers]] = deque()
+        self._every, self._written, self._cost = 1, 0, 0.0
+        self._last = (step, perf_counter())
+        self._next = step + 1
+
+    # -- legs and checkpoints -----------------------------------------------------------------------------------
+
+    def begin_leg(
+        self,
+        step: int,
+        settings: Mapping[str, Any],
+        *,
+        is_resumed: bool,
+        explain: Callable[[Mapping[str, Any]], Sequence[str]],
+        report: Callable[[ResumeProof], None],
+    ) -> None:
+        """Prepare to compare, or to record, the steps after ``step``, when logs are open. Collective.
+
+        Args:
+            settings: of this leg, plain values; rank 0's are recorded.
+            is_resumed: whether the run's state after ``step`` was restored from a checkpoint of its own.
+            explain: reasons why a leg with other settings makes other steps, given those settings; empty if none.
+            report: called with what is known of the resume: at this rank's first difference, and in the end.
+        """
+        self._report = report
+        rank, world_size = collectives.rank(), collectives.world_size()
+        rows = self._rows = WitnessRows(self._output_dir, rank)
+        self._reset(step)
+        self._settings = decode(encode(settings)) if rank == 0 else None
+        if not is_resumed:
+            self._try(lambda: rows.cut(step + 1))
+        expected, used = rows.read(step) if is_resumed else ({}, [])
+        reasons = list(dict.fromkeys(reason for each in used for reason in explain(each)))
+        last = max(expected, default=step)
+        logged = RecordLog.repeats_until(self._output_dir) if is_resumed else 0
+        everywhere = collectives.gather((last, logged, reasons), "which steps are repeated")
+        recorded = min(each for each, _, _ in everywhere)
+        end = max(recorded, *(each for _, each, _ in everywhere))
+        self._reasons = [reason for _, _, found in everywhere for reason in found]
+        if rank == 0:
+            self._try(lambda: rows.remove_other_ranks(world_size))
+        if last > recorded:
+            self._try(lambda: rows.cut(recorded + 1))
+        self._open(step)
+        if end > step:
+            self._expected = {number: row for number, row in expected.items() if number <= recorded}
+            self._waiting, self._end = deque(sorted(self._expected)), end
+            self._advance(step)
+        elif is_resumed:
+            self._report(ResumeProof(verdict="not proven", why="the leg before recorded no step after the checkpoint"))
+
+    def expect_difference(self, reason: str) -> None:
+        """Steps of this leg may differ from those of the leg before, for a ``reason`` that the user was told."""
+        self._reasons.append(reason)
+
+    def note_captured(self, step: int) -> None:
+        """The state after ``step`` is being saved: from here on, another file."""
+        self._checkpoint, self._written, self._every = step, 0, 1
+        self._open(step)
+        self._advance(step)
+
+    def note_published(self, step: int) -> None:
+        """Forget the steps before ``step``, the last checkpoint but one."""
+        if (rows := self._rows) is not None:
+            self._try(lambda: rows.remove_before(step))
+
+    def go_back(self, finished: int, step: int) -> None:
+        """After ``finished`` steps the leg returns to the checkpoint of ``step``: what it makes from there on repeats
+        nothing. Collective."""
+        self.conclude(finished)
+        settings = self._settings
+        self._reset(step)
+        self._settings = settings
+        RecordLog.stop_comparing(self._output_dir)
+        if (rows := self._rows) is not None:
+            self._try(lambda: rows.cut(step + 1))
+            self._open(step)
+
+    def close(self, finished: int) -> None:
+        """At the end of a leg, on any path. Not collective: a comparison that all ranks have not concluded stays open,
+        unless this is the only rank."""
+        if self._end is not None:
+            if collectives.world_size() == 1:
+                self.conclude(finished)
+            elif self._difference is not None:
+                self._report(self._difference)
+        if self._rows is not None:
+            self._rows.close()
+
+    def _open(self, step: int) -> None:
+        if self._rows is not None:
+            self._rows.begin(step)
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int, microbatches: Iterable[HasBatch]) -> None:
+        """To be called before each step, when its batches are read. Collective behind the last repeated step."""
+        if step < self._next:
+            return
+        if self._end is not None and step > self._end:
+            self.conclude(step - 1)
+        elif self._end is not None:
+            self._check_records(step - 1)
+        if self._rows is None or step < self._next:
+            return
+        began = perf_counter()
+        self._row = {
+            "global_step": step,
+            "data": batch_digest(each.batch for each in microbatches),
+            "random": generator_digests(),
+        }
+        self._cost_of_begin = perf_counter() - began
+
+    def end_step(self, loss: Number, grad_norm: Number, lr: Number) -> None:
+        """To be called after each step."""
+        row, self._row = self._row, None
+        if row is None:
+            return
+        began = perf_counter()
+        numbers = {"loss": loss, "grad_norm": grad_norm, "learning_rate": lr}
+        known = {name: _of_this_rank(number) for name, number in numbers.items() if number is not None}
+        self._late.append((row, list(known), accelerator.LateNumbers(list(known.values()))))
+        self._finish(wait=False)
+        step = row["global_step"]
+        self._adapt(step, began)
+        self._advance(step)
+
+    def _adapt(self, step: int, began: float) -> None:
+        """Choose how often steps are recorded, by what this one cost."""
+        now = perf_counter()
+        before, then = self._last
+        each = (now - then) / max(step - before, 1)  # seconds
+        cost = self._cost_of_begin + now - began
+        self._cost = min(cost, (self._cost + cost) / 2) if self._cost else cost  # the first one opens a file
+        affordable = max(self._cost / (SHARE * max(each, 1e-9)), 2.0 ** (self._written // ROWS))
+        self._every = 1 << max(0, math.ceil(math.log2(max(affordable, 1.0))))
+        self._last = step, now
+
+    def _advance(self, step: int) -> None:
+        """Set the next step at which there is something to do."""
+        if self._end is not None:
+            while self._waiting and self._waiting[0] <= step:
+                self._waiting.popleft()
+            self._next = self._waiting[0] if self._waiting else self._end + 1
+        elif step < self._checkpoint + FIRST:
+            self._next = step + 1
+        else:
+            self._next = (step // self._every + 1) * self._every
+
+    def _finish(self, *, wait: bool) -> None:
+        """Compare or write the rows whose numbers have arrived from the device."""
+        while self._late and (wait or self._late[0][2].are_here()):
+            row, names, numbers = self._late.popleft()
+            row |= dict(zip(names, numbers.values(), strict=True))
+            expected = self._expected.pop(row["global_step"], None)
+            if expected is not None and self._difference is None:
+                self._compared += 1
+                self._compare(expected, row)
+            if expected is None or self._difference is not None:
+                self._write(row)
+
+    def _write(self, row: Record) -> None:
+        rows = self._rows
+        if rows is None:
+            return
+        settings, self._settings = self._settings, None
+        if settings is not None:
+            self._try(lambda: rows.append({SETTINGS: settings}))
+        self._try(lambda: rows.append(row))
+        self._written += 1
+
+    def _try(self, work: Callable[[], None]) -> None:
+        """Record nothing more if the disk is full: training goes on."""
+        try:
+            work()
+        except OSError as error:
+            self._rows = None
+            logger.info("the witness of the steps could not be written, so a resume may not be proven: %s", error)
+
+    # -- the verdict --------------------------------------------------------------------------------------------
+
+    def conclude(self, finished: int) -> None:
+        """Report the outcome of the comparison, if one is in progress, after ``finished`` steps. Collective."""
+        if self._end is None:
+            return
+        self._finish(wait=True)
+        last = min(finished, self._end)
+        self._check_records(last)
+        mine = None if self._difference is None else asdict(self._difference)
+        everywhere = collectives.gather(mine, "whether the repeated steps are equal")
+        found = [ResumeProof(**proof) for proof in everywhere if proof is not None]
+        self._end = None
+        self._expected.clear()
+        self._advance(last)
+        RecordLog.stop_comparing(self._output_dir)
+        if found:
+            proof = min(found, key=lambda each: each.differs_at or 0)
+            if self._difference is None and collectives.rank() == 0:
+                self._log(proof)
+            self._report(proof)
+            return
+        if last > self._begin:
+            every = max(1, round((last - self._begin) / max(self._compared, 1)))
+            proof = ResumeProof(verdict="exact", first_step=self._begin + 1, last_step=last, every=every)
+        else:
+            proof = ResumeProof(verdict="not proven", why="the leg ended before it had repeated a step")
+        if collectives.rank() == 0:
+            self._log(proof)
+        self._report(proof)
+
+    def _log(self, proof: ResumeProof) -> None:
+        level = logging.WARNING if proof.verdict == "differs" else logging.INFO
+        if level == logging.INFO or self._on_resume != "ignore":
+            logger.log(level, "%s", proof.line)
+
+    def _compare(self, before: Record, now: Record) -> None:
+        step = now["global_step"]
+        if before.get("data") != now["data"]:
+            self._differs(step, "data")
+        elif (was := before.get("random")) != now["random"]:
+            pairs = zip(GENERATORS, str(was).split(), now["random"].split(), strict=False)
+            whose = " and ".join(name for name, saved, found in pairs if saved != found)
+            self._differs(step, "random numbers", f"the state of {whose or 'another'} generator differs")
+        else:
+            for key, name in _OUTCOMES.items():
+                if repr(before.get(key)) != repr(now.get(key)):  # bit for bit, and NaN equals itself
+                    self._differs(step, name, f"it was {before.get(key)} and is {now.get(key)}")
+                    return
+
+    def _check_records(self, step: int) -> None:
+        if self._difference is None and (found := RecordLog.difference_in(self._output_dir)) is not None:
+            self._differs(step if found.step is None else found.step, "record", str(found))
+
+    def _differs(self, step: int, what: str, detail: str = "") -> None:
+        """The first difference on this rank."""
+        reasons = self._reasons
+        if what in ("loss", "gradient norm") and not self._is_deterministic():
+            kind = self._device.type
+            reasons = [*reasons, f"{kind} without torch.use_deterministic_algorithms(True) rounds as it happens to"]
+        why = "; ".join(reasons) if reasons else "; ".join(part for part in (detail, CAUSES[what]) if part)
+        if collectives.world_size() > 1:
+            why = f"on rank {collectives.rank()}, {why}"
+        self._difference = ResumeProof(
+            verdict="changed" if reasons else "differs",
+            first_step=self._begin + 1,
+            last_step=self._end,
+            differs_at=step,
+            what=what,
+            why=why,
+        )
+        if (rows := self._rows) is not None:
+            if self._on_resume == "stop" and not reasons:
+                self._rows = None  # the next leg compares again
+            else:
+                self._try(lambda: rows.cut(step))
+                self._open(self._checkpoint)
+        self._log(self._difference)
+        self._report(self._difference)
+
+    def _is_deterministic(self) -> bool:
+        return self._device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+
+
+def _of_this_rank(number: torch.Tensor | float) -> torch.Tensor | float:
+    """The number as this rank has it: reading a DTensor would wait for other ranks."""
+    if isinstance(number, torch.Tensor):
+        number = number.detach()
+        return number.to_local() if isinstance(number, DTensor) else number
+    return number
