@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypedDict
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypedDict, get_args
 
 from .errors import ConfigurationError
 from .policies.recovery import RollbackRequest
@@ -55,18 +55,20 @@ class Clock:
         self._before = state["seconds"]
 
 
-Verdict = Literal["exact", "differs", "changed", "not proven"]
+_PLURAL = ("data", "random numbers")
+Verdict = Literal["exact", "not proven", "changed", "differs"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+"""From the best to the worst."""
 
 CAUSES = {
-    "data": "the data are in another order, or their contents changed: their order or contents depend on something "
-    "that no checkpoint contains",
-    "random numbers": "random numbers are drawn elsewhere than in the leg before, or from a generator that no "
+    "data": "their order or contents depend on something that no checkpoint contains",
+    "random numbers": "they are drawn at other places, or from a generator that no checkpoint contains",
+    "loss": "data and random numbers are equal, so a state that no checkpoint contains has an effect, or the script is "
+    "another",
+    "gradient norm": "the loss is equal, so gradients are summed in another order, or changed by a state that no "
     "checkpoint contains",
-    "loss": "with equal data and random numbers, so a state that no checkpoint contains differs, or the script",
-    "gradient norm": "with an equal loss: gradients are summed in another order, or modified by a state that no "
-    "checkpoint contains",
-    "learning rate": "with equal losses: something that no checkpoint contains sets it",
-    "record": "with equal steps: a callback has a state that no checkpoint contains",
+    "learning rate": "the loss is equal, so something that no checkpoint contains sets the rate",
+    "record": "the steps are equal, so a callback has a state that no checkpoint contains",
 }
 """What of a step can differ, in the order in which it happens, each with what that means."""
 
@@ -103,7 +105,7 @@ class ResumeProof:
             return f"resumed exactly: steps {self.first_step} to {self.last_step} repeated bit for bit{compared}"
         reason = f": {self.why}" if self.why else ""
         kind = "not resumed exactly" if self.verdict == "differs" else "not repeated bit for bit"
-        return f"{kind}: the {self.what} of step {self.differs_at} differs{reason}"
+        return f"{kind}: {self.what} of step {self.differs_at} differ{'' if self.what in _PLURAL else 's'}{reason}"
 
 
 class SavedTrainerState(TypedDict):

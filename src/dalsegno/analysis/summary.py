@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dalsegno.logs.wall_clock import is_wall_clock
+from dalsegno.state import VERDICTS, Verdict
 
 from .formats.naming import LOSSES, is_of_evaluation, loss_of
 from .lineage import LegSummary, State, state_of, training_seconds
@@ -78,6 +79,9 @@ class Summary:
     lost_seconds: float | None
     """Time between legs."""
     restarts: int
+    resumed: Verdict | None
+    """The worst verdict about the legs that resumed: ``differs``, ``changed``, ``not proven``, ``exact``. None if there
+    is none."""
     rollbacks: int
     """Returns to a checkpoint within a leg."""
     redone_steps: int
@@ -143,6 +147,7 @@ def summarize(
         training_seconds=training_seconds(legs) if legs else ends[1] - ends[0] if ends else None,
         lost_seconds=sum(each.idle or 0.0 for each in legs) if legs else None,
         restarts=max(0, len(legs) - 1),
+        resumed=max((each.leg.resumed.verdict for each in legs if each.leg.resumed), key=VERDICTS.index, default=None),
         rollbacks=len(rollbacks),
         redone_steps=sum(each.redone for each in legs) + sum(each["from_step"] - each["to_step"] for each in rollbacks),
         spikes=tuple(find_spikes(series[loss]())) if loss else (),

@@ -131,6 +131,15 @@ class RunFile:
             return None
         return _parse(data, self.path)
 
+    def legs(self) -> list[Leg]:
+        """Return all legs so far.
+
+        Raises:
+            DamagedRunFile, StateMismatch: as :meth:`load` does.
+        """
+        run = self.load()
+        return [] if run is None else run.legs
+
     def last_leg(self) -> Leg | None:
         """Return the newest leg; None if there is none, or the file is damaged (the next leg replaces it).
 
@@ -138,10 +147,10 @@ class RunFile:
             StateMismatch: if the file's format is newer.
         """
         try:
-            record = self.load()
+            legs = self.legs()
         except DamagedRunFile:
             return None
-        return record.legs[-1] if record is not None and record.legs else None
+        return legs[-1] if legs else None
 
     def begin(
         self,

@@ -28,7 +28,7 @@ class RecordDifference:
     now: Any
 
     def __str__(self) -> str:
-        return f"{self.key} in {self.log} was {self.before!r} and is {self.now!r}"
+        return f"{self.key} in {self.log} {self.before!r} before, {self.now!r} now"
 
 
 class Repeats:

@@ -22,6 +22,7 @@ from dalsegno.control.inbox import INBOX
 from dalsegno.control.journal import JOURNAL
 from dalsegno.errors import NotFound
 from dalsegno.logs import EventPosition, Position, is_wall_clock, read_records
+from dalsegno.witness import WITNESS
 
 _CLOCK = "clock"  # component with the training time
 _TITLES = {
@@ -157,9 +158,9 @@ def _logs(ours: Path, theirs: Path) -> Iterator[Row]:
 
 
 def _log_names(output_dir: Path) -> set[str]:
-    """Paths of all logs of a run, those in ``rewound/`` excluded."""
+    """Paths of all logs of a run, without those in ``rewound/`` and the witness, which is each leg's own."""
     names = {path.relative_to(output_dir) for path in output_dir.rglob("*.json*")} - {Path("run.json"), Path(JOURNAL)}
-    return {name.as_posix() for name in names if not {"rewound", CHECKPOINTS, INBOX} & set(name.parts)}
+    return {name.as_posix() for name in names if not {"rewound", CHECKPOINTS, INBOX, WITNESS} & set(name.parts)}
 
 
 def _record_difference(mine: Mapping[str, Any] | None, yours: Mapping[str, Any] | None, where: str) -> str | None:

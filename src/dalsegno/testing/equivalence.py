@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from dalsegno.errors import ConfigurationError
+from dalsegno.logs import RunFile
 from dalsegno.training.result import TrainResult
 
 from .compare import RunComparison, compare_runs
@@ -68,6 +69,9 @@ def check_resume(
         raise ConfigurationError(f"the run of {trace.steps} steps was never killed; kill it earlier, or train longer")
     _leg(factory, killed, None, world_size, timeout)
     say("resumed: finished")
+    for leg in RunFile(killed).legs():
+        if leg.resumed is not None:
+            say(f"leg {leg.leg}: {leg.resumed.line}")
     return compare_runs(reference, killed)
 
 

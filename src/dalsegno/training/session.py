@@ -233,7 +233,8 @@ class Session:
             if not self._serializability_checked:  # again: some loaders and callbacks create state with the first batch
                 self._checkpointer.check_serializable()
                 self._serializability_checked = True
-            self._witness.begin_step(self._state.global_step + 1, step_batch.microbatches)
+            if self._state.global_step + 1 >= self._witness.next_step:
+                self._witness.begin_step(self._state.global_step + 1, step_batch.microbatches)
             if step_begin:
                 step_begin.fire()
             self.step_batch = step_batch
@@ -279,7 +280,8 @@ class Session:
         self.step_batch = None
         self._buffers.share()
         self._recorder.add_step(loss, grad_norm, lr, step_batch.tokens)
-        self._witness.end_step(loss, grad_norm, lr)
+        if self._witness.is_recording:
+            self._witness.end_step(loss, grad_norm, lr)
         state.global_step += 1
         state.epoch = self._position
         state.samples_seen += step_batch.samples

@@ -2,4 +2,5 @@
 
 from __future__ import annotations
 
+from .rows import WITNESS as WITNESS
 from .witness import Witness as Witness

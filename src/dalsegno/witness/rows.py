@@ -19,7 +19,8 @@ from typing import Any
 from dalsegno.logs.values import Record, decode, encode
 from dalsegno.system import filesystem
 
-FOLDER = "witness"
+WITNESS = "witness"
+"""Name of the directory, in that of the run."""
 
 SETTINGS = "settings"
 """Key of the row with the settings of the leg that wrote the rows after it."""
@@ -31,7 +32,7 @@ class WitnessRows:
     """The rows of one rank of the run in ``output_dir``."""
 
     def __init__(self, output_dir: Path, rank: int) -> None:
-        self._directory = output_dir / FOLDER
+        self._directory = output_dir / WITNESS
         self._rank = rank
         self._descriptor: int | None = None
         self._path: Path | None = None

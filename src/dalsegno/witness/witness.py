@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -84,11 +85,14 @@ class Witness:
         self._end: int | None = None  # last step that is compared, on every rank; None: nothing is, any more
         self._compared = 0
         self._difference: ResumeProof | None = None
-        self._row: Record | None = None  # of the step in progress
+        self._row: Record | None = None
+        self.is_recording = False
+        """Whether the step in progress is recorded, so that :meth:`end_step` is to be called."""
         self._late: deque[tuple[Record, Sequence[str], accelerator.LateNumbers]] = deque()
         self._every, self._written, self._cost = 1, 0, 0.0
         self._last = (step, perf_counter())
-        self._next = step + 1
+        self.next_step = step + 1
+        """The next step for which :meth:`begin_step` is to be called."""
 
     # -- legs and checkpoints -----------------------------------------------------------------------------------
 
@@ -181,16 +185,18 @@ class Witness:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int, microbatches: Iterable[HasBatch]) -> None:
-        """To be called before each step, when its batches are read. Collective behind the last repeated step."""
-        if step < self._next:
-            return
+        """To be called before each step from :attr:`next_step` on, when its batches are read. Collective behind the
+        last repeated step."""
         if self._end is not None and step > self._end:
             self.conclude(step - 1)
         elif self._end is not None:
             self._check_records(step - 1)
-        if self._rows is None or step < self._next:
+        if self._rows is None and self._end is None:
+            self.next_step = sys.maxsize
+        if step < self.next_step:
             return
         began = perf_counter()
+        self.is_recording = True
         self._row = {
             "global_step": step,
             "data": batch_digest(each.batch for each in microbatches),
@@ -199,10 +205,9 @@ class Witness:
         self._cost_of_begin = perf_counter() - began
 
     def end_step(self, loss: Number, grad_norm: Number, lr: Number) -> None:
-        """To be called after each step."""
-        row, self._row = self._row, None
-        if row is None:
-            return
+        """To be called after each step that :attr:`is_recording`."""
+        row, self._row, self.is_recording = self._row, None, False
+        assert row is not None, "begin_step() comes first"
         began = perf_counter()
         numbers = {"loss": loss, "grad_norm": grad_norm, "learning_rate": lr}
         known = {name: _of_this_rank(number) for name, number in numbers.items() if number is not None}
@@ -228,11 +233,11 @@ class Witness:
         if self._end is not None:
             while self._waiting and self._waiting[0] <= step:
                 self._waiting.popleft()
-            self._next = self._waiting[0] if self._waiting else self._end + 1
+            self.next_step = self._waiting[0] if self._waiting else self._end + 1
         elif step < self._checkpoint + FIRST:
-            self._next = step + 1
+            self.next_step = step + 1
         else:
-            self._next = (step // self._every + 1) * self._every
+            self.next_step = (step // self._every + 1) * self._every
 
     def _finish(self, *, wait: bool) -> None:
         """Compare or write the rows whose numbers have arrived from the device."""
@@ -307,11 +312,11 @@ class Witness:
         elif (was := before.get("random")) != now["random"]:
             pairs = zip(GENERATORS, str(was).split(), now["random"].split(), strict=False)
             whose = " and ".join(name for name, saved, found in pairs if saved != found)
-            self._differs(step, "random numbers", f"the state of {whose or 'another'} generator differs")
+            self._differs(step, "random numbers", f"from {whose or 'another'} generator")
         else:
             for key, name in _OUTCOMES.items():
                 if repr(before.get(key)) != repr(now.get(key)):  # bit for bit, and NaN equals itself
-                    self._differs(step, name, f"it was {before.get(key)} and is {now.get(key)}")
+                    self._differs(step, name, f"{before.get(key)} before, {now.get(key)} now")
                     return
 
     def _check_records(self, step: int) -> None:

@@ -14,6 +14,7 @@ from dalsegno.analysis.stats.compare import compare_series
 from dalsegno.analysis.stats.detect import DetectorSettings, detect_divergence
 from dalsegno.analysis.stats.spikes import Spike, find_spikes
 from dalsegno.analysis.summary import MetricSummary, Summary
+from dalsegno.state import ResumeProof
 
 LEAST_RECORDS = 2
 """Least common records for a comparison."""
@@ -21,7 +22,7 @@ MOST_SPIKES = 20
 """Most spikes of one run and metric; the tallest are shown."""
 
 Cell = str | tuple[str, str]
-"""Text, or (text, CSS class): ``number``, ``bad``, ``good``, ``long``."""
+"""Text, or (text, CSS classes): ``number``, ``bad``, ``good``, ``long``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def summary_tables(summaries: Sequence[Summary]) -> list[Table]:
 
 def lineage_tables(logs: Sequence[TrainingLog]) -> list[tuple[str, Table]]:
     """The legs of runs that were restarted, or ended for a recorded reason, by its name."""
-    head = ["leg", "began (UTC)", "from", "steps", "repeated", "ranks", "ended", "requested by"]
+    head = ["leg", "began (UTC)", "from", "resumed", "steps", "repeated", "ranks", "ended", "requested by"]
     tables = []
     for log in logs:
         legs = log.lineage()
@@ -138,12 +139,21 @@ def _leg(summary: LegSummary) -> list[Cell]:
         str(leg.leg),
         _moment(leg.started),
         f"leg {summary.parent}, step {leg.first_step:,}" if summary.parent else "scratch",
+        _resumed(leg.resumed),
         f"{leg.first_step:,} – {summary.last_step:,}",
         (_number(summary.redone), "number"),
         (str(leg.world_size), "number"),
         (reason, "bad" if reason in ("died", "exception") else ""),
         (", ".join(filter(None, (leg.by, leg.why))), "long"),
     ]
+
+
+def _resumed(proof: ResumeProof | None) -> Cell:
+    if proof is None:
+        return ""
+    if proof.verdict == "exact":
+        return "exactly", "good"
+    return proof.line, "bad long" if proof.verdict == "differs" else "long"
 
 
 def _spike(run: str, metric: str, spike: Spike) -> list[Cell]:

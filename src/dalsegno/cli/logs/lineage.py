@@ -1,4 +1,4 @@
-"""Show the legs (process lives) of a run: where each resumed, its rollbacks, the steps repeated, and why it ended.
+"""Show the legs (process lives) of a run: where each resumed and whether exactly, its rollbacks, and why it ended.
 
 A leg of which no work is left, because a later one resumed from a checkpoint before it, is indented. Log records that
 were cut off are kept; --tails shows them.
@@ -7,6 +7,7 @@ were cut off are kept; --tails shows them.
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from dalsegno.cli.tables import moment, print_json, span
@@ -71,6 +72,7 @@ def _as_json(summary: LegSummary, tails: bool) -> dict[str, Any]:
         "why": leg.why,
         "cause": leg.cause,
         "idle": summary.idle,
+        "resumed": None if leg.resumed is None else asdict(leg.resumed),
         "rollbacks": leg.rollbacks,
         "cut_off": [_tail_as_json(tail, tails) for tail in summary.cut_off],
     }
@@ -122,6 +124,8 @@ def _as_lines(summary: LegSummary) -> list[str]:
         f"leg {leg.leg}  {start}, {_steps(leg.first_step, summary.last_step)}: {end}",
         f"{moment(leg.started)}, {span(summary.ended - leg.started)}, {ranks}, process {leg.pid} on {leg.host}",
     ]
+    if leg.resumed is not None:
+        lines.append(leg.resumed.line)
     for each in leg.rollbacks:
         reason = each["reason"].splitlines()[0]
         lines.append(f"step {each['from_step']:,}: back to step {each['to_step']:,}, by {each['by']}: {reason}")

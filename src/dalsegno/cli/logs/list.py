@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         Column("best_loss", "best", number, right=True),
         Column("eval_loss", "eval", number, right=True),
         Column("restarts", "restarts", number, right=True),
+        Column("resumed", "resumed", style=lambda verdict: "red" if verdict == "differs" else ""),
         Column("changed", "last change", lambda seconds: moment(seconds)[: len("2026-01-31 12:00")], right=True),
     ]
     print_rows(columns, rows, as_json=arguments.json)
@@ -69,6 +70,7 @@ def _row(log: TrainingLog) -> dict[str, Any]:
         "best_loss": summary.loss.best if summary.loss else None,
         "eval_loss": evaluation.final if evaluation else None,
         "restarts": summary.restarts,
+        "resumed": summary.resumed,
         "changed": summary.changed or log.source.changed(),
     }
 

@@ -107,7 +107,9 @@ def _facts(summary: Summary, log: TrainingLog) -> list[tuple[str, str]]:
 
 def _state(summary: Summary) -> str:
     breaks = _breaks(summary)
-    return ", ".join([summary.state, *breaks, *([f"{summary.redone_steps:,} steps repeated"] if breaks else [])])
+    repeated = [f"{summary.redone_steps:,} steps repeated"] if breaks else []
+    resumed = [] if summary.resumed is None else [f"resumed: {summary.resumed}"]
+    return ", ".join([summary.state, *breaks, *repeated, *resumed])
 
 
 def _breaks(summary: Summary) -> list[str]:
