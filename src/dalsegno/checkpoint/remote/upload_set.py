@@ -21,6 +21,7 @@ from dalsegno.control.inbox import INBOX
 from dalsegno.errors import StateMismatch
 from dalsegno.logs.rewind import Position
 from dalsegno.system import filesystem
+from dalsegno.witness import WITNESS
 
 STAGING = ".uploading"
 
@@ -84,13 +85,13 @@ def discard(run: Path) -> None:
 
 def is_run_file(name: str) -> bool:
     """Whether a file at the URL is sent by uploads and belongs neither to a checkpoint nor to an archived timeline; nor
-    to the inbox of commands, where it would be one.
+    to the inbox of commands, where it would be one, or the witness of a process on one host.
 
     A hostile name could lead out of the run's directory: no part of a name begins with a dot or is empty.
     """
     *directories, _ = parts = name.split("/")
     is_odd = any(not part or part.startswith(".") for part in parts)
-    return not (is_odd or CHECKPOINTS in directories or name.startswith(("rewound/", f"{INBOX}/")))
+    return not (is_odd or CHECKPOINTS in directories or name.startswith(("rewound/", f"{INBOX}/", f"{WITNESS}/")))
 
 
 def _fresh(run: Path) -> Path:
@@ -101,7 +102,12 @@ def _fresh(run: Path) -> Path:
 
 def _run_files(run: Path, directory: Path) -> Iterator[str]:
     for path in directory.iterdir():
-        if path.name.startswith(".") or path.name == CHECKPOINTS or path == run / INBOX or path.is_symlink():
+        if (
+            path.name.startswith(".")
+            or path.name == CHECKPOINTS
+            or path in (run / INBOX, run / WITNESS)
+            or path.is_symlink()
+        ):
             continue
         if path.is_dir():
             yield from _run_files(run, path)
