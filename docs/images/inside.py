@@ -36,6 +36,7 @@ STEP = [
     Stop("training.loop:train", "the loop, on one screen"),
     Stop("training.session:Session.timelines", "epochs; what the next step's end will do"),
     Stop("data.step_batch:iter_steps", "which samples a step takes"),
+    Stop("witness:Witness.begin_step", "digests of what goes in, to prove the next resume"),
     Stop("training.step:TrainStep", "accumulate, clip, update, schedule"),
     Stop("training.session:Session.step_end", "count the step; on_step_end"),
     Stop("training.step_boundary:StepBoundary.run_due_actions", "log, evaluate, save, stop: all ranks together"),

@@ -66,9 +66,9 @@ def test_real_runs(tmp_path: Path) -> None:
     for part in (
         "Summary run state steps",
         "diverged 10 8.1872e+10",
-        "Restarts and ends diverged leg began (UTC) from steps",
+        "Restarts and ends diverged leg began (UTC) from resumed steps",
         "loss diverged at step 10",
-        "killed leg began (UTC) from steps",
+        "killed leg began (UTC) from resumed steps",
         "diverged loss unknown nothing to judge: 5 records, all within the warm-up",
         "Dashed vertical lines are restarts, dotted ones rollbacks",
         "The first 8 are shown; dalsegno logs heatmap RUN draws the others.",

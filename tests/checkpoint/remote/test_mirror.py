@@ -46,7 +46,7 @@ def test_the_store_has_the_same_checkpoints(there: Store, tmp_path: Path) -> Non
     for name in there.sizes():
         assert there.read(name) == (tmp_path / name).read_bytes(), name
     here = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
-    assert here - set(there.sizes()) == {".lock"}
+    assert {name for name in here - set(there.sizes()) if not name.startswith("witness/")} == {".lock"}
 
 
 def test_a_new_host_fetches_both_and_ends_the_same(there: Store, tmp_path: Path) -> None:
