@@ -1,16 +1,19 @@
-"""Repeats: compares the records that a resumed leg writes with those of the leg before, which were cut off the log."""
+"""Repeats: compares the records that a resumed leg writes with those of the leg before, which were cut off the log.
+
+A metric of the user's own that sounds like a time, a speed or a use of memory is left out.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .formats import strip_line
 from .values import decode, step_of
-from .wall_clock import drop_wall_clock
+from .wall_clock import drop_wall_clock, sounds_measured
 
 _MISSING = "nothing"
 _END_BYTES = 1 << 20
@@ -57,10 +60,12 @@ class Repeats:
     def _compare(self, line: bytes, now: Any) -> None:
         try:
             before = decode(line)
+            if not isinstance(before, dict):
+                raise ValueError(line)
         except ValueError:  # the leg was killed while it wrote this
             self._lines = None
             return
-        was, found = drop_wall_clock(before), drop_wall_clock(now)
+        was, found = _comparable(before), _comparable(now)
         if was == found or repr(was) == repr(found):  # NaN differs from itself
             return
         keys = (key for key in was | found if repr(was.get(key, _MISSING)) != repr(found.get(key, _MISSING)))
@@ -70,6 +75,10 @@ class Repeats:
             self._log, step_of(step), key, was.get(key, _MISSING), found.get(key, _MISSING)
         )
         self._lines = None
+
+
+def _comparable(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in drop_wall_clock(record).items() if not sounds_measured(key)}
 
 
 def _records(archived: Path) -> Iterator[bytes]:

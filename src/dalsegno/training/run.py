@@ -219,9 +219,9 @@ class Run:
             self._finished = lifecycle.finished_result(self._options)
             if self._finished is None:
                 lifecycle.mark_started()
-                self._warn_of_other_rounding()
                 self._session = lifecycle.session(self.resumed_from)
                 held.enter_context(self._session)
+                self._expect_other_rounding()
                 held.callback(self._update.close)
                 held.callback(self._optimizer.register_step_pre_hook(self._before_update).remove)
                 held.callback(self._optimizer.register_step_post_hook(self._after_update).remove)
@@ -229,8 +229,11 @@ class Run:
         self._is_inside = True
         return self
 
-    def _warn_of_other_rounding(self) -> None:
-        if self.resumed_from is not None and self.state.is_world_process_zero and rebuilds_buckets(self._model):
+    def _expect_other_rounding(self) -> None:
+        if self.resumed_from is None or not rebuilds_buckets(self._model):
+            return
+        self._parts.witness.expect_difference("DistributedDataParallel rounds the first step after a resume otherwise")
+        if self.state.is_world_process_zero:
             logger.warning(
                 "DistributedDataParallel rounds the first step after a resume otherwise than the others: weights will "
                 "differ in the last bits from those of an uninterrupted run; find_unused_parameters=True avoids that"
