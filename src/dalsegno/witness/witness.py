@@ -89,7 +89,8 @@ class Witness:
         self.is_recording = False
         """Whether the step in progress is recorded, so that :meth:`end_step` is to be called."""
         self._late: deque[tuple[Record, Sequence[str], accelerator.LateNumbers]] = deque()
-        self._every, self._written, self._cost = 1, 0, 0.0
+        self._every, self._written = 1, 0
+        self._cost = self._cost_of_begin = 0.0  # seconds that recording a step takes, and its first part
         self._last = (step, perf_counter())
         self.next_step = step + 1
         """The next step for which :meth:`begin_step` is to be called."""
@@ -326,7 +327,7 @@ class Witness:
     def _differs(self, step: int, what: str, detail: str = "") -> None:
         """The first difference on this rank."""
         reasons = self._reasons
-        if what in ("loss", "gradient norm") and not self._is_deterministic():
+        if what in ("loss", "gradient norm", "record") and not self._is_deterministic():
             kind = self._device.type
             reasons = [*reasons, f"{kind} without torch.use_deterministic_algorithms(True) rounds as it happens to"]
         why = "; ".join(reasons) if reasons else "; ".join(part for part in (detail, CAUSES[what]) if part)
