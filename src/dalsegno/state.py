@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypedDict, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NotRequired, TypedDict, get_args
 
 from .errors import ConfigurationError
 from .policies.recovery import RollbackRequest
@@ -108,6 +108,17 @@ class ResumeProof:
         return f"{kind}: {self.what} of step {self.differs_at} differ{'' if self.what in _PLURAL else 's'}{reason}"
 
 
+class GivenUp(TypedDict):
+    """A callback's judgement that training is over."""
+
+    by: str
+    """Key of the callback."""
+    why: str | None
+    diverged: bool
+    goal: dict[str, float]
+    """``max_steps`` and ``num_train_epochs`` at that time: raising one of them continues the run."""
+
+
 class SavedTrainerState(TypedDict):
     """The saved fields of :class:`TrainerState`."""
 
@@ -120,6 +131,8 @@ class SavedTrainerState(TypedDict):
     best_model_checkpoint: Annotated[str, Must("checkpoints/step-…", _CHECKPOINT.fullmatch)] | None
     epoch_is_cut: bool
     evaluations_owed: list[str]
+    given_up: NotRequired[GivenUp | None]
+    """Not in checkpoints of the first versions."""
 
 
 @dataclass(slots=True)
@@ -145,6 +158,8 @@ class TrainerState:
     """All ranks agreed to end the epoch early: neither this leg nor the next one runs its remaining steps."""
     evaluations_owed: list[str] = field(default_factory=list)
     """Evaluation sets that this step left out because the leg was ending; the next leg evaluates them first."""
+    given_up: GivenUp | None = None
+    """Set once all ranks have agreed to stop because of it, so that the checkpoint of that step contains it."""
 
     max_steps: int = -1
     """-1 if neither ``max_steps`` nor the length of the data determines it."""
@@ -179,6 +194,7 @@ class TrainerState:
         return {name: getattr(self, name) for name in SavedTrainerState.__annotations__}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given_up = None
         for name, value in state.items():
             setattr(self, name, value)
 
@@ -220,6 +236,11 @@ class StopRequest(NamedTuple):
     """Whether the stop ends the run: after a restart the run trains no further until the user asks for more."""
     diverged: bool = False
     """Whether training has diverged."""
+
+    def given_up(self, max_steps: int, num_train_epochs: float) -> GivenUp | None:
+        """What the run's checkpoint contains of a stop that ends the run; None if it ends the leg only."""
+        goal = {"max_steps": max_steps, "num_train_epochs": num_train_epochs}
+        return GivenUp(by=self.by, why=self.reason, diverged=self.diverged, goal=goal) if self.is_final else None
 
 
 class TrainerControl:

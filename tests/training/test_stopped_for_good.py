@@ -20,8 +20,9 @@ from dalsegno.callbacks import (
 )
 from dalsegno.cli import main
 from dalsegno.distributed import collectives
+from dalsegno.events.table import Event
 from dalsegno.logs import RunFile
-from dalsegno.testing import run_ranks, tiny_regression_data
+from dalsegno.testing import FaultPlan, compare_runs, run_ranks, start_ranks, tiny_regression_data
 from support.listeners import Listener
 from support.own_loops import OwnLoop
 from support.small import same, small_trainer, weights
@@ -240,3 +241,100 @@ def test_the_result_tells_the_best_and_which_weights_are_there(
     assert (result.best_step, result.best_checkpoint) == (4, None)
     with pytest.raises(ds.NotFound, match="step-00000004: the checkpoint of the best evaluation"):
         ds.export_model(tmp_path / "unsaved", tmp_path / "none", best=True)
+
+
+# --- killed on its way out --------------------------------------------------------------------------------------------
+
+
+class Judge(ds.Callback):
+    """Ends the run at the end of step 6, on the last rank alone."""
+
+    def __init__(self, how: dict[str, bool]) -> None:
+        self._how = how
+
+    def on_step_end(self, ctx: Any) -> None:
+        if ctx.step != 6 or collectives.rank() != collectives.world_size() - 1:
+            return
+        if self._how:
+            ctx.control.stop("enough", **self._how)
+        else:
+            ctx.control.should_training_stop = True
+
+
+JUDGES: dict[str, Any] = {
+    "early stopping": lambda: EarlyStopping(patience=1, min_delta=100.0),
+    "final": lambda: Judge({"final": True}),
+    "diverged": lambda: Judge({"diverged": True}),
+    "bare flag": lambda: Judge({}),
+    "abort": lambda: Judge({"final": True, "save": False}),
+}
+AT_THE_END = FaultPlan(event=Event.TRAIN_END)
+
+
+def judged(output_dir: Path, judge: str, plan: FaultPlan | None, options: dict[str, Any]) -> tuple[Any, ...]:
+    """One leg, killed by ``plan``; what its result tells."""
+    if plan is not None:
+        plan.arm()
+    result = stopping(output_dir, JUDGES[judge](), JsonLogger(), max_steps=12, logging_steps=1).train(**options)
+    return result.global_step, result.reason, result.stopped_by, result.why, result.exit_status
+
+
+def leg(output_dir: Path, judge: str, plan: FaultPlan | None = None, *, ranks: int = 1, **options: Any) -> Any:
+    """As :func:`judged`, on each rank; None if it was killed."""
+    outcomes = start_ranks(judged, ranks, output_dir, judge, plan, options).wait()
+    if any(outcome.was_killed for outcome in outcomes):
+        return None
+    assert not any(outcome.error for outcome in outcomes), outcomes
+    return [outcome.value for outcome in outcomes]
+
+
+@pytest.mark.parametrize("judge", JUDGES)
+def test_killed_in_on_train_end_it_stays_ended(tmp_path: Path, judge: str) -> None:
+    """The leg that gave up the run is killed, then the one that ends it: nothing is trained, and no record differs."""
+    whole = leg(tmp_path / "whole", judge)
+    assert leg(tmp_path / "parts", judge, AT_THE_END) is None
+    assert leg(tmp_path / "parts", judge, AT_THE_END) is None
+    assert [leg(tmp_path / "parts", judge) for _ in range(2)] == [whole, whole]
+    comparison = compare_runs(tmp_path / "whole", tmp_path / "parts")
+    assert comparison.identical, comparison.table()
+    assert len(legs(tmp_path / "parts")) == 3, "the last start found it ended"
+
+
+def test_killed_before_each_change_of_run_json(tmp_path: Path) -> None:
+    whole, count = leg(tmp_path / "whole", "final"), 0
+    while True:
+        count += 1
+        output_dir = tmp_path / f"parts-{count}"
+        if leg(output_dir, "final", FaultPlan(operation="any", path="run.json", count=count)) is not None:
+            break
+        assert leg(output_dir, "final") == whole
+        assert compare_runs(tmp_path / "whole", output_dir).identical
+    assert count > 15
+
+
+def test_killed_on_two_ranks(tmp_path: Path) -> None:
+    whole = leg(tmp_path / "whole", "final", ranks=2)
+    assert leg(tmp_path / "parts", "final", AT_THE_END, ranks=2) is None
+    assert leg(tmp_path / "parts", "final", ranks=2) == whole
+    assert compare_runs(tmp_path / "whole", tmp_path / "parts").identical
+
+
+def test_who_asked_for_more_need_not_ask_again_after_a_kill(tmp_path: Path) -> None:
+    """Also not if the leg was killed before its first checkpoint; the next end is one again."""
+    assert leg(tmp_path, "early stopping") is not None
+    assert leg(tmp_path, "early stopping", FaultPlan(event=Event.STEP_END), continue_stopped=True) is None
+    assert [leg(tmp_path, "early stopping")[0][0] for _ in range(2)] == [6, 6]
+    assert [(first, last) for first, last, _ in legs(tmp_path)] == [(0, 4), (4, 4), (4, 6)]
+
+
+def test_an_exception_on_its_way_out_does_not_continue_it(tmp_path: Path) -> None:
+    def fail(ctx: Any) -> None:
+        if ctx.kind == "final":
+            raise RuntimeError("no disk today")
+
+    judge = Judge({"final": True})
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no disk"):
+            stopping(tmp_path, judge, Listener({"on_log": fail})).train()
+    assert stopping(tmp_path, judge).train().global_step == 6
+    assert legs(tmp_path) == [(0, 6, "Judge"), (6, 6, "Judge"), (6, 6, "Judge")]

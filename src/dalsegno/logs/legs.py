@@ -79,8 +79,8 @@ class Leg:
     """The requester's reason, or the error that ended it."""
     metrics: dict[str, Any] = field(default_factory=dict)
     goal_given_up: Goal | None = None
-    """``max_steps`` and ``num_train_epochs`` at the time when a callback judged training to be complete. The run stays
-    ended until one of them is raised."""
+    """``max_steps`` and ``num_train_epochs`` at the time when a callback judged training to be complete, in this leg or
+    in one that was killed before its end. The run stays ended until one of them is raised."""
     diverged: bool = False
     """Whether a callback judged that training has diverged."""
     cause: str | None = None
@@ -91,11 +91,6 @@ class Leg:
     resumed: ResumeProof | None = None
     """Whether the steps that it repeated were those of the leg before; None if it did not resume, or ended before that
     was known."""
-
-    def has_given_up(self, max_steps: int, num_train_epochs: float) -> bool:
-        """Whether a callback ended the run here and neither limit has been raised since."""
-        goal = self.goal_given_up
-        return goal is not None and max_steps <= goal["max_steps"] and num_train_epochs <= goal["num_train_epochs"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -162,6 +157,7 @@ class RunFile:
         parallel: str | list[str] | None = None,
         mesh: Mapping[str, int] | None = None,
         memory: str | None = None,
+        goal_given_up: Goal | None = None,
     ) -> RunRecord:
         """Append a leg that starts now, after ``first_step`` steps. Earlier legs without an end are marked ``died``.
 
@@ -173,6 +169,7 @@ class RunFile:
             parallel: the setting, as text.
             mesh: sizes of its dimensions.
             memory: name of the directory of its memory checkpoints.
+            goal_given_up: if the leg does not train, but only ends the run.
         """
         run = self._load_or_renew()
         last = run.legs[-1] if run.legs else None
@@ -193,6 +190,7 @@ class RunFile:
                 pid=os.getpid(),
                 first_step=first_step,
                 last_step=first_step,
+                goal_given_up=goal_given_up,
             )
         )
         self._write(run)
@@ -232,7 +230,7 @@ class RunFile:
         last_step: int,
         metrics: Mapping[str, Any],
         why: str | None = None,
-        goal_given_up: dict[str, float] | None = None,
+        goal_given_up: Goal | None = None,
         *,
         diverged: bool = False,
     ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, cast
@@ -14,7 +14,6 @@ from dalsegno.logs import Leg, RunFile
 from dalsegno.state import TrainerState
 
 from .result import Reason, TrainResult
-from .resume import ResumeOptions
 
 logger = logging.getLogger("dalsegno")
 
@@ -24,19 +23,29 @@ class LastLeg:
     """The newest leg in ``run.json``; the same on all ranks."""
 
     leg: Leg | None
-    has_given_up: bool
-    """A callback has judged the training to be over, and neither ``max_steps`` nor ``num_train_epochs`` was raised
-    since."""
+    ended_run: bool
+    """A callback has judged training to be over, the leg has ended because of it, and neither ``max_steps`` nor
+    ``num_train_epochs`` was raised since."""
 
     @classmethod
     def read(cls, run_file: RunFile, args: TrainingArguments) -> Self:
         """Read it on rank 0. Collective."""
         leg = collectives.from_rank_zero(run_file.last_leg)
-        return cls(leg, leg is not None and leg.has_given_up(args.max_steps, args.num_train_epochs))
+        has_ended = leg is not None and leg.reason in ("stopped", "aborted")
+        return cls(leg, leg is not None and has_ended and _is_in_force(leg.goal_given_up, args))
 
-    def stays_given_up(self, options: ResumeOptions) -> bool:
-        """Whether a callback has ended the run, and the user does not ask to resume it all the same."""
-        return self.has_given_up and not (options.chooses or options.continue_stopped)
+    def run_is_given_up(self, state: TrainerState, args: TrainingArguments) -> bool:
+        """Whether a callback has judged training to be over. The leg may have been killed before its end: then the
+        restored checkpoint contains the judgement, unless the leg began there because the user asked for more.
+
+        Args:
+            state: as restored.
+        """
+        leg, given_up = self.leg, state.given_up
+        if self.ended_run or given_up is None:
+            return self.ended_run
+        asked_for_more = leg is not None and leg.first_step == state.global_step and leg.goal_given_up is None
+        return not asked_for_more and _is_in_force(given_up["goal"], args)
 
     def warn_gave_up(self) -> None:
         """Log why nothing is trained, and how to train further."""
@@ -63,9 +72,16 @@ class LastLeg:
         if leg is None:
             return None
         has_finished = leg.reason == "finished" and leg.last_step == state.global_step
-        if not (has_finished or self.has_given_up):
+        if not (has_finished or self.ended_run):
             return None
         result = TrainResult(
             leg.last_step, cast(Reason, leg.reason), leg.why, leg.by, leg.metrics, newest, diverged=leg.diverged
         )
         return result.with_best(state, path_of)
+
+
+def _is_in_force(goal: Mapping[str, float] | None, args: TrainingArguments) -> bool:
+    """Whether the goal was given up, and neither of its limits was raised since."""
+    if goal is None:
+        return False
+    return args.max_steps <= goal["max_steps"] and args.num_train_epochs <= goal["num_train_epochs"]

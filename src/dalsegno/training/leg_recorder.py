@@ -10,7 +10,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.modes import text_of
 from dalsegno.errors import SaveFailed
 from dalsegno.logs import PreviousLeg, RunFile
-from dalsegno.state import ResumeProof
+from dalsegno.state import GivenUp, ResumeProof
 
 from .parts import RunParts
 from .result import TrainResult
@@ -44,6 +44,7 @@ class LegRecorder:
                     parallel=text_of(self._args.parallel),
                     mesh=self._layout.dimensions,
                     memory=self._memory,
+                    goal_given_up=_goal(self._state.given_up),
                 )
 
     def prove(self, proof: ResumeProof) -> None:
@@ -59,9 +60,9 @@ class LegRecorder:
         """Record how the leg ended; and the goal of the run, if a callback has judged the training to be over."""
         if not self._writes:
             return
-        args = self._args
-        request = self._control.stop_request
-        gave_up = result.reason in ("stopped", "aborted") and request is not None and request.is_final
+        args, given_up, request = self._args, self._state.given_up, self._control.stop_request
+        if result.reason in ("stopped", "aborted") and request is not None:  # after the last step, perhaps
+            given_up = given_up or request.given_up(args.max_steps, args.num_train_epochs)
         safe = f"{result.checkpoint} and the logs are safe" if result.checkpoint else "no checkpoint was saved"
         with self._writing(
             f"how this leg ended ({result.reason} at step {result.global_step}) is not in there, but {safe}. Started "
@@ -73,7 +74,7 @@ class LegRecorder:
                 result.global_step,
                 result.metrics,
                 result.why,
-                {"max_steps": args.max_steps, "num_train_epochs": args.num_train_epochs} if gave_up else None,
+                _goal(given_up),
                 diverged=result.diverged,
             )
 
@@ -92,3 +93,7 @@ class LegRecorder:
             return None
         path, home = path.resolve(), self._args.directory.resolve()
         return path.relative_to(home).as_posix() if path.is_relative_to(home) else str(path)
+
+
+def _goal(given_up: GivenUp | None) -> dict[str, float] | None:
+    return None if given_up is None else given_up["goal"]

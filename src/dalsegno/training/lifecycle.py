@@ -144,21 +144,28 @@ class RunLifecycle:
         args = self._parts.args
         if options.origin is not True or args.load_best_model_at_end:  # memory holds the best model, not the last
             return False
-        return result.reason != "aborted" or LastLeg.read(self._run_file, args).stays_given_up(options)
+        if result.reason != "aborted":
+            return True
+        return not options.continue_stopped and LastLeg.read(self._run_file, args).ended_run
 
     def finished_result(self, options: ResumeOptions) -> TrainResult | None:
-        """The result of the leg that ended this run, unless none did or the user asks for more. Collective."""
+        """The result of the leg that ended this run, unless none did or the user asks for more. Collective.
+
+        None also if that leg was killed on its way out: then ``state.given_up`` remains, and the next one only ends.
+        """
         args, state = self._parts.args, self._parts.state
         place = agreed_position(self._parts.loader, self._parts.layout)
         is_done = state.global_step >= args.max_steps if args.max_steps > 0 else place >= state.num_train_epochs
         last = LastLeg.read(self._run_file, args)
-        if not is_done:
-            if not last.stays_given_up(options):
+        asks_for_more = options.chooses or options.continue_stopped
+        if asks_for_more or not last.run_is_given_up(state, args):
+            state.given_up = None
+            if not is_done:
                 return None
-            if state.is_world_process_zero:
-                last.warn_gave_up()
         result = self._result or last.result(state, self.boundary.saves.newest, self._checkpointer.path_of)
         if result is not None:
+            if not is_done and state.is_world_process_zero:
+                last.warn_gave_up()
             self._checkpointer.load_best_model()
         return result
 

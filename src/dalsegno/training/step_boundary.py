@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dalsegno.distributed import collectives
 from dalsegno.logs.recoveries import Recovery
-from dalsegno.state import NO_REQUESTS, ControlRequests
+from dalsegno.state import NO_REQUESTS, ControlRequests, StopRequest
 
 from .checkpointer import Checkpointer
 from .commands import CommandExecutor
@@ -93,8 +93,14 @@ class StepBoundary:
         return self.stopping or self.rollback is not None
 
     def should_stop_now(self) -> bool:
-        """Whether the leg ends before its first step, say because a signal arrived during the restore. Collective."""
-        if self._control_sync.stop_requested():
+        """Whether the leg ends before its first step, say because a signal arrived during the restore, or because the
+        leg that gave up the run was killed before its end. Collective."""
+        if (given_up := self._state.given_up) is not None:
+            self._control.stop_request = StopRequest(given_up["why"], given_up["by"], True, given_up["diverged"])
+            self._control.acknowledge(ControlRequests(stop=True))
+            self.stopping = True
+            self.commands.close()
+        elif self._control_sync.stop_requested():
             self._stop()
         return self.stopping
 
@@ -209,6 +215,8 @@ class StepBoundary:
         self.stopping = True
         self.commands.close()
         self._control_sync.broadcast_reason()
+        request, args = self._control.stop_request, self._args
+        self._state.given_up = request and request.given_up(args.max_steps, args.num_train_epochs)
 
     def _poll_clock(self) -> ControlRequests:
         """Request a save once the newest checkpoint is old enough, by rank 0's clock: one rank is enough."""
