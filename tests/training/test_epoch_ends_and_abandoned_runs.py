@@ -240,7 +240,7 @@ def test_a_start_over_that_is_killed_half_way_loses_nothing(tmp_path: Path, monk
     leg()
     before = contents(tmp_path)
     del before["run.json"]  # the run's diary, which goes on
-    monkeypatch.setattr(filesystem, "watcher", kill_at_rename(2))
+    monkeypatch.setattr(filesystem, "watcher", kill_at_rename(3))  # after the choice and the checkpoints
     with pytest.raises(Killed):
         leg(resume=False)
     monkeypatch.setattr(filesystem, "watcher", None)

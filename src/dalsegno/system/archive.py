@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from . import filesystem
@@ -12,20 +13,15 @@ def new_archive_dir(output_dir: Path) -> Path:
     return filesystem.numbered(output_dir / "rewound", "timeline")
 
 
-def archive_run(output_dir: Path) -> Path | None:
-    """Move the whole run in ``output_dir`` into an archive. Returns its new path; None if there is no run.
-
-    The checkpoints are moved first, by one rename. A kill before that leaves the run unchanged; a kill after it leaves
-    a run without checkpoints, whose logs the next start archives like those of any run killed before its first save.
-    """
+def run_files(output_dir: Path) -> list[Path]:
+    """What the run in ``output_dir`` consists of: files and directories; nothing if there is no run."""
     names = ("checkpoints", "recoveries.jsonl", "control.jsonl", "logs", "run.json", "config.json")
-    leftovers = [output_dir / name for name in names]
-    leftovers = [path for path in leftovers if path.exists()]
-    if not leftovers:
-        return None
-    place = new_archive_dir(output_dir)
+    return [path for name in names if (path := output_dir / name).exists()]
+
+
+def archive_run(files: Iterable[Path], place: Path) -> None:
+    """Move a run into an archive, one file after another. If the process is killed meanwhile, call it again."""
     filesystem.make_directory(place)
-    for path in leftovers:
+    for path in files:
         filesystem.rename(path, place / path.name)
-    filesystem.fsync_directory(output_dir)
-    return place
+        filesystem.fsync_directory(path.parent)

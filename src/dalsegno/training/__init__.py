@@ -9,7 +9,7 @@ In reading order: no module imports from a line above its own.
     loop                                    the training loop
     lifecycle · last_leg · run_dir          a run over its legs: lock, restore, start, finish
     session · leg_recorder                  one leg: epochs, steps, begin and end
-    resume                                  the checkpoint that a leg begins with
+    resume · chosen_start · resume_options  the checkpoint that a leg begins with
     step_boundary                           between two steps: log, evaluate, save, stop
     recorder · evaluation_runner · save_coordinator · control_sync
     checkpointer · contents · settings      saves and loads, what they contain, what is compared

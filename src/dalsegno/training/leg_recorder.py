@@ -14,6 +14,7 @@ from dalsegno.state import GivenUp, ResumeProof
 
 from .parts import RunParts
 from .result import TrainResult
+from .run_dir import name_in
 
 
 class LegRecorder:
@@ -37,7 +38,7 @@ class LegRecorder:
         if self._writes:
             with self._writing("nothing is trained, and what was there before is as it was"):
                 self._run_file.begin(
-                    self._relative(resumed_from),
+                    None if resumed_from is None else name_in(self._args.directory, resumed_from),
                     collectives.world_size(),
                     self._state.global_step,
                     PreviousLeg.from_environment(),
@@ -86,13 +87,6 @@ class LegRecorder:
             raise SaveFailed(
                 f"{self._run_file.path} could not be written: {error}; {consequence}; make room first"
             ) from error
-
-    def _relative(self, path: Path | None) -> str | None:
-        """Relative to ``output_dir``, if the checkpoint is inside."""
-        if path is None:
-            return None
-        path, home = path.resolve(), self._args.directory.resolve()
-        return path.relative_to(home).as_posix() if path.is_relative_to(home) else str(path)
 
 
 def _goal(given_up: GivenUp | None) -> dict[str, float] | None:

@@ -25,7 +25,8 @@ from .metric_checks import expect_evaluations
 from .parts import RunParts
 from .requeue import Requeue
 from .result import TrainResult
-from .resume import ResumeOptions, Resumer
+from .resume import Resumer
+from .resume_options import ResumeOptions
 from .rollback import Rollbacks
 from .run_dir import locked_run_dir
 from .schedule import planned_steps
@@ -78,6 +79,7 @@ class RunLifecycle:
         self._requeue = Requeue(enabled=parts.args.requeue)
         self._session: Session | None = None  # of the newest leg; None if the run was finished before it
         self._result: TrainResult | None = None  # of the previous leg in this process
+        self._options = ResumeOptions()  # of the leg
         self._model_modified = False
         self._repeats = False  # the leg resumes from a checkpoint of this run
 
@@ -113,6 +115,7 @@ class RunLifecycle:
         parts.state.max_steps = planned_steps(parts.args, parts.loader)  # for on_before_load; commands may change it
         parts.state.num_train_epochs = parts.args.num_train_epochs
         self._settings.begin_session()
+        self._options = options = self._resumer.completed(options)
         path = self._restored(options)
         self._checkpointer.start_uploads(path)
         return path
@@ -148,7 +151,7 @@ class RunLifecycle:
             return True
         return not options.continue_stopped and LastLeg.read(self._run_file, args).ended_run
 
-    def finished_result(self, options: ResumeOptions) -> TrainResult | None:
+    def finished_result(self) -> TrainResult | None:
         """The result of the leg that ended this run, unless none did or the user asks for more. Collective.
 
         None also if that leg was killed on its way out: then ``state.given_up`` remains, and the next one only ends.
@@ -157,7 +160,7 @@ class RunLifecycle:
         place = agreed_position(self._parts.loader, self._parts.layout)
         is_done = state.global_step >= args.max_steps if args.max_steps > 0 else place >= state.num_train_epochs
         last = LastLeg.read(self._run_file, args)
-        asks_for_more = options.chooses or options.continue_stopped
+        asks_for_more = self._options.chooses or self._options.continue_stopped
         if asks_for_more or not last.run_is_given_up(state, args):
             state.given_up = None
             if not is_done:

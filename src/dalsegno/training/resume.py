@@ -3,64 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from dalsegno.checkpoint import Checkpoint, LoadReport
-from dalsegno.checkpoint.load.compatibility import check_allowed
-from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs.recoveries import Recovery
 from dalsegno.system import archive
 
 from .checkpointer import Checkpointer
+from .chosen_start import ChosenStart
 from .commands import CommandExecutor
 from .parts import RunParts
+from .resume_options import ResumeOptions
 from .rollback import Rollbacks
 from .step_boundary import StepBoundary
 
 logger = logging.getLogger("dalsegno")
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeOptions:
-    """How a leg begins: the arguments of ``Trainer.train`` and ``dalsegno.Run`` about it."""
-
-    origin: bool | str | Path = True
-    """True: the newest checkpoint, if there is one. A path: that one. False: none, whatever there is."""
-    strict: bool = False
-    """Raise if the newest checkpoint is damaged, instead of using an older one."""
-    strict_callbacks: bool = False
-    """Raise if a saved callback is missing here, or one here was not saved."""
-    allow_changes: Collection[str] = ()
-    """What may differ from the checkpoint although its state belongs to it: names from ``compatibility.REFUSED``."""
-
-    load_components: Collection[str] = ()
-    """Load only these, from the path, into a new run that begins at step 0."""
-    continue_stopped: bool = False
-    """Resume a run that a callback has judged to be over."""
-
-    @property
-    def chooses(self) -> bool:
-        """Whether the user selects where to begin, instead of resuming the run where it is."""
-        return self.origin is not True and not self.load_components
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.origin, (bool, str, Path)):
-            raise ConfigurationError(
-                f"resume_from_checkpoint={self.origin!r}; pass True (from the newest checkpoint, if any), False "
-                "(start anew) or a checkpoint's path"
-            )
-        object.__setattr__(self, "allow_changes", check_allowed(self.allow_changes))
-        names = [self.load_components] if isinstance(self.load_components, str) else list(self.load_components)
-        object.__setattr__(self, "load_components", names)
-        if names and isinstance(self.origin, bool):
-            raise ConfigurationError(
-                f"load_components={names}: pass resume_from_checkpoint= the path of a checkpoint, or of a folder of "
-                f"safetensors; it is {self.origin}"
-            )
 
 
 class Resumer:
@@ -82,7 +40,12 @@ class Resumer:
         self._boundary = boundary
         self._commands = commands
         self._rollbacks = rollbacks
+        self._chosen = ChosenStart(parts.args.directory)
         self._options = ResumeOptions()  # of the leg
+
+    def completed(self, options: ResumeOptions) -> ResumeOptions:
+        """See :meth:`ChosenStart.completed`: to be called before anything is read."""
+        return self._chosen.completed(options)
 
     def select_checkpoint(self, options: ResumeOptions, *, model_modified: bool) -> Checkpoint | None:
         """The verified checkpoint that the leg resumes from; None: it begins at step 0. Fires on_before_load.
@@ -119,9 +82,11 @@ class Resumer:
             )
             self._continue_from(checkpoint, is_own=is_own)
             if options.chooses:
-                self._archive_after(checkpoint.step if is_own else None, report)
+                self._archive_after(checkpoint.step if is_own else None, self._chosen.record(checkpoint.path), report)
                 self._rollbacks.drop("the user has chosen another beginning")
             self._rollbacks.complete()
+        if options.chooses:
+            self._chosen.complete()
         logger.info("resumed from %s\n%s", checkpoint.path, report.table())
         self._report(checkpoint.path, checkpoint.step, report)
 
@@ -185,7 +150,7 @@ class Resumer:
                 raise ConfigurationError(
                     "resume_from_checkpoint=False: this model is trained already; build a new trainer"
                 )
-            collectives.from_rank_zero(partial(archive.archive_run, self._output_dir))
+            self._chosen.begin_anew()
             self._rollbacks.begin_leg()
             return None
         if options.origin is not True and not options.load_components:
@@ -206,15 +171,14 @@ class Resumer:
             state = self._state
             state.best_metric, state.best_global_step, state.best_model_checkpoint = None, 0, None
 
-    def _archive_after(self, step: int | None, report: LoadReport) -> None:
+    def _archive_after(self, step: int | None, place: Path, report: LoadReport) -> None:
         """Keep one timeline: move the checkpoints after a chosen one's step away; all of them, if it is another run's
         (None)."""
-        place = archive.new_archive_dir(self._output_dir) / "checkpoints"
-        moved = self._checkpointer.archive_after(step, place)
+        moved = self._checkpointer.archive_after(step, place / "checkpoints")
         if step is None:
-            self._rollbacks.archive(place.parent)
+            self._rollbacks.archive(place)
         if moved:
-            report.notes.append(f"{len(moved)} later checkpoint(s) are now in {place}")
+            report.notes.append(f"{len(moved)} later checkpoint(s) are now in {place / 'checkpoints'}")
 
     def _report(self, path: Path, step: int, report: LoadReport) -> None:
         """Warn about changes since the save, then fire on_load."""

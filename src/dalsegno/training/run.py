@@ -60,7 +60,7 @@ from .learning_rate import copied
 from .lifecycle import RunLifecycle
 from .parts import build_parts
 from .result import TrainResult
-from .resume import ResumeOptions
+from .resume_options import ResumeOptions
 from .session import Session
 from .settings import UserSupplied
 
@@ -216,7 +216,7 @@ class Run:
             held.enter_context(lifecycle.lock_run_dir())
             self._session = None
             self.resumed_from = lifecycle.restore(self._options)
-            self._finished = lifecycle.finished_result(self._options)
+            self._finished = lifecycle.finished_result()
             if self._finished is None:
                 lifecycle.mark_started()
                 self._session = lifecycle.session(self.resumed_from)

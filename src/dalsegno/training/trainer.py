@@ -32,7 +32,7 @@ from .lr_schedule import PlateauStep, build_schedulers
 from .parts import RunParts, build_parts
 from .placement import PlacedModel, place
 from .result import TrainResult
-from .resume import ResumeOptions
+from .resume_options import ResumeOptions
 from .run_dir import check_writable
 from .settings import UserSupplied
 
@@ -184,7 +184,7 @@ class Trainer:
         lifecycle = self._lifecycle
         with lifecycle.lock_run_dir():
             resumed_from = lifecycle.restore(options)
-            finished = lifecycle.finished_result(options)
+            finished = lifecycle.finished_result()
             if finished is not None:
                 return finished
             lifecycle.mark_started()

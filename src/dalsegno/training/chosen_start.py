@@ -1,0 +1,110 @@
+"""ChosenStart: the start that the user has chosen, on disk until every file of ``output_dir`` agrees with it.
+
+``train(False)`` and ``train(path)`` move the files of an abandoned timeline away one by one, and note it in journals. A
+process that is killed meanwhile leaves some of them in their place: commands and rollbacks of a run whose checkpoints
+are gone, say. So the choice is recorded first, and the next start completes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, TypedDict
+
+from dalsegno.distributed import collectives
+from dalsegno.errors import StateMismatch
+from dalsegno.stateful.schema import Must, check
+from dalsegno.system import archive, filesystem
+
+from .resume_options import ResumeOptions
+from .run_dir import name_in
+
+logger = logging.getLogger("dalsegno")
+
+
+class _Choice(TypedDict):
+    checkpoint: str | None
+    """Relative to ``output_dir`` if it is inside; None: the run starts anew."""
+    archive: Annotated[str, Must("rewound/timeline.…", re.compile(r"rewound/timeline\.\d{4,}").fullmatch)]
+
+
+class ChosenStart:
+    """``.start`` of an ``output_dir``. All methods are collective."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self._output_dir = output_dir
+        self._path = output_dir / ".start"
+
+    def completed(self, options: ResumeOptions) -> ResumeOptions:
+        """Complete what a killed process has begun, unless the user chooses again. Returns the options of the leg: with
+        the checkpoint that was chosen then, if the run is not yet where that was.
+
+        Raises:
+            StateMismatch: if the file is damaged.
+        """
+        choice = None if options.chooses else collectives.from_rank_zero(self._read)
+        if choice is None:
+            return options
+        name = choice["checkpoint"]
+        if collectives.rank() == 0:
+            logger.warning(
+                "the process that was to %s was killed while it moved files to %s: that is completed first",
+                "start anew" if name is None else f"resume from {name}",
+                choice["archive"],
+            )
+        if name is None:
+            self.begin_anew()
+            return options
+        return replace(options, origin=self._output_dir / name, load_components=())
+
+    def begin_anew(self) -> None:
+        """Move the whole run, if there is one, into an archive."""
+        collectives.from_rank_zero(self._move_all)
+
+    def record(self, checkpoint: Path) -> Path:
+        """Before anything is moved: the run is to resume from ``checkpoint``. Returns the archive of what comes later,
+        which need not exist."""
+        return collectives.from_rank_zero(partial(self._write, name_in(self._output_dir, checkpoint)))
+
+    def complete(self) -> None:
+        """Everything is where the choice has it."""
+        collectives.from_rank_zero(self._remove)
+
+    # -- on rank 0 --------------------------------------------------------------------------------------------------
+
+    def _move_all(self) -> None:
+        if files := archive.run_files(self._output_dir):
+            archive.archive_run(files, self._write(None))
+        self._remove()
+
+    def _write(self, name: str | None) -> Path:
+        with contextlib.suppress(StateMismatch):
+            if (choice := self._read()) is not None and choice["checkpoint"] == name:
+                return self._output_dir / choice["archive"]
+        place = archive.new_archive_dir(self._output_dir)
+        choice = _Choice(checkpoint=name, archive=place.relative_to(self._output_dir).as_posix())
+        filesystem.replace_durably(self._path, (json.dumps(choice) + "\n").encode())
+        return place
+
+    def _read(self) -> _Choice | None:
+        if not self._path.exists():
+            return None
+        try:
+            choice: _Choice = json.loads(self._path.read_bytes())
+            check(choice, _Choice, "choice")
+        except (ValueError, StateMismatch) as error:
+            raise StateMismatch(
+                f"{self._path}: damaged ({error}); choose again: pass resume_from_checkpoint= a checkpoint's path, or "
+                "False to start anew"
+            ) from error
+        return choice
+
+    def _remove(self) -> None:
+        if self._path.exists():
+            filesystem.remove(self._path)
+            filesystem.fsync_directory(self._output_dir)
