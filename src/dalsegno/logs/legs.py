@@ -147,6 +147,21 @@ class RunFile:
             return None
         return legs[-1] if legs else None
 
+    def withdraw_end(self) -> bool:
+        """Make the newest leg one that has not ended, say in a copy beside logs that lack its last records. Returns
+        whether it had ended; False if the file is damaged."""
+        try:
+            run = self.load()
+        except DamagedRunFile:
+            return False
+        if run is None or not run.legs or run.legs[-1].ended is None:
+            return False
+        leg = run.legs[-1]
+        leg.ended = leg.reason = leg.by = leg.why = None
+        leg.metrics, leg.diverged = {}, False
+        self._write(run)
+        return True
+
     def begin(
         self,
         from_checkpoint: str | None,

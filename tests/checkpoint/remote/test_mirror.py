@@ -23,6 +23,7 @@ from dalsegno.checkpoint.remote import upload_set
 from dalsegno.checkpoint.remote.download import fetch_newer
 from dalsegno.checkpoint.remote.store import Store
 from dalsegno.checkpoint.remote.upload import Uploader
+from dalsegno.testing import compare_runs
 from support.listeners import Listener
 
 URL = "memory://runs/a"
@@ -146,10 +147,42 @@ def test_logs_go_up_to_where_they_were_at_the_checkpoint(tmp_path: Path) -> None
         (state,) = saved_states(checkpoint)[f"callbacks.{key}"]
         assert taken.files[name].read_bytes() == (tmp_path / name).read_bytes()[: state["offset"]]
         assert training(taken.files[name])[-1]["global_step"] == 4
-    assert taken.files["run.json"].read_bytes() == (tmp_path / "run.json").read_bytes()
-    assert upload_set.of_run_files(tmp_path, taken.marks, checkpoint).files == {}
+    leg = json.loads(taken.files["run.json"].read_bytes())["legs"][0]
+    assert (leg["last_step"], leg["ended"], leg["reason"], leg["metrics"]) == (6, None, None, {})
+    assert [*upload_set.of_run_files(tmp_path, taken.marks, checkpoint).files] == ["run.json"]
     again = upload_set.of_run_files(tmp_path, taken.marks)
-    assert sorted(again.files) == ["logs/array.json", "logs/train.jsonl"]
+    assert [*again.files] == ["logs/array.json", "logs/train.jsonl", "run.json"], "what says that all is there is last"
+    assert again.files["run.json"].read_bytes() == (tmp_path / "run.json").read_bytes()
+    assert upload_set.of_run_files(tmp_path, taken.marks | again.marks).files == {}
+
+
+ENDS: dict[str, dict[str, Any] | None] = {
+    "finished": None,
+    "given up": {"final": True},
+    "aborted": {"final": True, "save": False},
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_host_that_is_lost_before_it_has_sent_the_end(there: Store, tmp_path: Path, end: str) -> None:
+    """Its uploads lag behind: with the last checkpoint, it sends files of a run that has ended already."""
+
+    def trainer(output_dir: str | Path, local_dir: Path | None = None) -> ds.Trainer:
+        def stop(ctx: Any) -> None:
+            if ctx.step == 5 and (how := ENDS[end]) is not None:
+                ctx.control.stop("enough", **how)
+
+        return jobs.trainer(output_dir, local_dir, 6, Listener({"on_step_end": stop}, name="judge"))
+
+    whole = trainer(tmp_path / "whole").train()
+    trainer(tmp_path / "lost").train()
+    Uploader(there, tmp_path / "lost", None).sync()
+    for host in ("second", "third"):
+        result = trainer(URL, tmp_path / host).train()
+        assert (result.reason, result.global_step, result.why) == (whole.reason, whole.global_step, whole.why)
+        comparison = compare_runs(tmp_path / "whole", tmp_path / host)
+        assert comparison.identical, comparison.table()
+    assert len(json.loads(there.read("run.json") or b"")["legs"]) == 2, "the third found all of it"
 
 
 def test_the_journal_of_commands_travels_and_their_inbox_does_not(tmp_path: Path) -> None:

@@ -19,11 +19,13 @@ from dalsegno.checkpoint.format.names import CHECKPOINTS, MANIFEST
 from dalsegno.checkpoint.inspect.json_view import readable_states
 from dalsegno.control.inbox import INBOX
 from dalsegno.errors import StateMismatch
+from dalsegno.logs import RunFile
 from dalsegno.logs.rewind import Position
 from dalsegno.system import filesystem
 from dalsegno.witness import WITNESS
 
 STAGING = ".uploading"
+_RUN = "run.json"
 
 Marks = dict[str, tuple[int, int]]
 """By name in the run: bytes of the file that were sent, and its modification time (ns)."""
@@ -43,20 +45,24 @@ def of_run_files(run: Path, known: Marks, checkpoint: Checkpoint | None = None) 
     Args:
         run: the run's directory.
         known: marks of earlier upload sets.
-        checkpoint: logs are cut at their length when it was saved; None: as they are now.
+        checkpoint: logs are cut at their length when it was saved, and ``run.json`` lacks the end of its newest leg,
+            since the last records do. None: as they are now, ``run.json`` last.
     """
     lengths: Mapping[str, int] = {}
     if checkpoint is not None:
         states = [*readable_states(checkpoint).values()]
         lengths = {position.path: position.offset for position in _positions_in(states)}
     collected, staging = UploadSet(), _fresh(run) / "rest"
-    for name in run_files(run):
+    for name in sorted(run_files(run), key=_RUN.__eq__):
         try:
             status = (run / name).stat()
             mark = (min(status.st_size, lengths.get(name, status.st_size)), status.st_mtime_ns)
-            if known.get(name) != mark:
-                collected.files[name] = _copied(run / name, staging / name, mark[0])
-                collected.marks[name] = mark
+            if known.get(name) == mark:
+                continue
+            collected.files[name] = _copied(run / name, staging / name, mark[0])
+            if name == _RUN and checkpoint is not None and RunFile(staging).withdraw_end():
+                continue  # without a mark: the next set has the end
+            collected.marks[name] = mark
         except FileNotFoundError:  # moved meanwhile; the next set has it
             continue
     return collected
