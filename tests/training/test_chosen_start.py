@@ -127,3 +127,28 @@ def test_a_damaged_record_is_refused(tmp_path: Path) -> None:
             trainer(run, Client({}), NeverRollsBack()).train()
     trainer(run, Client({}), NeverRollsBack()).train(False)
     assert not (run / START).exists() and RunFile(run).load().legs[-1].first_step == 0
+
+
+def test_a_checkpoint_of_another_run_is_resumed_from_until_there_is_one_of_its_own(tmp_path: Path) -> None:
+    """At each place of a kill: while files are moved, before the leg begins, and before its first checkpoint. Each such
+    start continues the log in a file of its own, with a warning, since the present one is not the other run's."""
+    old, other = old_run(tmp_path / "old"), old_run(tmp_path / "other")
+    chosen = str(other / "checkpoints/step-00000002")
+    whole = tmp_path / "whole"
+    shutil.copytree(old, whole)
+    seen = start(whole, chosen)
+    first = next(number for number, (_, path) in enumerate(seen) if path == "checkpoints/step-00000004.partial")
+    for number in [*range(seen.index(("rename", START)) + 1, first, 4), first]:
+        parts = tmp_path / f"parts-{number}"
+        shutil.copytree(old, parts)
+        start(parts, chosen, number + 1)
+        start(parts, True)
+        rows = [
+            row for row in compare_runs(whole, parts).rows if "JsonLogger" not in row.what and "logs/" not in row.what
+        ]
+        assert [row.difference for row in rows if row.difference] == [], f"killed before {seen[number]}"
+    shutil.rmtree(whole / "checkpoints")
+    shutil.rmtree(other)
+    with pytest.raises(ds.NotFound, match="step-00000002") as caught:
+        trainer(whole, Client({}), NeverRollsBack()).train()
+    assert "False to start anew" in caught.value.__notes__[0]

@@ -3,6 +3,9 @@
 ``train(False)`` and ``train(path)`` move the files of an abandoned timeline away one by one, and note it in journals. A
 process that is killed meanwhile leaves some of them in their place: commands and rollbacks of a run whose checkpoints
 are gone, say. So the choice is recorded first, and the next start completes it.
+
+A run that begins with a checkpoint of another run keeps the record: until its own first checkpoint, it is all that says
+where the run resumes from.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ logger = logging.getLogger("dalsegno")
 class _Choice(TypedDict):
     checkpoint: str | None
     """Relative to ``output_dir`` if it is inside; None: the run starts anew."""
+    is_complete: bool
+    """Nothing is left to be moved."""
     archive: Annotated[str, Must("rewound/timeline.…", re.compile(r"rewound/timeline\.\d{4,}").fullmatch)]
 
 
@@ -48,7 +53,7 @@ class ChosenStart:
             StateMismatch: if the file is damaged.
         """
         choice = None if options.chooses else collectives.from_rank_zero(self._read)
-        if choice is None:
+        if choice is None or choice["is_complete"]:
             return options
         name = choice["checkpoint"]
         if collectives.rank() == 0:
@@ -71,9 +76,15 @@ class ChosenStart:
         which need not exist."""
         return collectives.from_rank_zero(partial(self._write, name_in(self._output_dir, checkpoint)))
 
-    def complete(self) -> None:
-        """Everything is where the choice has it."""
-        collectives.from_rank_zero(self._remove)
+    def complete(self, *, is_own: bool) -> None:
+        """Everything is where the choice has it. ``is_own``: the chosen checkpoint is the run's newest now."""
+        collectives.from_rank_zero(self._remove if is_own else self._keep)
+
+    def origin(self) -> Path | None:
+        """The checkpoint of another run that this one has begun with; None if there is none. To be asked for as long as
+        this one has no checkpoint."""
+        choice = collectives.from_rank_zero(self._read)
+        return None if choice is None or choice["checkpoint"] is None else self._output_dir / choice["checkpoint"]
 
     # -- on rank 0 --------------------------------------------------------------------------------------------------
 
@@ -84,12 +95,21 @@ class ChosenStart:
 
     def _write(self, name: str | None) -> Path:
         with contextlib.suppress(StateMismatch):
-            if (choice := self._read()) is not None and choice["checkpoint"] == name:
+            choice = self._read()
+            if choice is not None and choice["checkpoint"] == name and not choice["is_complete"]:
                 return self._output_dir / choice["archive"]
         place = archive.new_archive_dir(self._output_dir)
-        choice = _Choice(checkpoint=name, archive=place.relative_to(self._output_dir).as_posix())
-        filesystem.replace_durably(self._path, (json.dumps(choice) + "\n").encode())
+        name_of_place = place.relative_to(self._output_dir).as_posix()
+        self._replace(_Choice(checkpoint=name, is_complete=False, archive=name_of_place))
         return place
+
+    def _keep(self) -> None:
+        choice = self._read()
+        assert choice is not None, "record() comes before complete()"
+        self._replace({**choice, "is_complete": True})
+
+    def _replace(self, choice: _Choice) -> None:
+        filesystem.replace_durably(self._path, (json.dumps(choice) + "\n").encode())
 
     def _read(self) -> _Choice | None:
         if not self._path.exists():

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from dalsegno.checkpoint import Checkpoint, LoadReport
-from dalsegno.errors import ConfigurationError
+from dalsegno.errors import ConfigurationError, DamagedCheckpoint, NotFound
 from dalsegno.logs.recoveries import Recovery
 from dalsegno.system import archive
 
@@ -86,7 +86,7 @@ class Resumer:
                 self._rollbacks.drop("the user has chosen another beginning")
             self._rollbacks.complete()
         if options.chooses:
-            self._chosen.complete()
+            self._chosen.complete(is_own=is_own)
         logger.info("resumed from %s\n%s", checkpoint.path, report.table())
         self._report(checkpoint.path, checkpoint.step, report)
 
@@ -156,6 +156,8 @@ class Resumer:
         if options.origin is not True and not options.load_components:
             return self._checkpointer.verified(Path(options.origin))
         checkpoint = self._checkpointer.newest(strict=options.strict)
+        if checkpoint is None and not options.load_components and (origin := self._chosen.origin()) is not None:
+            return self._other_runs(origin)
         if checkpoint is None and model_modified:
             raise ConfigurationError(
                 "the last train() was aborted or interrupted inside a step, and there is no checkpoint to resume from; "
@@ -163,13 +165,24 @@ class Resumer:
             )
         return checkpoint
 
+    def _other_runs(self, path: Path) -> Checkpoint:
+        try:
+            return self._checkpointer.verified(path)
+        except (NotFound, DamagedCheckpoint) as error:
+            error.add_note(
+                "this run began with it and has no checkpoint of its own yet; restore it, or pass "
+                "resume_from_checkpoint= another one, or False to start anew"
+            )
+            raise
+
     def _continue_from(self, checkpoint: Checkpoint, *, is_own: bool) -> None:
-        """Set what the leg knows of the checkpoint: nothing of its path and metrics, if it is another run's."""
+        """Set what the leg knows of the checkpoint: nothing of its path, metrics and end, if it is another run's."""
         self._boundary.saves.set_latest(*(self._checkpointer.latest_on_disk(checkpoint) if is_own else (None, 0)))
         self._boundary.evaluations.set_metrics(checkpoint.manifest.metrics if is_own else {})
         if not is_own:
             state = self._state
             state.best_metric, state.best_global_step, state.best_model_checkpoint = None, 0, None
+            state.given_up = None
 
     def _archive_after(self, step: int | None, place: Path, report: LoadReport) -> None:
         """Keep one timeline: move the checkpoints after a chosen one's step away; all of them, if it is another run's
