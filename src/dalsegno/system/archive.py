@@ -21,7 +21,7 @@ def run_files(output_dir: Path) -> list[Path]:
 
 def archive_run(files: Iterable[Path], place: Path) -> None:
     """Move a run into an archive, one file after another. If the process is killed meanwhile, call it again."""
-    filesystem.make_directory(place)
     for path in files:
+        filesystem.make_directory(place)
         filesystem.rename(path, place / path.name)
         filesystem.fsync_directory(path.parent)

@@ -30,6 +30,7 @@ from dalsegno.state import NO_REQUESTS, ControlRequests, SavedTrainerState
 from dalsegno.system.lease import Lease
 from dalsegno.system.lock import DirectoryLock
 
+from .chosen_start import ChosenStart
 from .contents import PROGRESS, CheckpointContents
 from .imported_run import ImportedRun
 from .memory_saves import MemorySaves
@@ -49,6 +50,7 @@ class Checkpointer:
         settings: compared with the saved ones at each load.
         run_file: records the step of each published checkpoint.
         time_limit: is given the duration of each save.
+        chosen: tells whether the URL follows an earlier choice of the user.
     """
 
     def __init__(
@@ -58,12 +60,14 @@ class Checkpointer:
         settings: RecordedSettings,
         run_file: RunFile,
         time_limit: TimeLimit,
+        chosen: ChosenStart,
     ) -> None:
         self._parts = parts
         self._contents = contents
         self._settings = settings
         self._run_file = run_file
         self._time_limit = time_limit
+        self._chosen = chosen
         args = parts.args
         self._directory = args.directory
         self._manager = CheckpointManager(self._directory, keep=args.keeping, layout=parts.layout)
@@ -102,7 +106,8 @@ class Checkpointer:
         """Copy to the URL what is published from now on, and ``resumed_from`` if it is this run's own."""
         step = self._parts.state.global_step
         is_own = resumed_from is not None and self.owns(resumed_from, step)
-        self._mirror.begin(step if is_own else None)
+        keeps = is_own and not self._chosen.outdates_url()
+        self._mirror.begin(step if keeps else None, self._chosen.settle)
 
     # -- save ---------------------------------------------------------------------------------------------------
 
@@ -164,7 +169,7 @@ class Checkpointer:
         oldest = collectives.from_rank_zero(partial(newest_step, self._manager.directory)) if strict else 0
         after = max(oldest - 1, -1 if on_disk is None else step)
         checkpoint = self.memory.newest(after) or self._newest_on_disk(oldest, strict=strict)
-        if self._mirror.fetch_newer(None if checkpoint is None else checkpoint.step, strict=strict):
+        if self._fetch_newer(None if checkpoint is None else checkpoint.step, strict=strict):
             self.memory.checkpoints.close(remove=True)
             checkpoint = self._manager.find(strict=strict)
         return checkpoint
@@ -175,10 +180,13 @@ class Checkpointer:
         try:
             return self._manager.find(strict=strict, elsewhere=self.memory.newest)
         except DamagedCheckpoint as error:
-            if self._mirror.fetch_newer(oldest - 1, strict=strict):
+            if self._fetch_newer(oldest - 1, strict=strict):
                 return self._manager.find(strict=strict)
             error.add_note("resume_from_checkpoint=False starts anew, and moves all of output_dir into rewound/")
             raise
+
+    def _fetch_newer(self, newest_here: int | None, *, strict: bool) -> bool:
+        return not self._chosen.outdates_url() and self._mirror.fetch_newer(newest_here, strict=strict)
 
     def latest_on_disk(self, checkpoint: Checkpoint) -> tuple[Path | None, int]:
         """``checkpoint``, which this run owns, and its step; for one in memory, those of the newest before it on disk,

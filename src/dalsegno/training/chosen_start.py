@@ -4,8 +4,9 @@
 process that is killed meanwhile leaves some of them in their place: commands and rollbacks of a run whose checkpoints
 are gone, say. So the choice is recorded first, and the next start completes it.
 
-A run that begins with a checkpoint of another run keeps the record: until its own first checkpoint, it is all that says
-where the run resumes from.
+The record stays until the run's URL, if it has one, is without the abandoned timeline, too: before that, nothing is
+fetched from there. A run that begins with a checkpoint of another run keeps the record: until its own first checkpoint,
+nothing else says where the run resumes from.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, Literal, TypedDict
 
 from dalsegno.distributed import collectives
 from dalsegno.errors import StateMismatch
@@ -32,17 +33,22 @@ logger = logging.getLogger("dalsegno")
 
 class _Choice(TypedDict):
     checkpoint: str | None
-    """Relative to ``output_dir`` if it is inside; None: the run starts anew."""
-    is_complete: bool
-    """Nothing is left to be moved."""
+    """Relative to ``output_dir`` if it is inside; None: the run starts anew, or it is in its place by now."""
+    stage: Literal["moving", "moved here", "moved"]
+    """Whether files are left to be moved here, or at the URL only."""
     archive: Annotated[str, Must("rewound/timeline.…", re.compile(r"rewound/timeline\.\d{4,}").fullmatch)]
 
 
 class ChosenStart:
-    """``.start`` of an ``output_dir``. All methods are collective."""
+    """``.start`` of an ``output_dir``. All methods but :meth:`settle` are collective.
 
-    def __init__(self, output_dir: Path) -> None:
+    Args:
+        has_url: the run has a copy at a URL, which follows later.
+    """
+
+    def __init__(self, output_dir: Path, *, has_url: bool) -> None:
         self._output_dir = output_dir
+        self._has_url = has_url
         self._path = output_dir / ".start"
 
     def completed(self, options: ResumeOptions) -> ResumeOptions:
@@ -53,7 +59,7 @@ class ChosenStart:
             StateMismatch: if the file is damaged.
         """
         choice = None if options.chooses else collectives.from_rank_zero(self._read)
-        if choice is None or choice["is_complete"]:
+        if choice is None or choice["stage"] != "moving":
             return options
         name = choice["checkpoint"]
         if collectives.rank() == 0:
@@ -78,7 +84,18 @@ class ChosenStart:
 
     def complete(self, *, is_own: bool) -> None:
         """Everything is where the choice has it. ``is_own``: the chosen checkpoint is the run's newest now."""
-        collectives.from_rank_zero(self._remove if is_own else self._keep)
+        collectives.from_rank_zero(partial(self._complete, is_own=is_own))
+
+    def outdates_url(self) -> bool:
+        """Whether the URL has the abandoned timeline still."""
+        choice = collectives.from_rank_zero(self._read) if self._has_url else None
+        return choice is not None and choice["stage"] == "moved here"
+
+    def settle(self) -> None:
+        """The abandoned timeline is moved at the URL, too. On rank 0, on any thread."""
+        choice = self._read()
+        if choice is not None and choice["stage"] == "moved here":
+            self._advance(choice, "moved")
 
     def origin(self) -> Path | None:
         """The checkpoint of another run that this one has begun with; None if there is none. To be asked for as long as
@@ -89,24 +106,33 @@ class ChosenStart:
     # -- on rank 0 --------------------------------------------------------------------------------------------------
 
     def _move_all(self) -> None:
-        if files := archive.run_files(self._output_dir):
+        files = archive.run_files(self._output_dir)
+        if files or self._has_url or self._path.exists():
             archive.archive_run(files, self._write(None))
-        self._remove()
+            self._complete(is_own=True)
 
     def _write(self, name: str | None) -> Path:
         with contextlib.suppress(StateMismatch):
             choice = self._read()
-            if choice is not None and choice["checkpoint"] == name and not choice["is_complete"]:
+            if choice is not None and choice["checkpoint"] == name and choice["stage"] == "moving":
                 return self._output_dir / choice["archive"]
         place = archive.new_archive_dir(self._output_dir)
-        name_of_place = place.relative_to(self._output_dir).as_posix()
-        self._replace(_Choice(checkpoint=name, is_complete=False, archive=name_of_place))
+        self._replace(_Choice(checkpoint=name, stage="moving", archive=place.relative_to(self._output_dir).as_posix()))
         return place
 
-    def _keep(self) -> None:
+    def _complete(self, *, is_own: bool) -> None:
         choice = self._read()
         assert choice is not None, "record() comes before complete()"
-        self._replace({**choice, "is_complete": True})
+        if is_own:
+            choice["checkpoint"] = None
+        self._advance(choice, "moved here" if self._has_url else "moved")
+
+    def _advance(self, choice: _Choice, stage: Literal["moved here", "moved"]) -> None:
+        if stage == "moved" and choice["checkpoint"] is None:
+            filesystem.remove(self._path)
+            filesystem.fsync_directory(self._output_dir)
+        else:
+            self._replace({**choice, "stage": stage})
 
     def _replace(self, choice: _Choice) -> None:
         filesystem.replace_durably(self._path, (json.dumps(choice) + "\n").encode())
@@ -123,8 +149,3 @@ class ChosenStart:
                 "False to start anew"
             ) from error
         return choice
-
-    def _remove(self) -> None:
-        if self._path.exists():
-            filesystem.remove(self._path)
-            filesystem.fsync_directory(self._output_dir)

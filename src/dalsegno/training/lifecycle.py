@@ -16,6 +16,7 @@ from dalsegno.logs import RunFile
 from dalsegno.stateful.component import Stateful
 
 from .checkpointer import Checkpointer
+from .chosen_start import ChosenStart
 from .commands import CommandExecutor
 from .contents import CheckpointContents
 from .evaluation import Evaluation
@@ -70,12 +71,15 @@ class RunLifecycle:
         self._run_file = RunFile(parts.args.directory)
         self._settings = RecordedSettings(parts, supplied, data)
         contents = CheckpointContents(parts, self._settings, others)
-        self._checkpointer = Checkpointer(parts, contents, self._settings, self._run_file, self._time_limit)
+        self._chosen = ChosenStart(parts.args.directory, has_url=parts.args.url is not None)
+        self._checkpointer = Checkpointer(
+            parts, contents, self._settings, self._run_file, self._time_limit, self._chosen
+        )
         self._commands = CommandExecutor(parts, self._settings, evaluates=bool(evaluations))
         self._rollbacks = Rollbacks(parts, self._checkpointer, self._run_file)
         sources = [self._signals.poll, self._time_limit.poll]
         self.boundary = StepBoundary(parts, self._checkpointer, evaluations, sources, self._commands, self._rollbacks)
-        self._resumer = Resumer(parts, self._checkpointer, self.boundary, self._commands, self._rollbacks)
+        self._resumer = Resumer(parts, self._checkpointer, self.boundary, self._commands, self._rollbacks, self._chosen)
         self._requeue = Requeue(enabled=parts.args.requeue)
         self._session: Session | None = None  # of the newest leg; None if the run was finished before it
         self._result: TrainResult | None = None  # of the previous leg in this process
@@ -115,7 +119,7 @@ class RunLifecycle:
         parts.state.max_steps = planned_steps(parts.args, parts.loader)  # for on_before_load; commands may change it
         parts.state.num_train_epochs = parts.args.num_train_epochs
         self._settings.begin_session()
-        self._options = options = self._resumer.completed(options)
+        self._options = options = self._chosen.completed(options)
         path = self._restored(options)
         self._checkpointer.start_uploads(path)
         return path

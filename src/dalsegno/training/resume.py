@@ -31,6 +31,7 @@ class Resumer:
         boundary: StepBoundary,
         commands: CommandExecutor,
         rollbacks: Rollbacks,
+        chosen: ChosenStart,
     ) -> None:
         self._parts = parts
         self._output_dir = parts.args.directory
@@ -40,12 +41,8 @@ class Resumer:
         self._boundary = boundary
         self._commands = commands
         self._rollbacks = rollbacks
-        self._chosen = ChosenStart(parts.args.directory)
+        self._chosen = chosen
         self._options = ResumeOptions()  # of the leg
-
-    def completed(self, options: ResumeOptions) -> ResumeOptions:
-        """See :meth:`ChosenStart.completed`: to be called before anything is read."""
-        return self._chosen.completed(options)
 
     def select_checkpoint(self, options: ResumeOptions, *, model_modified: bool) -> Checkpoint | None:
         """The verified checkpoint that the leg resumes from; None: it begins at step 0. Fires on_before_load.

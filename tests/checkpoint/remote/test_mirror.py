@@ -19,11 +19,12 @@ from checkpoint.sameness import assert_same
 from dalsegno.checkpoint import Checkpoint, saved_states
 from dalsegno.checkpoint.format import checkpoint_dir
 from dalsegno.checkpoint.inspect.listing import list_checkpoints, newest_verified
-from dalsegno.checkpoint.remote import upload_set
+from dalsegno.checkpoint.remote import upload_set, upload_thread
 from dalsegno.checkpoint.remote.download import fetch_newer
 from dalsegno.checkpoint.remote.store import Store
 from dalsegno.checkpoint.remote.upload import Uploader
 from dalsegno.testing import compare_runs
+from support.crash import Crash
 from support.listeners import Listener
 
 URL = "memory://runs/a"
@@ -254,6 +255,31 @@ def test_going_back_and_starting_over_leave_a_timeline_there_too(there: Store, t
     second, names = "rewound/elsewhere.0002", set(there.sizes())
     assert {f"{second}/run.json", f"{second}/logs/train.jsonl"} <= names
     assert sum(name.startswith(second) and name.endswith("manifest.json") for name in names) == 3
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_choice_that_the_url_has_not_followed_yet_holds(
+    there: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """The leg that starts over, or goes back, fails while the URL does not answer and has the abandoned timeline."""
+
+    def fail(*_: object) -> None:
+        raise OSError("no network")
+
+    jobs.train(URL, tmp_path, 6)
+    with monkeypatch.context() as outage:
+        outage.setattr(Uploader, "archive_timeline", fail)
+        outage.setattr(upload_thread, "PATIENCE", 0.01)
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            jobs.trainer(URL, tmp_path, 6, Crash(step)).train(
+                tmp_path / f"checkpoints/step-{step:08d}" if step else False
+            )
+    assert jobs.train(URL, tmp_path, 4)["from"] == step
+    assert steps_at(there) == [2, 4]
+    assert {name.split("/")[3] for name in there.sizes() if name.startswith("rewound/elsewhere.0001/checkpoints")} == {
+        f"step-{each:08d}" for each in (2, 4, 6) if each > step
+    }
+    assert jobs.train(URL, tmp_path / "other host", 8)["from"] == 4
 
 
 def test_a_second_train_of_the_same_trainer(there: Store, tmp_path: Path) -> None:

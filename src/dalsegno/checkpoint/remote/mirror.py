@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class Mirror:
     """Keeps a copy of a run elsewhere. This class, for a run without a URL, keeps none."""
@@ -31,8 +33,9 @@ class Mirror:
         """
         return False
 
-    def begin(self, step: int | None) -> None:
-        """Start the uploads of a leg that resumes from ``step``; None: from nothing. Archives later checkpoints."""
+    def begin(self, step: int | None, archived: Callable[[], None] = lambda: None) -> None:
+        """Start the uploads of a leg that resumes from ``step``; None: from nothing. Archives later checkpoints at the
+        URL, then calls ``archived``, on another thread of rank 0."""
 
     def poll(self) -> None:
         """Upload what changed. From any thread; does not wait."""

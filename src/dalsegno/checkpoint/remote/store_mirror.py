@@ -59,9 +59,9 @@ class StoreMirror(Mirror):
 
         return collectives.from_rank_zero_in_time(noted)
 
-    def begin(self, step: int | None) -> None:
+    def begin(self, step: int | None, archived: Callable[[], None] = lambda: None) -> None:
         if collectives.rank() == 0:
-            self._uploads = UploadThread(Uploader(self._store, self._run, self._keep), self._lock, step)
+            self._uploads = UploadThread(Uploader(self._store, self._run, self._keep), self._lock, step, archived)
             self._uploads.start()
 
     def poll(self) -> None:

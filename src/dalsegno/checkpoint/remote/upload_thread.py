@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 from dalsegno.errors import LeaseLost
 from dalsegno.system.byte_sizes import format_bytes
@@ -28,12 +29,14 @@ class UploadThread:
         uploader: decides what to send.
         lock: nothing is sent once another process has taken it over.
         step: step that the leg resumes from; None if it starts at step 0.
+        archived: called on the thread when the store has nothing of an abandoned timeline any more.
     """
 
-    def __init__(self, uploader: Uploader, lock: RemoteLock, step: int | None) -> None:
+    def __init__(self, uploader: Uploader, lock: RemoteLock, step: int | None, archived: Callable[[], None]) -> None:
         self._uploader = uploader
         self._lock = lock
         self._step = step
+        self._archived = archived
         self._awake = threading.Event()
         self._awake.set()
         self._is_finishing = self._is_cancelled = self._has_archived = False
@@ -101,6 +104,7 @@ class UploadThread:
         self._lock.check()
         if not self._has_archived:
             self._uploader.archive_timeline(self._step)
+            self._archived()
             self._has_archived = True
         self._uploader.sync(self._advance)
         if is_finishing:
