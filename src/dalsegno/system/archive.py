@@ -15,7 +15,7 @@ def new_archive_dir(output_dir: Path) -> Path:
 
 def run_files(output_dir: Path) -> list[Path]:
     """What the run in ``output_dir`` consists of: files and directories; nothing if there is no run."""
-    names = ("checkpoints", "recoveries.jsonl", "control.jsonl", "logs", "run.json", "config.json")
+    names = ("checkpoints", "recoveries.jsonl", "control.jsonl", "logs", "witness", "run.json", "config.json")
     return [path for name in names if (path := output_dir / name).exists()]
 
 
