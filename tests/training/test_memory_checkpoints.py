@@ -28,6 +28,7 @@ from dalsegno.distributed.layout import Layout
 from dalsegno.logs import RunFile
 from dalsegno.system import filesystem
 from dalsegno.testing import TinyRegression, compare_runs
+from dalsegno.witness import WITNESS
 from support.crash import Crash
 from support.listeners import Listener
 from support.runs import busy_trainer
@@ -239,7 +240,7 @@ def test_a_copy_of_the_run_has_no_part_in_it(tmp_path: Path) -> None:
 
 
 class Operations(ds.Callback):
-    """The changes on disk between two memory saves, and how much memory is taken."""
+    """The changes on disk between two memory saves, but for the witness of steps, and how much memory is taken."""
 
     def __init__(self, output_dir: Path) -> None:
         self._output_dir = output_dir
@@ -248,7 +249,7 @@ class Operations(ds.Callback):
 
     def on_train_begin(self, ctx: Any) -> None:
         def watch(operation: str, path: Path) -> None:
-            if path.is_relative_to(self._output_dir):
+            if path.is_relative_to(self._output_dir) and path.parent.name != WITNESS:
                 self.on_disk.setdefault(ctx.state.global_step, []).append(f"{operation} {path.name}")
 
         filesystem.watcher = watch
