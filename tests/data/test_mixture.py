@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, default_collate
 
 import dalsegno as ds
 from dalsegno.data import Mixture
-from dalsegno.testing import compare_runs, run_ranks
+from dalsegno.testing import compare_runs, run_ranks, tiny_regression_data
 from support.resumed import stop_after
 from support.small import small_trainer
 
@@ -125,13 +125,60 @@ def test_a_run_that_is_interrupted_twice_is_exact(tmp_path: Path, ranks: int, wo
     assert comparison.identical, f"\n{comparison.table()}"
 
 
-def test_another_number_of_ranks_or_other_datasets_are_refused(tmp_path: Path) -> None:
+def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     run_ranks(leg, 1, str(tmp_path), 3, 0)
     with pytest.raises(ds.RankFailed, match="saved position is in one stream, of which all ranks read the whole, now"):
         run_ranks(leg, 2, str(tmp_path), None, 0)
-    state = Mixture({"a": [1, 2]}).state_dict()
-    with pytest.raises(ds.StateMismatch, match="in a mixture of a, now it is of b"):
-        Mixture({"b": [1, 2]}).load_state_dict(state)
+
+
+def trainer_on(output_dir: Path, data: Mixture, *callbacks: ds.Callback) -> ds.Trainer:
+    return small_trainer(
+        output_dir, *callbacks, parts={"train_dataset": data}, max_steps=4, per_device_train_batch_size=2
+    )
+
+
+WEB, CODE = tiny_regression_data(9, seed=1), tiny_regression_data(5, seed=2)
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        (Mixture({"web": WEB, "code": CODE}, {"web": 1, "code": 1}, seed=4), "50 % web, 9 samples"),
+        (Mixture({"web": WEB, "code": CODE}, {"web": 3, "code": 1}, seed=5), "seed=5"),
+        (
+            Mixture({"web": WEB, "code": CODE}, {"web": 3, "code": 1}, seed=4, stopping_strategy="all_exhausted"),
+            "all_exhausted",
+        ),
+        (Mixture({"code": CODE, "web": WEB}, {"web": 3, "code": 1}, seed=4), "25 % code, 5 samples; 75 % web"),
+        (Mixture({"web": WEB, "text": CODE}, {"web": 3, "text": 1}, seed=4), "25 % text"),
+        (Mixture({"web": tiny_regression_data(12, seed=1), "code": CODE}, {"web": 3, "code": 1}, seed=4), "12 samples"),
+        (
+            Mixture({"web": WEB, "code": tiny_regression_data(5, seed=3)}, {"web": 3, "code": 1}, seed=4),
+            "does not fit this Mixture",
+        ),
+    ],
+)
+def test_a_resume_on_another_mixture_is_refused_unless_allowed(tmp_path: Path, now: Mixture, said: str) -> None:
+    begun = Mixture({"web": WEB, "code": CODE}, {"web": 3, "code": 1}, seed=4)
+    trainer_on(tmp_path, begun, stop_after(2)).train()
+    with pytest.raises(ds.StateMismatch, match=said):
+        trainer_on(tmp_path, now).train()
+    assert trainer_on(tmp_path, now).train(allow_changes="dataset").global_step == 4
+
+
+def test_weights_in_the_same_proportion_are_the_same_mixture(tmp_path: Path) -> None:
+    trainer_on(tmp_path, Mixture({"web": WEB, "code": CODE}, {"web": 3, "code": 1}), stop_after(2)).train()
+    assert trainer_on(tmp_path, Mixture({"web": WEB, "code": CODE}, {"web": 6, "code": 2})).train().global_step == 4
+
+
+def test_a_dataset_that_joins_begins_and_the_others_continue(caplog: pytest.LogCaptureFixture) -> None:
+    before = Mixture({"a": range(8), "b": range(8)})
+    for _ in zip(range(4), before, strict=False):
+        pass
+    after = Mixture({"a": range(8), "b": range(8), "c": range(100, 108)})
+    after.load_state_dict(before.state_dict())
+    assert "in a mixture of a, b, now it is of a, b, c" in caplog.text
+    assert after.state_dict()["taken"] == {**before.state_dict()["taken"], "c": 0}
 
 
 @pytest.mark.parametrize(

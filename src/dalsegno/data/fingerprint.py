@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, get_worker_info
 
 from dalsegno.distributed.rng import capture_generators, preserved_generators, seed_generators
 from dalsegno.stateful.component import Stateful
 
 from .generators import OwnGenerators
 from .loader import length_of
+from .mixture import Mixture
 
 SAMPLES = 4
-"""Number of probed samples, spread over the whole length."""
+"""Number of probed samples, spread over the whole length; of each dataset of a mixture."""
 
 PASSES = 3
 """How often each sample is read; the first time a dataset may create what it needs later. If a sample changes between
@@ -51,21 +52,22 @@ def fingerprint(data: Any, probed: ProbeResult) -> dict[str, Any]:
 
     Returns:
         ``type`` (its class), ``length`` (None if it has none), ``fingerprint`` (that of a Hugging Face dataset, else
-        None), ``samples`` (those of ``probed``).
+        None), ``samples`` (those of ``probed``), and of a mixture ``plan``.
     """
     own = getattr(data, "_fingerprint", None)
-    return {
+    described = {
         "type": type(data).__qualname__,
         "length": length_of(data),
         "fingerprint": own if isinstance(own, str) else None,
         "samples": probed.samples,
     }
+    return {**described, "plan": data.plan} if isinstance(data, Mixture) else described
 
 
 def probe(data: Any, num_workers: int = 0, collate: Callable[[list[Any]], Any] | None = None) -> ProbeResult:
     """Probe a few samples.
 
-    Only a map dataset without state is probed: reading could change the state, and would consume an iterable dataset.
+    Only map datasets without state are probed: reading could change the state, and would consume an iterable dataset.
     Samples are fetched as in training, in a worker process if there are any, so that this process opens no file that
     must not be shared with them. All random generators are restored afterwards.
 
@@ -74,10 +76,11 @@ def probe(data: Any, num_workers: int = 0, collate: Callable[[list[Any]], Any] |
         num_workers: as in training.
         collate: the collate function; called on each sample alone.
     """
-    length = length_of(data)
-    if not length or not hasattr(data, "__getitem__") or isinstance(data, IterableDataset | Stateful):
+    parts = [*data.datasets.values()] if isinstance(data, Mixture) else [data]
+    data = ConcatDataset(parts) if isinstance(data, Mixture) else data
+    if not length_of(data) or not hasattr(data, "__getitem__") or isinstance(data, IterableDataset | Stateful):
         return ProbeResult()
-    places = sorted({number * (length - 1) // (SAMPLES - 1) for number in range(SAMPLES)})
+    places = [*_places(map(len, parts))]
     dataset = _Probe(data, collate)
     probes = DataLoader(
         dataset,
@@ -104,9 +107,19 @@ def probe(data: Any, num_workers: int = 0, collate: Callable[[list[Any]], Any] |
     return ProbeResult([list(look[:3]) for look in last], True, draws)
 
 
+def _places(lengths: Iterable[int]) -> Iterator[int]:
+    """Indices of the samples to be probed, of datasets of these lengths in a row."""
+    begin = 0
+    for length in lengths:
+        yield from sorted({begin + number * (length - 1) // (SAMPLES - 1) for number in range(SAMPLES)})
+        begin += length
+
+
 def same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether two fingerprints may be of the same data, as far as both contain the same information."""
     if saved["length"] != now["length"]:
+        return False
+    if "plan" in saved and "plan" in now and saved["plan"] != now["plan"]:
         return False
     if saved["fingerprint"] is not None and saved["fingerprint"] == now["fingerprint"]:
         return True

@@ -6,6 +6,7 @@ counts. All readers (ranks, and their worker processes) follow the same plan, an
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypedDict
@@ -13,13 +14,15 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dalsegno.distributed.rng import MIXTURE, SAMPLE, mix
+from dalsegno.distributed.rng import MIXTURE, SAMPLE, WORD, mix
 from dalsegno.errors import ConfigurationError, StateMismatch, UnknownName
 from dalsegno.stateful.schema import Count, check
 
 from .generators import OwnGenerators
 from .permutation import permute, uniform
 from .samples import takes_seed
+
+logger = logging.getLogger("dalsegno")
 
 _STOPS = ("first_exhausted", "all_exhausted")
 _BLOCK = 1024
@@ -35,11 +38,23 @@ class MixtureState(TypedDict):
     generators: dict[str, Any]
 
 
+class Plan(TypedDict):
+    """What determines the order of a mixture's samples."""
+
+    seed: int
+    stopping_strategy: str
+    datasets: list[tuple[str, int]]
+    """Name and number of samples of each."""
+    bounds: list[float]
+    """Where the share of each dataset but the last ends, between 0 and 1."""
+
+
 class Mixture(IterableDataset[Any]):
     """Samples of several map datasets in random order, each dataset with its share, shuffled anew in each pass over it.
 
     Pass it as ``train_dataset=``. Its position is saved in each checkpoint, per rank and worker process, so a resume
-    needs as many of both. Nothing is read again.
+    needs as many of both. Nothing is read again. Of another mixture (weights, seed, order of the names, a member that has
+    grown) it is refused, unless ``allow_changes="dataset"``: then each dataset continues at its own position.
 
     Args:
         datasets: map datasets, by name.
@@ -74,6 +89,16 @@ class Mixture(IterableDataset[Any]):
         shares = np.cumsum([*self.weights.values()])
         self._bounds = shares[:-1] / shares[-1]
         self._restart(epoch=0)
+
+    @property
+    def plan(self) -> Plan:
+        """Equal for mixtures whose samples have the same order."""
+        return {
+            "seed": int(self.seed) & WORD,
+            "stopping_strategy": self.stopping_strategy,
+            "datasets": [*self._lengths.items()],
+            "bounds": self._bounds.tolist(),
+        }
 
     def split_by_rank(self, rank: int, world_size: int) -> Mixture:
         """Return the part of a rank: every ``world_size``-th sample of the plan."""
@@ -148,12 +173,15 @@ class Mixture(IterableDataset[Any]):
         }
 
     def load_state_dict(self, state: Any) -> None:
-        """Raises StateMismatch if the state is of a mixture of other datasets."""
+        """Raises StateMismatch for a state that no mixture can have saved."""
         check(state, MixtureState, "mixture")
-        if state["taken"].keys() != self.datasets.keys() or sum(state["taken"].values()) != state["drawn"]:
-            raise StateMismatch(
-                f"the saved position is in a mixture of {', '.join(state['taken'])}, now it is of "
-                f"{', '.join(self.datasets)}; resume with the original datasets, or start from scratch"
+        if sum(state["taken"].values()) != state["drawn"]:
+            raise StateMismatch(f"mixture: {state['drawn']} samples are drawn, but by dataset {state['taken']}")
+        if state["taken"].keys() != self.datasets.keys():
+            logger.warning(
+                "the saved position is in a mixture of %s, now it is of %s: those of both continue at their positions",
+                ", ".join(state["taken"]),
+                ", ".join(self.datasets),
             )
         self._restart(state["epoch"])
         self._drawn, self._taken, self._is_resumed = state["drawn"], {**self._taken, **state["taken"]}, True

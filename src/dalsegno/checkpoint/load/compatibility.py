@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from dalsegno.data import fingerprint
+from dalsegno.data.mixture import Plan
 from dalsegno.errors import StateMismatch, UnknownName
 from dalsegno.stateful.schema import Must, check
 
@@ -37,6 +38,8 @@ class DatasetValue(TypedDict):
     length: int | None
     fingerprint: str | None
     samples: list[Annotated[list[Any], Must("a text and two numbers", _is_sample)]] | None
+    plan: NotRequired[Plan]
+    """Of a mixture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +188,21 @@ def _rule(name: str) -> Rule:
     return RULES.get(name) or RULES.get(group) or Rule("info", "the new value takes effect")
 
 
+def _of_plan(plan: Plan) -> str:
+    """What distinguishes a mixture."""
+    ends = [*plan["bounds"], 1.0]
+    shares = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
+    parts = [
+        f"{100 * share:.3g} % {name}, {length:,} samples"
+        for share, (name, length) in zip(shares, plan["datasets"], strict=True)
+    ]
+    return f" ({'; '.join(parts)}; seed={plan['seed']}, {plan['stopping_strategy']})"
+
+
 def _shown(value: Value) -> str:
     """A value on one line."""
     if isinstance(value, dict) and "fingerprint" in value:  # of a dataset
-        length = "some samples" if value["length"] is None else f"{value['length']:,} samples"
-        return f"{length} of {value['type']}"
+        length = "" if value["length"] is None else f"{value['length']:,} samples of "
+        return f"{length}{value['type']}{_of_plan(value['plan']) if 'plan' in value else ''}"
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return text.encode(errors="backslashreplace").decode()  # a forged text may be one that no file can take
