@@ -53,8 +53,8 @@ class Mixture(IterableDataset[Any]):
     """Samples of several map datasets in random order, each dataset with its share, shuffled anew in each pass over it.
 
     Pass it as ``train_dataset=``. Its position is saved in each checkpoint, per rank and worker process, so a resume
-    needs as many of both. Nothing is read again. Of another mixture (weights, seed, order of the names, a member that has
-    grown) it is refused, unless ``allow_changes="dataset"``: then each dataset continues at its own position.
+    needs as many of both. Nothing is read again. A resume with another mixture (weights, seed, order of the names, a
+    dataset that has grown) is refused; with ``allow_changes="dataset"``, each dataset continues at its own position.
 
     Args:
         datasets: map datasets, by name.
