@@ -13,7 +13,7 @@ from dalsegno.stateful.component import Component, Stateful
 from .hyperparameters import form_check
 from .parts import RunParts
 from .settings import RecordedSettings
-from .trained_parameters import expect_saved
+from .trained_parameters import names_of_others
 
 PROGRESS = ("trainer", "clock", "loader", "rng", "meter", SETTINGS)
 """Keys of the components that record how far a run is: ``load_components`` never loads them into another run."""
@@ -37,7 +37,6 @@ class CheckpointContents:
         self._callbacks = parts.callbacks
         self.model = ModelState(parts.model)
         self._loss = _loss_states(parts.loss_fn, parts.model)
-        self._optimizer = OptimizerState(parts.model, parts.optimizer, parts.loss_fn)
         own: dict[str, Stateful] = {
             SETTINGS: settings,
             "trainer": parts.state,
@@ -46,8 +45,9 @@ class CheckpointContents:
             "rng": parts.random_state,
             "meter": parts.metrics,
         }
-        _check_state(others, reserved=[self.model.key, self._optimizer.key, *own])
-        expect_saved(parts.optimizer, self.model, self._loss, others)
+        _check_state(others, reserved=[self.model.key, OptimizerState.key, *own])
+        names = names_of_others(parts.optimizer, self.model, self._loss, others)
+        self._optimizer = OptimizerState(parts.model, parts.optimizer, parts.loss_fn, names)
         own |= {f"{_SCHEDULER}{index}": each for index, each in enumerate(parts.schedulers)}
         self._targets = {**own, **others}
 

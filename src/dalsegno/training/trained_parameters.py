@@ -1,4 +1,4 @@
-"""Checks that a checkpoint contains every parameter that the optimizer trains: else a resumed run would differ."""
+"""Finds every parameter that the optimizer trains in what a checkpoint contains: else a resumed run would differ."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from dalsegno.checkpoint import ModelState
 from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.component import Stateful
 
 
-def expect_saved(
+def names_of_others(
     optimizer: Optimizer, model: ModelState, loss_fn: Sequence[ModelState], others: Mapping[str, Stateful]
-) -> None:
-    """
+) -> dict[int, str]:
+    """Names of the parameters that are neither the model's nor the loss function's, by ``id``: ``head/layer.weight``.
+
     Args:
         loss_fn: the loss function's state, if it has tensors of its own.
         others: further objects that are saved, by key.
@@ -32,7 +33,12 @@ def expect_saved(
         for position, parameter in enumerate(group["params"])
         if id(parameter) not in of_model | of_loss
     }
-    unsaved = [place for place, parameter in foreign.items() if not _is_in(parameter, others.values())]
+    names = {
+        id(parameter): f"{key}/{name}"
+        for key, each in others.items()
+        for name, parameter in _parameters_of(each, [*foreign.values()])
+    }
+    unsaved = [place for place, parameter in foreign.items() if id(parameter) not in names]
     is_built_on_model = any(id(each) in of_model for group in optimizer.param_groups for each in group["params"])
     if model.is_trained() and not is_built_on_model and len(unsaved) == len(foreign):
         raise ConfigurationError(
@@ -46,17 +52,20 @@ def expect_saved(
             "replaced that parameter, build the optimizer afterwards. Else a Trainer saves the model and, if it is a "
             'module, loss_fn=: put the parameter into one of them; dalsegno.Run also saves state={"name": module}'
         )
+    return names
 
 
-def _is_in(parameter: Tensor, others: Iterable[Stateful]) -> bool:
-    """Whether one of ``others`` has the parameter: as a module, or in the memory of a tensor in its state dict."""
-    for each in others:
-        if isinstance(each, nn.Module):
-            if any(parameter is own for own in each.parameters()):
-                return True
-        elif any(_is_same_memory(parameter, leaf) for leaf in tree_leaves(each.state_dict())):
-            return True
-    return False
+def _parameters_of(thing: Stateful, foreign: Sequence[Tensor]) -> Iterable[tuple[str, Tensor]]:
+    """Name and parameter of a module; of anything else, those of ``foreign`` in the memory of its state dict."""
+    if isinstance(thing, nn.Module):
+        return thing.named_parameters()
+    leaves, _ = tree_flatten_with_path(thing.state_dict() if foreign else None)
+    return [
+        (keystr(path).strip("."), parameter)
+        for path, leaf in leaves
+        for parameter in foreign
+        if _is_same_memory(parameter, leaf)
+    ]
 
 
 def _is_same_memory(one: Tensor, other: object) -> bool:

@@ -7,6 +7,7 @@ codec.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -52,13 +53,22 @@ class OptimizerState:
         model: the model whose parameters the optimizer updates, for their names.
         optimizer: may have no state yet; loading creates it without a step.
         loss_fn: a module with parameters that the optimizer updates too.
+        others: names of further parameters that it updates, by ``id``; they contain a slash. Those without a name have
+            that of their position.
     """
 
     key = "optimizer"
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: nn.Module | None = None,
+        others: Mapping[int, str] | None = None,
+    ) -> None:
         self._model = unwrapped(model)
         self._loss_fn = loss_fn
+        self._others = others or {}
         self.optimizer: torch.optim.Optimizer = optimizer
 
     @property
@@ -104,6 +114,10 @@ class OptimizerState:
 
     def check_rest(self, stored: Index, rest: State, where: str) -> None:
         check_optimizer_rest(rest, self.optimizer, where)
+        groups = [[name for name, _ in group] for group in self._named_groups(rest)]
+        positions.check_order(
+            rest, groups, sum(each.numel() for group in self._named_groups() for _, each in group), where
+        )
 
     def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
         groups = [[name for name, _ in group] for group in self._named_groups(rest)]
@@ -193,11 +207,20 @@ class OptimizerState:
     def _named_groups(self, saved: State = None) -> list[list[tuple[str, torch.Tensor]]]:
         """Name and parameter of each group, in the order in which the optimizer's ``state_dict`` numbers them.
 
-        ``saved``: the stored rest. If it names all parameters by position, so does the result.
+        ``saved``: the stored rest. If it names all parameters by position, so does the result; and so it does for one
+        of ``others`` that it names so, as former versions did.
         """
         names: dict[int, str] = {}
-        if saved is None or not positions.are_all([group["params"] for group in saved["groups"]]):
-            names = {id(each): strip_wrappers(name) for name, each in self._model.named_parameters()}
+        stored = [] if saved is None else [group["params"] for group in saved["groups"]]
+        if not positions.are_all(stored):
+            placed = {name for group in stored for name in group}
+            names = {
+                id(each): self._others[id(each)]
+                for number, group in enumerate(self.optimizer.param_groups)
+                for position, each in enumerate(group["params"])
+                if id(each) in self._others and positions.name_of(number, position) not in placed
+            }
+            names |= {id(each): strip_wrappers(name) for name, each in self._model.named_parameters()}
             for name, each in () if self._loss_fn is None else self._loss_fn.named_parameters():
                 names.setdefault(id(each), _of_loss(strip_wrappers(name)))
         return [

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from dalsegno.checkpoint.format.stored_tensors import StoredTensor
+from dalsegno.errors import StateMismatch
+from dalsegno.stateful.component import State
 
 
 def name_of(group: int, position: int) -> str:
@@ -23,6 +26,51 @@ def are_all(groups: Sequence[Sequence[str]]) -> bool:
     return any(groups) and all(
         name == name_of(number, position) for number, names in enumerate(groups) for position, name in enumerate(names)
     )
+
+
+def check_order(rest: State, groups: Sequence[Sequence[str]], elements: int, where: str) -> None:
+    """
+    Args:
+        rest: saved non-tensor state of the optimizer.
+        groups: the names of the parameters of each group here.
+        elements: number of elements of all parameters here.
+
+    Raises:
+        StateMismatch: if a group has its parameters in another order than when it was saved, and the optimizer keeps
+            state by their positions: lists in its groups, or a tensor over all elements in a row, as LBFGS.
+    """
+    changed = [
+        (number, ours, group["params"])
+        for number, (ours, group) in enumerate(zip(groups, rest["groups"], strict=False))
+        if [*ours] != group["params"] and {*ours} == {*group["params"]}
+    ]
+    kept = next(_by_position(rest, elements), None) if changed else None
+    if kept is None:
+        return
+    number, ours, theirs = changed[0]
+    place = next(place for place, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other)
+    raise StateMismatch(
+        f"{where}: group {number} has its parameters in another order: number {place} was {theirs[place]}, here it is "
+        f"{ours[place]}. {kept} is by position and would belong to other parameters; build the optimizer with its "
+        "parameters in the saved order"
+    )
+
+
+def _by_position(rest: State, elements: int) -> Iterator[str]:
+    """Places of state that belongs to no single parameter by its name."""
+    for number, group in enumerate(rest["groups"]):
+        for key, value in group.items():
+            is_row = isinstance(value, list) and len(value) == len(group["params"])
+            if key not in ("params", "param_names") and (is_row or any(_sizes(value))):
+                yield f"groups[{number}][{key!r}]"
+    yield from (f"state[{key!r}]" for key, value in rest["other"].items() if any(_sizes(value)))
+    for name, values in rest["state"].items():
+        yield from (f"state of {name}: {kind}" for kind, value in values.items() if elements in _sizes(value))
+
+
+def _sizes(value: object) -> list[int]:
+    """Numbers of elements of the tensors in a value, without scalars."""
+    return [each.numel() for each in tree_leaves(value) if isinstance(each, torch.Tensor) and each.dim()]
 
 
 def differences(
