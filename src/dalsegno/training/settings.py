@@ -13,10 +13,11 @@ import torch
 from dalsegno.checkpoint.interchange.adapters import settings_of
 from dalsegno.checkpoint.load.compatibility import END_OF_SCHEDULE, Change, compare
 from dalsegno.data import NOT_EXACT, TrainingData
+from dalsegno.data.fingerprint import digest
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.modes import modes_of
 from dalsegno.distributed.precision import gathered_dtype
-from dalsegno.distributed.sharded_tensors import device_of
+from dalsegno.distributed.sharded_tensors import device_of, strip_wrappers
 from dalsegno.logs.values import decode, encode
 
 from .hyperparameters import InitialHyperparameters
@@ -106,6 +107,7 @@ class RecordedSettings:
         self._model = parts.model
         self._adapters = settings_of(parts.model)
         self._device = device_of(parts.model)
+        self._order = _order(parts)
         self._fingerprint: dict[str, Any] | None = None
         self._planned_steps = -1
 
@@ -174,6 +176,8 @@ class RecordedSettings:
         gathered = gathered_dtype(self._model, modes_of(args.parallel), bf16=args.bf16)
         if gathered is not None and not supplied.loop and collectives.world_size() > 1:
             values["gathered_dtype"] = str(gathered)
+        if not supplied.loop:
+            values["order of parameters"] = self._order
         if samples is not None:
             sizes = {step: samples * count for step, count in args.accumulation.values.items()}
             values["samples per step"] = sizes[0] if len(sizes) == 1 else str(sizes)
@@ -204,6 +208,14 @@ class RecordedSettings:
         if name in _LOADER_SETTINGS or name.startswith("dataloader_"):
             return not supplied.loader
         return name not in _NOT_RECORDED and not (supplied.loop and name in _LOOP_SETTINGS)
+
+
+def _order(parts: RunParts) -> str:
+    """The order of the optimizer's parameters, in which the squares of their gradients are added."""
+    modules = [parts.model, *([] if parts.loss_fn is None else [parts.loss_fn])]
+    names = {id(each): strip_wrappers(name) for module in modules for name, each in module.named_parameters()}
+    order = [names.get(id(each), "") for group in parts.optimizer.param_groups for each in group["params"]]
+    return f"{order[0]} … {order[-1]} ({digest(order)[:8]})"
 
 
 def _processor() -> str:

@@ -113,6 +113,7 @@ RULES: dict[str, Rule] = {
     "warmup_ratio": _OTHER_SCHEDULE,
     END_OF_SCHEDULE: _OTHER_SCHEDULE,
     "gathered_dtype": Rule("warning", "FSDP rounds parameters to another dtype: the run differs from here on"),
+    "order of parameters": Rule("warning", f"the optimizer's state is found by name, but {_OTHER_BITS}"),
     "torch": Rule("warning", _OTHER_BITS),
     "processor": Rule("warning", _OTHER_BITS),
     "threads": Rule("warning", _OTHER_BITS),
