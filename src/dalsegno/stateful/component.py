@@ -33,6 +33,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, cast, runtime_checkable
 
 from dalsegno.errors import ConfigurationError, StateMismatch
@@ -60,6 +62,16 @@ class Stateful(Protocol):
 def is_stateful(thing: object) -> TypeGuard[Stateful]:
     """As ``isinstance(thing, Stateful)`` in Python 3.12 and later, which reads no property: for walks over objects."""
     return all(inspect.getattr_static(thing, name, None) is not None for name in ("state_dict", "load_state_dict"))
+
+
+def stateful_behind(function: object) -> Stateful | None:
+    """The object with a state that is called as ``function``: itself, or that of a method or a ``functools.partial``.
+    None for a method of a module: its state is a model's."""
+    owner = function
+    while isinstance(owner, partial | MethodType):
+        owner = owner.func if isinstance(owner, partial) else owner.__self__
+    is_model = owner is not function and hasattr(owner, "named_parameters")
+    return owner if is_stateful(owner) and not isinstance(owner, type) and not is_model else None
 
 
 @runtime_checkable

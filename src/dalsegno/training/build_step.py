@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from dalsegno.args import TrainingArguments
@@ -14,6 +14,7 @@ from dalsegno.distributed.parallel.base import Parallel
 from dalsegno.distributed.precision import autocast_dtype
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.table import Event
+from dalsegno.stateful.component import Stateful
 
 from .accumulation import Accumulation, MicrobatchAccumulation, PipelinedAccumulation
 from .evaluation import LossEvaluation
@@ -46,9 +47,13 @@ MakeEvaluation = Callable[[str, str, EvalLoader], LossEvaluation]
 
 
 def build_step(
-    parts: RunParts, placed: PlacedModel, loss_weight: LossWeight | None
+    parts: RunParts, placed: PlacedModel, loss_weight: LossWeight | None, affected: Sequence[Stateful] = ()
 ) -> tuple[TrainStep, MakeEvaluation]:
-    """Raises ConfigurationError for settings that the parallel mode does not support."""
+    """``affected``: objects whose state an evaluation may change.
+
+    Raises:
+        ConfigurationError: for settings that the parallel mode does not support.
+    """
     args, device, parallel = parts.args, placed.device, placed.parallel
     wants_norm = GradNormDemand(parts)
     if isinstance(parallel, Pipelined):
@@ -72,7 +77,9 @@ def build_step(
         evaluated = PipelinedForward(parts.dispatcher, forward, parallel.runner)
     else:
         accumulate = MicrobatchAccumulation(parts.dispatcher, forward, parallel, data_size, scaler, device)
-    evaluation = partial(LossEvaluation, parts=parts, forward=evaluated, device=device, loss_weight=loss_weight)
+    evaluation = partial(
+        LossEvaluation, parts=parts, forward=evaluated, device=device, loss_weight=loss_weight, affected=affected
+    )
     return TrainStep(parts, accumulate, parallel, wants_norm, scaler=scaler), evaluation
 
 

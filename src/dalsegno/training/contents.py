@@ -29,12 +29,13 @@ class CheckpointContents:
         others: further objects with a state, by the key under which each is saved.
 
     Raises:
-        ConfigurationError: if a key in ``others`` is reserved, its object has no state, or the optimizer trains a
-            parameter that no checkpoint would contain.
+        ConfigurationError: if a key in ``others`` is reserved, its object, a schedule or the optimizer has no state
+            that can be saved, or the optimizer trains a parameter that no checkpoint would contain.
     """
 
     def __init__(self, parts: RunParts, settings: RecordedSettings, others: Mapping[str, Stateful]) -> None:
         self._callbacks = parts.callbacks
+        _check_saveable(parts)
         self.model = ModelState(parts.model)
         self._loss = _loss_states(parts.loss_fn, parts.model)
         own: dict[str, Stateful] = {
@@ -87,6 +88,16 @@ def _loss_states(loss_fn: nn.Module | None, model: nn.Module) -> list[ModelState
         return []
     state = ModelState(loss_fn, key=LOSS, apart_from=model)
     return [] if state.is_empty() else [state]
+
+
+def _check_saveable(parts: RunParts) -> None:
+    """Raises ConfigurationError if a schedule or the optimizer has no state that can be saved."""
+    for each in parts.schedulers:
+        if not isinstance(each, Stateful):
+            raise ConfigurationError(
+                f"lr_scheduler: a {type(each).__name__} has no state_dict and load_state_dict, so a resumed run would "
+                "begin its schedule anew; give it both, or derive it from torch.optim.lr_scheduler.LRScheduler"
+            )
 
 
 def _check_state(others: Mapping[str, object], *, reserved: Sequence[str]) -> None:

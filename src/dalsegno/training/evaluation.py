@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from dalsegno.data.step_batch import LossWeight, iter_steps
 from dalsegno.distributed import accelerator
 from dalsegno.distributed.eval_mode import evaluating
 from dalsegno.errors import ConfigurationError
+from dalsegno.stateful.component import Stateful
 
 from .forward import EvaluationForward
 from .parts import RunParts
@@ -28,6 +29,10 @@ class Evaluation(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def affected(self) -> Sequence[Stateful]:
+        """Objects, besides callbacks, whose state it may change."""
 
     def __call__(self, between_batches: BetweenBatches) -> dict[str, float]:
         """The metrics by the names under which they are logged, reduced over all ranks. Collective."""
@@ -49,8 +54,9 @@ class LossEvaluation:
         forward: EvaluationForward,
         device: torch.device,
         loss_weight: LossWeight | None,
+        affected: Sequence[Stateful],
     ) -> None:
-        self.name = name
+        self.name, self.affected = name, affected
         self._prefix = prefix
         self._loader = loader
         self._dispatcher = parts.dispatcher
@@ -94,6 +100,7 @@ class UserEvaluation:
     """The argument ``evaluate`` of ``dalsegno.Run``."""
 
     name = "eval"
+    affected: Sequence[Stateful] = ()
 
     def __init__(self, function: Callable[[], Mapping[str, float]]) -> None:
         self._function = function

@@ -78,7 +78,7 @@ class EvaluationRunner:
             self.set_metrics({})
         owed = [each for each in self._evaluations if each.name in state.evaluations_owed]
         for evaluation in owed:
-            before = StateSnapshot(self._callbacks.bound)
+            before = StateSnapshot(self._callbacks.bound, evaluation.affected)
             try:
                 metrics = self._run(evaluation, self.metrics(), stop_requested, is_last=evaluation is owed[-1])
             except EvaluationInterrupted:

@@ -39,6 +39,15 @@ def takes_adam_settings(args: TrainingArguments) -> bool:
     return args.optim in _TAKE_ADAM_SETTINGS
 
 
+def expect_optimizer(optimizer: object) -> None:
+    """Raises ConfigurationError for an object that only behaves like an optimizer: its state cannot be saved."""
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigurationError(
+            f"optimizer: a {type(optimizer).__name__} is not a torch.optim.Optimizer, so its state cannot be saved; "
+            "derive it from Optimizer, with what it keeps in self.state and in its parameter groups, or in its state_dict"
+        )
+
+
 def optimizer_from_args(modules: Iterable[nn.Module], args: TrainingArguments) -> Optimizer:
     """``args.optim`` on all trained parameters of ``modules``, with weight decay on matrices, not on vectors (norms,
     biases).

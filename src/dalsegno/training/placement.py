@@ -22,7 +22,7 @@ from dalsegno.errors import ConfigurationError
 
 from .forward import LossFunction
 from .gradient_checkpointing import enable_gradient_checkpointing
-from .optimizers import optimizer_from_args
+from .optimizers import expect_optimizer, optimizer_from_args
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ def place(
     if optimizer is None:
         optimizer = optimizer_from_args([model] if loss_module is None else [model, loss_module], args)
     else:
+        expect_optimizer(optimizer)
         _check_steps_alone(optimizer)
         parallel.rebind(optimizer)
     collectives.run_on_all_ranks(lambda: _check_sharded(optimizer))  # a rank of a pipeline has only some of the layers

@@ -58,6 +58,7 @@ from dalsegno.system.tracebacks import short_traceback
 from .evaluation import UserEvaluation
 from .learning_rate import copied
 from .lifecycle import RunLifecycle
+from .optimizers import expect_optimizer
 from .parts import build_parts
 from .result import TrainResult
 from .resume_options import ResumeOptions
@@ -137,6 +138,7 @@ class Run:
         continue_stopped: bool = False,
     ) -> None:
         check_materialized(model)
+        expect_optimizer(optimizer)
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler] if lr_scheduler else []
         self.args = args
         self.resumed_from: Path | None = None

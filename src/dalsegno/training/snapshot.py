@@ -1,7 +1,7 @@
 """StateSnapshot: undoes what an interrupted evaluation has changed.
 
 Another leg repeats the evaluation from its first batch. So random numbers that it drew, and changes to the state of
-callbacks, are undone. An evaluation changes neither model nor optimizer.
+callbacks and of a loss function, are undone. An evaluation changes neither model nor optimizer.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ _EVALUATION_EVENTS = {
 
 
 class StateSnapshot:
-    """The present state. Costs about 0.1 ms, and a ``state_dict`` of each callback that takes part in evaluations."""
+    """The present state. Costs about 0.1 ms, and a ``state_dict`` of each callback that takes part in evaluations, and
+    of ``others``."""
 
-    def __init__(self, callbacks: Iterable[Callback]) -> None:
+    def __init__(self, callbacks: Iterable[Callback], others: Iterable[Stateful] = ()) -> None:
         self._generators = RandomState(0)
         self._numbers = self._generators.state_dict()  # a copy in itself
         affected = [each for each in callbacks if not _EVALUATION_EVENTS.isdisjoint(each.handled_events())]
-        stateful = [each for each in affected if isinstance(each, Stateful)]
+        stateful = [*(each for each in affected if isinstance(each, Stateful)), *others]
         self._states = [(each, tree_map(_copied, each.state_dict())) for each in stateful]
 
     def restore(self) -> None:
         """Load the snapshot."""
         self._generators.load_state_dict(self._numbers)
-        for callback, state in self._states:
-            callback.load_state_dict(state)
+        for each, state in self._states:
+            each.load_state_dict(state)
 
 
 def _copied(leaf: Any) -> Any:

@@ -22,6 +22,7 @@ from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.events.callback import Callback
 from dalsegno.events.registration import check_callbacks, instances
 from dalsegno.state import TrainerControl, TrainerState
+from dalsegno.stateful.component import Stateful, stateful_behind
 from dalsegno.system.tracebacks import short_traceback
 
 from . import loop
@@ -47,7 +48,8 @@ class Trainer:
         train_dataset: map or iterable dataset; or pass your own ``train_dataloader``, which is used as it is.
         eval_dataset: the same for evaluation; the sets of a dict are evaluated one by one, under their names.
         loss_fn: ``loss_fn(outputs, batch)``, for models that return no loss. If it is a module, it is moved to the
-            model's device, its parameters are trained with the model's, and all its tensors are saved.
+            model's device, its parameters are trained with the model's, and all its tensors are saved. Of this and the
+            next two, an object with ``state_dict`` and ``load_state_dict`` is saved.
         loss_weight: weight of a batch's mean loss within its step, a function of the batch, say its number of tokens;
             None: its number of samples. On several ranks it costs a small collective per step.
         data_collator: makes a batch from a list of samples; None: torch's own.
@@ -106,7 +108,8 @@ class Trainer:
             "trainer": self,
         }
         self._parts = _build_parts(args, placed, schedulers, loader, callbacks, context_fields)
-        self._train_step, self._evaluation = build_step(self._parts, placed, loss_weight)
+        handed_in = _with_state(loss_fn=None if placed.loss_module else loss_fn, loss_weight=loss_weight)
+        self._train_step, self._evaluation = build_step(self._parts, placed, loss_weight, [*handed_in.values()])
         self._lifecycle = RunLifecycle(
             self._parts,
             evaluations=[self._evaluation(*each) for each in sets],
@@ -114,7 +117,7 @@ class Trainer:
             supplied=UserSupplied(
                 optimizer is not None, lr_scheduler is not None, train_dataloader is not None, loop=False
             ),
-            others=self._train_step.stateful,
+            others={**self._train_step.stateful, **handed_in},
             loss_weight=loss_weight,
         )
         self._parts.dispatcher.init_end.fire_with()
@@ -307,6 +310,12 @@ def _build_parts(
         context_fields=context_fields,
         unsupported_events=unsupported_events(args, placed.parallel),
     )
+
+
+def _with_state(**functions: object) -> dict[str, Stateful]:
+    """Those of the user's functions that are objects with a state, by argument."""
+    found = {name: stateful_behind(each) for name, each in functions.items()}
+    return {name: each for name, each in found.items() if each is not None}
 
 
 def _training_data(

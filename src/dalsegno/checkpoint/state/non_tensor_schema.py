@@ -64,6 +64,7 @@ class OptimizerRest(TypedDict):
     on_cpu: Names
     wrapped: NotRequired[dict[str, dict[str, WrappedForm]]]
     other: dict[str | int, Any]
+    further: NotRequired[dict[str, Any]]
     groups: list[Annotated[dict[str, Any], Must("a group with the names of its params", _names_params)]]
 
 

@@ -18,6 +18,7 @@ from dalsegno.checkpoint.format.keys import LOSS, MODEL
 from dalsegno.checkpoint.format.stored_tensors import StoredTensor
 from dalsegno.distributed.sharded_tensors import strip_wrappers
 from dalsegno.distributed.stage_places import is_cut, is_elsewhere, like_parameter
+from dalsegno.errors import CannotSave
 from dalsegno.stateful.component import State
 
 from . import positions, wrapped_states
@@ -77,6 +78,11 @@ class OptimizerState:
 
     def capture(self) -> Captured:
         packed = self.optimizer.state_dict()
+        if not {"state", "param_groups"} <= packed.keys():
+            raise CannotSave(
+                f"{self.key}: the state_dict of {self.class_name} has {', '.join(map(str, packed))}, and needs "
+                "state and param_groups, as torch's have"
+            )
         named = [each for group in self._named_groups() for each in group]
         tensors: Tensors = {}
         rows = OptimizerRows()
@@ -105,6 +111,7 @@ class OptimizerState:
         rest = {
             **rows.by_kind(),
             "other": {key: value for key, value in packed["state"].items() if key not in range(len(named))},
+            **({"further": further} if (further := _further(packed)) else {}),
             "groups": [
                 {**group, "params": [named[number][0] for number in group["params"]]}
                 for group in packed["param_groups"]
@@ -172,7 +179,9 @@ class OptimizerState:
                 for name in fitting
             }
             state = {fitting[name].number: values for name, values in saved.items()} | rest["other"]
-            self.optimizer.load_state_dict({"state": state, "param_groups": self._groups(rest["groups"])})
+            packed = {"state": state, "param_groups": self._groups(rest["groups"])}
+            here = _further(self.optimizer.state_dict())
+            self.optimizer.load_state_dict(packed | here | exactly(rest.get("further", {}), here))
             # Undo load_state_dict's casts to the parameter's dtype and its mangling of strings.
             for name, values in saved.items():
                 own = self.optimizer.state[fitting[name].parameter]
@@ -230,6 +239,11 @@ class OptimizerState:
             ]
             for number, group in enumerate(self.optimizer.param_groups)
         ]
+
+
+def _further(packed: dict[str, Any]) -> dict[str, Any]:
+    """What the optimizer's own ``state_dict`` adds to torch's, such as the slow weights of Lookahead."""
+    return {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
 
 
 def _weights(stored: Index) -> dict[str, StoredTensor]:

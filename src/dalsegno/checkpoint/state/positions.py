@@ -63,6 +63,7 @@ def _by_position(rest: State, elements: int) -> Iterator[str]:
             is_row = isinstance(value, list) and len(value) == len(group["params"])
             if key not in ("params", "param_names") and (is_row or any(_sizes(value))):
                 yield f"groups[{number}][{key!r}]"
+    yield from (f"state_dict[{key!r}]" for key in rest.get("further", ()))
     yield from (f"state[{key!r}]" for key, value in rest["other"].items() if any(_sizes(value)))
     for name, values in rest["state"].items():
         yield from (f"state of {name}: {kind}" for kind, value in values.items() if elements in _sizes(value))
