@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import dalsegno as ds
 from dalsegno.data import TrainingData, check_same_length
-from dalsegno.data.fingerprint import digest
+from dalsegno.data.digest import digest
 from dalsegno.data.generators import OwnGenerators
 from dalsegno.data.order_check import order_of
 from dalsegno.errors import ConfigurationError

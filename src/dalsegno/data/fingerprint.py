@@ -18,9 +18,10 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 from dalsegno.distributed.rng import capture_generators, preserved_generators, seed_generators
 from dalsegno.stateful.component import Stateful
 
-from .generators import OwnGenerators
+from .digest import digest, parts_of
 from .loader import length_of
 from .mixture import Mixture
+from .own_states import OwnStates
 
 SAMPLES = 4
 """Number of probed samples, spread over the whole length; of each dataset of a mixture."""
@@ -128,14 +129,6 @@ def same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     return len(saved["samples"]) == len(now["samples"]) and all(map(_similar, saved["samples"], now["samples"]))
 
 
-def digest(value: Any) -> str:
-    """Hash a state, or other plain values, arrays and tensors. Equal values have equal digests."""
-    hashed = xxhash.xxh3_128()
-    for part in _parts(value, 0):
-        hashed.update(part.tobytes() if isinstance(part, np.ndarray) else part)
-    return hashed.hexdigest()
-
-
 def _similar(saved: Sequence[Any], now: Sequence[Any]) -> bool:
     (text, mean, square), (other_text, other_mean, other_square) = saved, now
     largest = max(square, other_square)
@@ -149,7 +142,7 @@ class _Probe(Dataset[tuple[str, float, float, str, bool]]):
     def __init__(self, data: Any, collate: Callable[[list[Any]], Any] | None) -> None:
         self._data = data
         self._collate = collate
-        self._own = OwnGenerators(dataset=data, collate_fn=collate)
+        self._own = OwnStates(dataset=data, collate_fn=collate)
         self._before = self._own.state_dict()
 
     def __getitem__(self, index: int) -> tuple[str, float, float, str, bool]:
@@ -164,7 +157,7 @@ class _Probe(Dataset[tuple[str, float, float, str, bool]]):
         return *_summary(sample), batch, drew
 
     def restore(self) -> None:
-        """Restore the dataset's own generators."""
+        """Restore the generators of the dataset, and what the collate function keeps."""
         self._own.load_state_dict(self._before)
 
     def _generators(self) -> tuple[Any, ...]:
@@ -183,7 +176,7 @@ class _Probe(Dataset[tuple[str, float, float, str, bool]]):
 
 def _summary(sample: Any) -> tuple[str, float, float]:
     text, floats = xxhash.xxh3_64(), [0.0, 0.0, 0.0]
-    for part in _parts(sample, 0):
+    for part in parts_of(sample):
         if isinstance(part, np.ndarray):
             finite = part[np.isfinite(part)].astype(np.float64)
             for number, more in enumerate((finite.size, finite.sum(), np.square(finite).sum())):
@@ -192,32 +185,3 @@ def _summary(sample: Any) -> tuple[str, float, float]:
             text.update(part)
     count, total, squares = floats
     return text.hexdigest(), total / max(count, 1.0), squares / max(count, 1.0)
-
-
-def _parts(value: Any, depth: int) -> Iterator[bytes | np.ndarray]:
-    """Yield a sample's contents: floats as arrays, all else as bytes; for an unknown type, its name."""
-    yield type(value).__qualname__.encode()
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        yield f"{value.dtype}{tuple(value.shape)}".encode()
-        value = value.to(torch.float64).numpy() if value.is_floating_point() else value.contiguous().view(-1).numpy()
-    if isinstance(value, float | np.floating):
-        value = np.asarray(float(value))
-    if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        value = value.tolist()  # its bytes would be addresses
-    if isinstance(value, np.ndarray):
-        yield str(value.shape).encode()
-        yield value if value.dtype.kind == "f" else value.tobytes()
-    elif isinstance(value, str | bytes | bytearray):
-        yield value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)
-    elif isinstance(value, bool | int | complex | np.generic) or value is None:
-        yield str(value).encode()
-    elif isinstance(value, Mapping | Sequence) and depth < 10:
-        items = [each for item in value.items() for each in item] if isinstance(value, Mapping) else value
-        if {*map(type, items)} == {int}:  # the same bytes at once: random generators have 600 numbers
-            yield f"int{'int'.join(map(str, items))}".encode()
-            return
-        for each in items:
-            yield from _parts(each, depth + 1)
-    elif callable(to_bytes := getattr(value, "tobytes", None)):  # an image
-        yield to_bytes()

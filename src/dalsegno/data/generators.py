@@ -73,8 +73,8 @@ class OwnGenerators:
             if way not in found or not _fits(found[way], saved):
                 now = type(found[way]).__name__ if way in found else "missing"
                 raise StateMismatch(
-                    f"the random generator {way!r} of the data was saved, and now it is {now}; resume with the "
-                    "original dataset, loader and collate function, or start from scratch"
+                    f"the random generator or state {way!r} of the data was saved, and now it is {now}; resume with "
+                    "the original dataset, loader and collate function, or start from scratch"
                 )
         for way, saved in state.items():
             try:

@@ -54,7 +54,7 @@ class MapLoader:
     @property
     def state_scope(self) -> Scope:
         """The position is equal on all ranks; the states of the data's own generators are not."""
-        return "per_rank" if self.own_generators.find() else "replicated"
+        return "per_rank" if self.own_generators else "replicated"
 
     @property
     def position(self) -> float:

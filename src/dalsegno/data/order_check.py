@@ -23,10 +23,10 @@ from torch.utils.data import (
 )
 
 from dalsegno.distributed.rng import capture_generators, preserved_generators, seed_generators
-from dalsegno.stateful.component import Stateful
+from dalsegno.stateful.component import Stateful, is_stateful
 
 from . import stateful_dataloader as of_torchdata
-from .fingerprint import digest
+from .digest import digest
 from .generators import OwnGenerators
 
 Order = Literal["fixed", "drawn", "unknown"]
@@ -46,7 +46,10 @@ def order_of(loader: Any) -> Order:
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return "fixed"
-    return _order_of(_sampler(loader))
+    sampler = _sampler(loader)
+    if is_stateful(sampler) or is_stateful(getattr(sampler, "sampler", None)):
+        return "drawn"  # from what is saved with the position
+    return _order_of(sampler)
 
 
 def keeps_its_order(loader: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any, Literal, NotRequired, TypedDict
 
 import torch
@@ -22,7 +23,7 @@ from dalsegno.distributed.rng import (
 from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import Stateful
 
-from .fingerprint import digest
+from .digest import digest
 from .generators import EpochGenerator
 from .loader import NOT_EXACT, EpochPlace, Microbatch, or_another_kind, plain_batch, sample_count
 from .stateful_dataloader import StatefulDataLoader
@@ -67,20 +68,35 @@ class ReplayLoader(UserLoader):
     _at_epoch_begin: Any = None  # the generators at the start of the open epoch
     _saved: Any = None  # the generators for an epoch that is not open yet
     _first: FirstBatch | None = None  # of the open or loaded epoch
+    _has_loaded_samplers = False  # whether a sampler of the next iterator has a loaded state
 
     def _open(self) -> Iterator[Any]:
         saved, self._saved = self._saved, None
         if saved is None or self._microbatches == 0:
             self._at_epoch_begin = self._generators()
-            return super()._open()
+            return self._begun()
         self._at_epoch_begin = saved
         with preserved_generators():
             restore_generators(saved)
             self.own_generators.load_state_dict(saved["own"])
-            iterator = super()._open()
+            iterator = self._begun()
             self._replay(iterator)
         self.own_generators.load_state_dict(self._loaded_own)
         return iterator
+
+    def _begun(self) -> Iterator[Any]:
+        """An iterator over the epoch. A sampler whose loaded state is the end of the epoch before may have nothing left
+        at first; then it begins anew."""
+        is_loaded, self._has_loaded_samplers = self._has_loaded_samplers, False
+        if not is_loaded:
+            return super()._open()
+        before = capture_generators()
+        iterator = super()._open()
+        first = next(iterator, END)
+        if first is not END:
+            return chain([first], iterator)
+        restore_generators(before)
+        return super()._open()
 
     def _replay(self, iterator: Iterator[Any]) -> None:
         """Read up to the saved position, counted in samples if all ranks read one stream."""
@@ -199,6 +215,7 @@ class ReplayLoader(UserLoader):
         if self._microbatches == 0:
             self.own_generators.load_state_dict(own)
         self._saved, self._first = {**state["generators"], "own": own}, state.get("first")
+        self._has_loaded_samplers = any(name.endswith("sampler") for name in self.own_generators.parts())
 
     def _converted(self, state: dict[str, Any]) -> dict[str, Any]:
         """Convert a position of an old checkpoint, which left it to the loader's own state, without the order."""

@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, get_worker_info
 
 from dalsegno.distributed.rng import SAMPLE, WORKER, mix, seed_generators
 
-from .generators import OwnGenerators
 from .loader import Counted
+from .own_states import OwnStates
 from .sampler import IndexBatch
 
 
@@ -38,7 +38,7 @@ class Samples(Dataset[Any]):
 
     def __init__(self, dataset: Any, rank: int, collate: Callable[[list[Any]], Any] | None = None) -> None:
         self.dataset, self.rank = dataset, rank
-        self.generators = OwnGenerators(dataset=dataset, collate_fn=collate)
+        self.generators = OwnStates(dataset=dataset, collate_fn=collate)
         self._takes_seed = takes_seed(dataset)
 
     def __getitems__(self, indices: IndexBatch) -> list[Any]:

@@ -15,7 +15,7 @@ from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import Stateful
 from dalsegno.stateful.schema import check
 
-from .fingerprint import digest
+from .digest import digest
 from .loader import NOT_EXACT, EpochPlace, Microbatch, or_another_kind, plain_batch
 from .stream import RankShard
 from .user_loader import END, UserLoader

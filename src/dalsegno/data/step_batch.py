@@ -23,7 +23,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError, EmptyDataset, StateMismatch
 
-from .fingerprint import digest
+from .digest import digest
 from .loader import Microbatch, MicrobatchLoader, plain_batch
 
 LossWeight = Callable[[Any], float]

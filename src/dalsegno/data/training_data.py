@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
-from dalsegno.stateful.component import Stateful
+from dalsegno.stateful.component import Stateful, stateful_behind
 
 from .fingerprint import ProbeResult, fingerprint, probe, same
 from .order_check import keeps_its_order, order_of
@@ -77,6 +77,11 @@ class TrainingData:
             problems.append(
                 f"{name} has a state_dict, which a plain DataLoader does not save; use torchdata's StatefulDataLoader, "
                 "or pass the dataset"
+            )
+        if self.num_workers and stateful_behind(self.collate_fn) is not None:
+            problems.append(
+                "the collate function has a state_dict, and what it keeps in worker processes is not saved; use "
+                "num_workers=0 (dataloader_num_workers=0)"
             )
         return problems
 

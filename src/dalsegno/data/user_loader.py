@@ -14,8 +14,9 @@ from dalsegno.errors import EmptyDataset, StateMismatch
 from dalsegno.stateful.component import Scope
 
 from .gaps import Gaps, Place
-from .generators import EpochGenerator, OwnGenerators
+from .generators import EpochGenerator
 from .loader import Microbatch, expect_kind, length_of, plain_batch, sample_count
+from .own_states import OwnStates
 from .stateful_dataloader import StatefulDataLoader
 from .workers import ignore_stop_signals
 
@@ -64,7 +65,7 @@ class UserLoader:
             loader.generator = EpochGenerator()
         if self.length() == 0:
             raise EmptyDataset("the loader has length 0; check its dataset, its batch size and drop_last")
-        self.own_generators = OwnGenerators(**{"": loader})
+        self.own_generators = OwnStates(**{"": loader})
         self.epoch = 0
         self._microbatches = 0  # consumed in this epoch, on this rank
         self._samples = 0  # consumed in this epoch, over all ranks if known

@@ -44,7 +44,7 @@ def expect_optimizer(optimizer: object) -> None:
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
             f"optimizer: a {type(optimizer).__name__} is not a torch.optim.Optimizer, so its state cannot be saved; "
-            "derive it from Optimizer, with what it keeps in self.state and in its parameter groups, or in its state_dict"
+            "derive it from Optimizer, with what it keeps in its self.state, its groups or its state_dict"
         )
 
 

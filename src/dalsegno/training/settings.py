@@ -13,7 +13,7 @@ import torch
 from dalsegno.checkpoint.interchange.adapters import settings_of
 from dalsegno.checkpoint.load.compatibility import END_OF_SCHEDULE, Change, compare
 from dalsegno.data import NOT_EXACT, TrainingData
-from dalsegno.data.fingerprint import digest
+from dalsegno.data.digest import digest
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.modes import modes_of
 from dalsegno.distributed.precision import gathered_dtype
