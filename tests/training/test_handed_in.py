@@ -66,6 +66,30 @@ class Passes(Counter):
         return 20
 
 
+class Placed:
+    """Samples in another order in each pass; what is loaded is the place where its next iterator continues."""
+
+    def __init__(self) -> None:
+        self.passes, self.place, self.begin = 0, 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        begin, self.begin = self.begin, 0
+        self.passes += not begin
+        generator = torch.Generator().manual_seed(self.passes)
+        for self.place, index in enumerate(torch.randperm(20, generator=generator).tolist(), start=1):
+            if self.place > begin:
+                yield index
+
+    def __len__(self) -> int:
+        return 20
+
+    def state_dict(self) -> dict[str, int]:
+        return {"passes": self.passes, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.passes, self.place, self.begin = state["passes"], state["place"], state["place"]
+
+
 class Lookahead(torch.optim.SGD):
     """Adds its slow weights to its state_dict."""
 
@@ -107,7 +131,8 @@ PARTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "data_collator": lambda _: {"data_collator": Collate()},
     "sampler": with_loader(batch_size=lambda: 4, sampler=Passes),
     "batch_sampler": with_loader(batch_sampler=lambda: BatchSampler(Passes(), 4, drop_last=False)),
-    "with a place": with_loader(batch_size=lambda: 4, sampler=lambda: RandomSampler(DATA)),
+    "with a place": with_loader(batch_size=lambda: 4, sampler=Placed),
+    "torchdata": with_loader(batch_size=lambda: 4, sampler=lambda: RandomSampler(DATA)),
     "collate_fn": with_loader(batch_size=lambda: 4, shuffle=lambda: True, collate_fn=Collate),
     "optimizer": lambda model: {"optimizer": Lookahead(model.parameters())},
 }
