@@ -32,6 +32,7 @@ from dalsegno.system.lock import DirectoryLock
 
 from .chosen_start import ChosenStart
 from .contents import PROGRESS, CheckpointContents
+from .equal_ranks import Comparison
 from .imported_run import ImportedRun
 from .memory_saves import MemorySaves
 from .parts import RunParts
@@ -125,15 +126,22 @@ class Checkpointer:
             self._manager.check_serializable(self._contents.sharded(), self._contents.components())
 
     def prepare(self) -> None:
-        """Allocate the memory for the first save, on another thread. To be called once the optimizer has its state."""
+        """Allocate the memory for the first save, on another thread. To be called once the optimizer has its state.
+
+        Raises:
+            CannotSave: on every rank, if nothing averages their models, and they differ.
+        """
+        if self._parts.comparison is Comparison.FROM_FIRST_STEP:
+            self._contents.expect_equal_ranks()
         self._manager.prepare(self._contents.sharded())
 
     def save(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> AsyncSave:
         """Capture every state and start to write it.
 
         Raises:
-            CannotSave: on every rank, if a state contains what cannot be saved.
+            CannotSave: on every rank, if a state contains what cannot be saved, or the ranks' models differ.
         """
+        self._contents.expect_equal_ranks()
         self.memory.checkpoints.settle()  # its thread uses the same process group
         parts = self._parts
         return self._manager.save_async(

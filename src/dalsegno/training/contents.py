@@ -10,6 +10,7 @@ from dalsegno.checkpoint import CALLBACKS, LOSS, SETTINGS, ModelState, Optimizer
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.stateful.component import Component, Stateful
 
+from .equal_ranks import Comparison, expect_equal_ranks
 from .hyperparameters import form_check
 from .parts import RunParts
 from .settings import RecordedSettings
@@ -34,7 +35,7 @@ class CheckpointContents:
     """
 
     def __init__(self, parts: RunParts, settings: RecordedSettings, others: Mapping[str, Stateful]) -> None:
-        self._callbacks = parts.callbacks
+        self._callbacks, self._comparison = parts.callbacks, parts.comparison
         _check_saveable(parts)
         self.model = ModelState(parts.model)
         self._loss = _loss_states(parts.loss_fn, parts.model)
@@ -59,6 +60,11 @@ class CheckpointContents:
     def evaluated(self) -> list[ShardedState]:
         """State that an evaluation measures: the weights, and the averages that callbacks put in their place."""
         return [self.model, *self._loss, *self._callbacks.sharded_states()]
+
+    def expect_equal_ranks(self) -> None:
+        """Raises CannotSave on every rank, if their models differ, which nothing is known to keep equal. Collective."""
+        if self._comparison is not Comparison.NEVER:
+            expect_equal_ranks(self.sharded())
 
     def components(self) -> list[Component]:
         """All other state."""

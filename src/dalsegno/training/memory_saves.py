@@ -77,10 +77,11 @@ class MemorySaves:
         """Copy every state into shared memory, for :meth:`MemoryCheckpoints.publish`.
 
         Raises:
-            CannotSave: on all ranks, if a state contains what cannot be saved.
+            CannotSave: on all ranks, if a state contains what cannot be saved, or their models differ.
             SaveFailed: if the save before is stuck.
         """
         parts = self._parts
+        self._contents.expect_equal_ranks()
         self.checkpoints.capture(
             step,
             self._contents.sharded(),

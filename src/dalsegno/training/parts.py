@@ -24,6 +24,7 @@ from dalsegno.state import TrainerControl, TrainerState
 from dalsegno.witness import Witness
 
 from .callback_set import CallbackSet
+from .equal_ranks import Comparison
 from .metrics import MetricAccumulator
 from .recoveries import Recoveries
 
@@ -51,6 +52,8 @@ class RunParts:
     callbacks: CallbackSet
     recoveries: Recoveries
     witness: Witness
+    comparison: Comparison
+    """When the ranks' copies of the model are compared."""
 
 
 def build_parts(
@@ -66,6 +69,7 @@ def build_parts(
     core: Sequence[Callback] = (),
     context_fields: Mapping[str, Any],
     unsupported_events: Mapping[Event, str] | None = None,
+    comparison: Comparison = Comparison.NEVER,
 ) -> RunParts:
     """
     Args:
@@ -112,4 +116,5 @@ def build_parts(
         callbacks=CallbackSet(dispatcher, model, callbacks, core=core, report_to=args.report_to),
         recoveries=Recoveries(optimizer, loader),
         witness=Witness(args.directory, device_of(model), args.on_resume),
+        comparison=comparison,
     )

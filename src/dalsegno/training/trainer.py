@@ -16,6 +16,7 @@ from dalsegno.data import ResumableLoader, TrainingData
 from dalsegno.data.build import Collator, eval_batches, evaluation_sets_from_args, train_loader_from_args
 from dalsegno.data.step_batch import LossWeight
 from dalsegno.distributed.layout import build_layout
+from dalsegno.distributed.modes import modes_of
 from dalsegno.distributed.parallel.torchrun import init_distributed
 from dalsegno.distributed.sharded_tensors import check_materialized
 from dalsegno.errors import ConfigurationError, UnknownName
@@ -27,6 +28,7 @@ from dalsegno.system.tracebacks import short_traceback
 
 from . import loop
 from .build_step import build_step, unsupported_events
+from .equal_ranks import Comparison
 from .forward import LossFunction
 from .lifecycle import RunLifecycle
 from .lr_schedule import PlateauStep, build_schedulers
@@ -309,6 +311,7 @@ def _build_parts(
         core=[PlateauStep(schedulers, args.best_metric_name)] if PlateauStep.is_needed(schedulers) else [],
         context_fields=context_fields,
         unsupported_events=unsupported_events(args, placed.parallel),
+        comparison=Comparison.NEVER if modes_of(args.parallel) else Comparison.FROM_FIRST_STEP,
     )
 
 
