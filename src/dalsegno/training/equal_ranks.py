@@ -7,7 +7,9 @@ from enum import Enum
 
 import torch
 import xxhash
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from dalsegno.checkpoint import ShardedState
 from dalsegno.checkpoint.format.layout import as_bytes
@@ -25,6 +27,12 @@ class Comparison(Enum):
     """A loop of the user's own averages gradients, or now and then weights."""
     FROM_FIRST_STEP = "from the first step"
     """Nothing is known to average anything."""
+
+    @classmethod
+    def of_own_loop(cls, model: nn.Module) -> Comparison:
+        """``model``: as the loop calls it."""
+        is_averaged = any(isinstance(each, DistributedDataParallel) for each in model.modules())
+        return cls.NEVER if is_averaged else cls.AT_SAVES
 
 
 def expect_equal_ranks(states: Iterable[ShardedState]) -> None:

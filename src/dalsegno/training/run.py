@@ -38,7 +38,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dalsegno.args import TrainingArguments
@@ -166,7 +165,7 @@ class Run:
                 "trainer": self,
             },
             unsupported_events=UNSUPPORTED_EVENTS,
-            comparison=Comparison.NEVER if _is_averaged(model) else Comparison.AT_SAVES,
+            comparison=Comparison.of_own_loop(model),
         )
         self._dispatcher = self._parts.dispatcher
         self._lifecycle = RunLifecycle(
@@ -393,11 +392,6 @@ class Run:
         self._update.close()
         if self._dispatcher.optimizer_step:
             self._dispatcher.optimizer_step.fire()
-
-
-def _is_averaged(model: nn.Module) -> bool:
-    """Whether torch averages the gradients of ``model`` over the ranks."""
-    return any(isinstance(each, DistributedDataParallel) for each in model.modules())
 
 
 def _accumulate(model: nn.Module, held: ExitStack) -> None:
