@@ -12,6 +12,7 @@ from dalsegno.stateful.component import Component, Stateful
 
 from .equal_ranks import Comparison, expect_equal_ranks
 from .hyperparameters import form_check
+from .optimizers import expect_optimizer
 from .parts import RunParts
 from .settings import RecordedSettings
 from .trained_parameters import names_of_others
@@ -98,6 +99,7 @@ def _loss_states(loss_fn: nn.Module | None, model: nn.Module) -> list[ModelState
 
 def _check_saveable(parts: RunParts) -> None:
     """Raises ConfigurationError if a schedule or the optimizer has no state that can be saved."""
+    expect_optimizer(parts.optimizer)
     for each in parts.schedulers:
         if not isinstance(each, Stateful):
             raise ConfigurationError(

@@ -59,7 +59,6 @@ from .equal_ranks import Comparison
 from .evaluation import UserEvaluation
 from .learning_rate import copied
 from .lifecycle import RunLifecycle
-from .optimizers import expect_optimizer
 from .parts import build_parts
 from .result import TrainResult
 from .resume_options import ResumeOptions
@@ -103,8 +102,7 @@ class Run:
         loader: yields the batches. One with ``state_dict`` resumes by itself, another is read again up to its place.
         lr_scheduler: one or a list, saved too; stepped by the loop.
         callbacks: as for the Trainer.
-        evaluate: called when an evaluation is due, on all ranks; returns the metrics by name, reduced over the ranks:
-            ``{"eval_loss": 0.7}``.
+        evaluate: called when an evaluation is due, on all ranks; returns metrics over all ranks, ``{"eval_loss": 0.7}``.
         state: further objects with ``state_dict`` and ``load_state_dict``, by names that are not reserved.
         resume_from_checkpoint: as in ``Trainer.train``, like the next five.
         strict: whether a damaged newest checkpoint raises.
@@ -139,7 +137,6 @@ class Run:
         continue_stopped: bool = False,
     ) -> None:
         check_materialized(model)
-        expect_optimizer(optimizer)
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler] if lr_scheduler else []
         self.args = args
         self.resumed_from: Path | None = None
