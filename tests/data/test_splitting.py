@@ -232,32 +232,5 @@ def test_a_nodesplitter_of_ones_own_is_refused_where_ranks_share_data(monkeypatc
         part_of_rank(data, 0, 1)
 
 
-class Clocked(IterableDataset[Sample]):
-    """In each process in another order."""
-
-    passes = 0
-
-    def __iter__(self) -> Iterator[Sample]:
-        Clocked.passes += 1
-        order = list(range(LENGTH))
-        random.Random(Clocked.passes).shuffle(order)
-        yield from map(sample, order)
-
-
-def test_an_epoch_that_begins_otherwise_when_it_is_read_again_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for stop in (2, None):
-        small_trainer(
-            tmp_path,
-            *([] if stop is None else [stop_after(stop)]),
-            parts={"train_dataset": Clocked(), "data_collator": without_id},
-            max_steps=4,
-            lr_scheduler_type="constant",
-            save_steps=100,
-        ).train()
-    assert "Clocked begins the epoch with another micro-batch when it is read again" in caplog.text
-
-
 def without_id(samples: list[Sample]) -> Any:
     return default_collate([{"x": each["x"], "y": each["y"]} for each in samples])

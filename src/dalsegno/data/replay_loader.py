@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any, Literal, NotRequired, TypedDict
 
 import torch
+import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
@@ -23,9 +24,9 @@ from dalsegno.distributed.rng import (
 from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import Stateful
 
-from .digest import digest
+from .batch_digest import add_batch
 from .generators import EpochGenerator
-from .loader import NOT_EXACT, EpochPlace, Microbatch, or_another_kind, plain_batch, sample_count
+from .loader import NOT_EXACT, EpochPlace, Microbatch, or_another_kind
 from .stateful_dataloader import StatefulDataLoader
 from .stream import RankShard
 from .user_loader import END, UserLoader
@@ -38,11 +39,10 @@ class EpochGenerators(GeneratorStates):
     """Those that the data owns, by path; in old checkpoints that of the loader alone."""
 
 
-class FirstBatch(TypedDict):
-    """The first micro-batch of an epoch; another number of ranks or samples makes another one."""
+class ReadContents(TypedDict):
+    """What was read of an epoch on this rank; another number of ranks makes it another part."""
 
     ranks: int
-    samples: int
     digest: str
 
 
@@ -50,7 +50,9 @@ class ReplayedPlace(EpochPlace):
     kind: Literal["replayed"]
     workers: list[int]
     generators: EpochGenerators
-    first: NotRequired[FirstBatch | None]
+    read: NotRequired[ReadContents | None]
+    first: NotRequired[Any]
+    """The first micro-batch alone, in old checkpoints."""
 
 
 class ReplayLoader(UserLoader):
@@ -61,14 +63,16 @@ class ReplayLoader(UserLoader):
     position, and sets the generators back. This is exact for a plain ``DataLoader(shuffle=True)`` and for any other
     data whose order is determined when an iterator is created, or by its own generators. If the order is drawn during
     reading from the process's generators (a shuffle buffer), only the dataset can restore it: give it a ``state_dict``.
+    A digest of everything that was read shows whether it was the same again.
     """
 
     state_schema = or_another_kind(ReplayedPlace, "replayed")
 
     _at_epoch_begin: Any = None  # the generators at the start of the open epoch
     _saved: Any = None  # the generators for an epoch that is not open yet
-    _first: FirstBatch | None = None  # of the open or loaded epoch
     _has_loaded_samplers = False  # whether a sampler of the next iterator has a loaded state
+    _loaded_read: ReadContents | None = None  # as saved, up to the loaded position
+    _read = xxhash.xxh3_64()  # running digest of the open epoch
 
     def _open(self) -> Iterator[Any]:
         saved, self._saved = self._saved, None
@@ -110,16 +114,13 @@ class ReplayLoader(UserLoader):
             self._microbatches,
             self._samples,
         )
-        self._microbatches = self._samples = done = 0
-        expected = self._first
-        first = ""  # digest of the process's generators after the first micro-batch
+        microbatches, self._microbatches = self._microbatches, 0
+        self._samples = done = 0
         began = time.monotonic()
         quiet = True if collectives.rank() else None  # None: shown only on a terminal
         with tqdm(total=goal, desc="reading again", unit=f" {unit}", disable=quiet) as bar:
             while done < goal and (item := next(iterator, END)) is not END:
                 self._count(item)
-                if not done:
-                    first = digest(capture_generators())
                 done = self._samples if self._one_stream else self._microbatches
                 bar.update(done - bar.n)
         if done != goal:
@@ -127,19 +128,13 @@ class ReplayLoader(UserLoader):
                 f"the saved position is {goal} {unit} into the epoch, and reading again stops at {done}; the data is "
                 "shorter now, or the batches (batch_size times ranks) do not divide the position"
             )
-        if _is_another(expected, self._first):
+        if self._microbatches == microbatches and _is_another(self._loaded_read, self._contents()):
             log.warning(
-                "%s begins the epoch with another micro-batch when it is read again, so its samples differ from those "
-                "of an uninterrupted run: its order depends on something that is not saved, such as the time, or a "
-                "count of passes; let it depend on its seed and set_epoch(epoch), or give it a state_dict",
-                name,
-                extra={NOT_EXACT: True},
-            )
-        if self._orders_while_reading() and digest(capture_generators()) != first:
-            log.warning(
-                "%s draws random numbers between its batches, from generators that the model may use too; if its "
-                "order depends on them (a shuffle buffer), its samples differ from those of an uninterrupted run: "
-                "give it its own random generator, or a state_dict",
+                "%s yields other samples when the epoch is read again, so they differ from those of an uninterrupted "
+                "run, from here on too: its order depends on something that is not saved, such as the time, a count of "
+                "passes, or numbers that it draws between its batches from generators that the model uses too (a "
+                "shuffle buffer); let it depend on its seed and set_epoch(epoch), or on a generator of its own, or "
+                "give it a state_dict",
                 name,
                 extra={NOT_EXACT: True},
             )
@@ -148,19 +143,13 @@ class ReplayLoader(UserLoader):
 
     def _count(self, item: Any) -> Microbatch:
         if not self._microbatches:
-            batch = item.batch if isinstance(item, Microbatch) else item
-            self._first = {
-                "ranks": self._world_size,
-                "samples": sample_count(batch),
-                "digest": digest(plain_batch(batch)),
-            }
-        return super()._count(item)
+            self._read = xxhash.xxh3_64()
+        microbatch = super()._count(item)
+        add_batch(self._read, microbatch.batch)
+        return microbatch
 
-    def _orders_while_reading(self) -> bool:
-        """Whether the data orders its samples in this process while they are read."""
-        if not isinstance(self._loader, DataLoader):
-            return True
-        return isinstance(self._loader.dataset, IterableDataset) and not self._loader.num_workers
+    def _contents(self) -> ReadContents:
+        return {"ranks": self._world_size, "digest": self._read.hexdigest()}
 
     def _generators(self) -> dict[str, Any]:
         return {**capture_generators(), "own": self.own_generators.state_dict()}
@@ -186,7 +175,7 @@ class ReplayLoader(UserLoader):
             **self._place("replayed"),
             "workers": self._worker_layout(),
             "generators": self._epoch_generators(),
-            "first": self._first if self._microbatches else None,
+            "read": (self._contents() if self._saved is None else self._loaded_read) if self._microbatches else None,
         }
 
     def _epoch_generators(self) -> Any:
@@ -214,7 +203,7 @@ class ReplayLoader(UserLoader):
         own = self._by_path(state["generators"]["own"])
         if self._microbatches == 0:
             self.own_generators.load_state_dict(own)
-        self._saved, self._first = {**state["generators"], "own": own}, state.get("first")
+        self._saved, self._loaded_read = {**state["generators"], "own": own}, state.get("read")
         self._has_loaded_samplers = any(name.endswith("sampler") for name in self.own_generators.parts())
 
     def _converted(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -238,9 +227,6 @@ class ReplayLoader(UserLoader):
         return {way: own for way, each in self.own_generators.find().items() if own is not None and each is meant[0]}
 
 
-def _is_another(expected: FirstBatch | None, found: FirstBatch | None) -> bool:
-    """Whether two micro-batches that should be the same one differ."""
-    if expected is None or found is None:
-        return False
-    is_alike = (expected["ranks"], expected["samples"]) == (found["ranks"], found["samples"])
-    return is_alike and expected["digest"] != found["digest"]
+def _is_another(expected: ReadContents | None, found: ReadContents) -> bool:
+    """Whether what was read differs although it should be the same."""
+    return expected is not None and expected["ranks"] == found["ranks"] and expected["digest"] != found["digest"]

@@ -1,0 +1,75 @@
+"""The contents of a batch, for a running digest: cheap enough for every micro-batch, and nothing waits for a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+
+LARGE = 524_288
+"""Bytes of a tensor that are read at most; of a larger one so many in pieces, spread evenly."""
+
+PIECES = 1024
+
+_DEPTH = 6
+_NUMPY_HAS = {
+    getattr(torch, name)
+    for name in ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64")
+}
+
+
+def add_batch(hashed: xxhash.xxh3_64, value: Any, depth: int = 0) -> None:
+    """Add the contents of a batch, or of a part of it.
+
+    Of tensors on a device only the shape is read, since their values would have to be waited for; of objects of a type
+    that is neither a container nor has attributes, only the type.
+    """
+    if isinstance(value, torch.Tensor):
+        _add_tensor(hashed, value)
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:  # of objects, the bytes would be addresses
+        _add_array(hashed, value)
+    elif isinstance(value, str):
+        hashed.update(value.encode("utf-8", "surrogatepass"))
+    elif isinstance(value, bytes | bytearray):
+        hashed.update(value)
+    elif value is None or isinstance(value, bool | int | float | complex | np.generic):
+        hashed.update(repr(value).encode())
+    elif depth == _DEPTH:
+        hashed.update(type(value).__qualname__.encode())
+    elif isinstance(value, dict | Mapping):  # dict first: Mapping takes 1 µs
+        for key, item in value.items():
+            add_batch(hashed, key, depth + 1)
+            add_batch(hashed, item, depth + 1)
+    elif isinstance(value, list | tuple | np.ndarray):
+        hashed.update(b"[%d" % len(value))
+        for item in value:
+            add_batch(hashed, item, depth + 1)
+    else:
+        hashed.update(type(value).__qualname__.encode())
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            add_batch(hashed, {name: attributes[name] for name in sorted(attributes)}, depth + 1)
+
+
+def _add_tensor(hashed: xxhash.xxh3_64, tensor: torch.Tensor) -> None:
+    is_plain = tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    if not is_plain or tensor.device.type != "cpu" or isinstance(tensor, DTensor):
+        hashed.update(str(tensor.dtype if tensor.is_nested else (tensor.dtype, tuple(tensor.shape))).encode())
+        return
+    if tensor.dtype not in _NUMPY_HAS:  # bfloat16, float8
+        tensor = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    _add_array(hashed, tensor.numpy(force=True))
+
+
+def _add_array(hashed: xxhash.xxh3_64, array: np.ndarray[Any, Any]) -> None:
+    hashed.update(f"{array.dtype.char}{array.shape}".encode())
+    if array.nbytes > LARGE:
+        content = array.ravel(order="K").view(np.uint8)
+        array = content[: content.size // PIECES * PIECES].reshape(PIECES, -1)[:, : LARGE // PIECES]
+    if array.nbytes:
+        buffer: Any = np.ascontiguousarray(array)  # NumPy's types do not show that before Python 3.12
+        hashed.update(buffer)
