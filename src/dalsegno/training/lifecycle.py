@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from torch import nn
 
 from dalsegno.control import CommandQueue
-from dalsegno.data import TrainingData
+from dalsegno.data import NOT_EXACT, TrainingData
 from dalsegno.data.step_batch import LossWeight, agreed_position
 from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.logs import RunFile
@@ -38,6 +41,9 @@ from .step_boundary import StepBoundary
 from .time_limit import TimeLimit
 
 logger = logging.getLogger("dalsegno")
+
+_UNSAVED: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Models whose weights a leg in this process has changed since its last checkpoint; and in which step."""
 
 
 class RunLifecycle:
@@ -101,6 +107,7 @@ class RunLifecycle:
                     yield
                 finally:  # the next leg puts the commands in force again
                     self._commands.undo_settings()
+                    self._note_unsaved_weights()
             if self._session is not None and self._session.result is not None:
                 self._result = self._session.result  # without an exception: the next leg may start from memory
                 self._requeue.end_leg(self._result)
@@ -135,6 +142,13 @@ class RunLifecycle:
             self._parts.random_state.start()
             if options.load_components:
                 self._resumer.load_components(options)
+            elif (leg := _UNSAVED.get(self._parts.model)) is not None:
+                logger.warning(
+                    "this run begins with weights that no checkpoint contains, left in this model by %s: in another "
+                    "process it would begin with others. Build the model anew, or load a checkpoint into it",
+                    leg,
+                    extra={NOT_EXACT: True},
+                )
             self._rollbacks.complete()
             return None
         self._model_modified = True  # even if the load fails
@@ -194,6 +208,14 @@ class RunLifecycle:
             )
         self._requeue.begin_leg()
         self._result, self._model_modified = None, True
+
+    def _note_unsaved_weights(self) -> None:
+        if self._session is None:
+            return
+        _UNSAVED.pop(self._parts.model, None)
+        if not self.boundary.saves.is_on_disk():
+            step, folder = self._parts.state.global_step, self._parts.args.output_dir
+            _UNSAVED[self._parts.model] = f"step {step} of the run in {folder}"
 
     def session(self, resumed_from: Path | None) -> Session:
         """A leg from the present state."""

@@ -39,6 +39,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint import unwrapped
@@ -59,6 +60,7 @@ from .equal_ranks import Comparison
 from .evaluation import UserEvaluation
 from .learning_rate import copied
 from .lifecycle import RunLifecycle
+from .loop_checks import LoopChecks
 from .parts import build_parts
 from .result import TrainResult
 from .resume_options import ResumeOptions
@@ -167,7 +169,7 @@ class Run:
         self._dispatcher = self._parts.dispatcher
         self._lifecycle = RunLifecycle(
             self._parts,
-            evaluations=[] if evaluate is None else [UserEvaluation(evaluate)],
+            evaluations=[] if evaluate is None else [UserEvaluation(lambda: self._checks.evaluated(evaluate))],
             data=TrainingData.of_loader(loader),
             supplied=UserSupplied(),
             others=state or {},
@@ -178,6 +180,7 @@ class Run:
         self._finished: TrainResult | None = None
         self._index = 0  # of the current micro-batch in its step
         self._lr: float | torch.Tensor | None = None  # that the newest update used
+        self._others = state or {}
         self._held = ExitStack()
         self._update = ExitStack()  # around the optimizer's own step
         self._dispatcher.init_end.fire_with()
@@ -223,12 +226,26 @@ class Run:
                 self._session = lifecycle.session(self.resumed_from)
                 held.enter_context(self._session)
                 self._expect_other_rounding()
+                self._checks = self._loop_checks()
+                held.push(self._checks.close)
+                held.callback(register_optimizer_step_post_hook(self._after_any_update).remove)
                 held.callback(self._update.close)
                 held.callback(self._optimizer.register_step_pre_hook(self._before_update).remove)
                 held.callback(self._optimizer.register_step_post_hook(self._after_update).remove)
             self._held = held.pop_all()
         self._is_inside = True
         return self
+
+    def _loop_checks(self) -> LoopChecks:
+        parts = self._parts
+        return LoopChecks(
+            model=self._model,
+            optimizer=parts.optimizer,
+            schedulers=parts.schedulers,
+            others=self._others,
+            callbacks=parts.callbacks.bound,
+            warns=self.state.is_world_process_zero,
+        )
 
     def _expect_other_rounding(self) -> None:
         if self.resumed_from is None or not rebuilds_buckets(self._model):
@@ -266,6 +283,8 @@ class Run:
                     microbatch_begin.fill(microbatch.batch, self._index, microbatch.samples)
                     microbatch_begin.fire()
                 yield microbatch.batch
+                if self._checks.is_behind:
+                    self._checks.end_pause()
 
     @property
     def is_last_microbatch(self) -> bool:
@@ -340,6 +359,8 @@ class Run:
             grad_norm=None if grad_norm is None else self._number("grad_norm", grad_norm),
             lr=self._lr if lr is None else lr,
         )
+        step = self.state.global_step
+        self._checks.end_step(step, is_captured=self._lifecycle.boundary.saves.captured_step == step)
 
     def _number(self, name: str, given: object) -> torch.Tensor:
         """``given`` as a 0-dim tensor, detached; a float goes to the model's device."""
@@ -356,6 +377,8 @@ class Run:
 
     def log(self, metrics: MutableMapping[str, Any], kind: str = "user") -> None:
         """Log a record of your own, of any kind. To be called on all ranks, with the same values."""
+        if self._session is not None:
+            self._checks.note_log()
         self._lifecycle.boundary.recorder.log(dict(metrics), kind)
 
     def stop(self, reason: str = "run.stop() was called", *, save: bool = True) -> None:
@@ -381,6 +404,7 @@ class Run:
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._update.enter_context(self._parts.recoveries.scaled_rates(self.state.global_step))
         self._lr = copied(optimizer.param_groups[0]["lr"])
+        self._checks.before_update()
         if self._dispatcher.pre_optimizer_step:
             self._dispatcher.pre_optimizer_step.fill(None)
             self._dispatcher.pre_optimizer_step.fire()
@@ -389,6 +413,9 @@ class Run:
         self._update.close()
         if self._dispatcher.optimizer_step:
             self._dispatcher.optimizer_step.fire()
+
+    def _after_any_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._checks.note_update(optimizer, in_step=self._step_batch is not None)
 
 
 def _accumulate(model: nn.Module, held: ExitStack) -> None:

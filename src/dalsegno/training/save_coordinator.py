@@ -42,6 +42,8 @@ class SaveCoordinator:
 
     def begin_leg(self) -> None:
         """Forget the failures of the previous leg."""
+        self.captured_step: int | None = None
+        """The newest step of this leg whose state was captured, for a checkpoint on disk or in memory."""
         self._failures: list[SaveFailed] = []  # consecutive
         self._must_succeed = True
         self._is_prepared = not (self._args.saving and self._args.save_in_background)
@@ -91,6 +93,7 @@ class SaveCoordinator:
         called_off = self._announce(memory.checkpoints.path_of(step))
         if not (called_off.abort or called_off.roll_back):
             memory.capture(step, metrics=metrics)
+            self.captured_step = step
             if self._current is None:
                 memory.checkpoints.publish()
         return called_off
@@ -118,7 +121,7 @@ class SaveCoordinator:
             return called_off
         self._captured_state = self._state.copy()
         self._current = self._checkpointer.save(step, metrics=metrics, is_best=is_best)
-        self._requested_step = step
+        self._requested_step = self.captured_step = step
         self._witness.note_captured(step)
         if not self._args.save_in_background:
             self.finalize()

@@ -36,7 +36,7 @@ def names_of_others(
     names = {
         id(parameter): f"{key}/{name}"
         for key, each in others.items()
-        for name, parameter in _parameters_of(each, [*foreign.values()])
+        for name, parameter in parameters_of(each, [*foreign.values()])
     }
     unsaved = [place for place, parameter in foreign.items() if id(parameter) not in names]
     is_built_on_model = any(id(each) in of_model for group in optimizer.param_groups for each in group["params"])
@@ -55,7 +55,7 @@ def names_of_others(
     return names
 
 
-def _parameters_of(thing: Stateful, foreign: Sequence[Tensor]) -> Iterable[tuple[str, Tensor]]:
+def parameters_of(thing: Stateful, foreign: Sequence[Tensor]) -> Iterable[tuple[str, Tensor]]:
     """Name and parameter of a module; of anything else, those of ``foreign`` in the memory of its state dict."""
     if isinstance(thing, nn.Module):
         return thing.named_parameters()
