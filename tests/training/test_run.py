@@ -324,7 +324,12 @@ def test_state_of_the_users_own_is_saved_by_name(tmp_path: Path) -> None:
     def train(steps: int) -> Counter:
         loop, counter = OwnLoop(tmp_path, max_steps=steps), Counter()
         with ds.Run(
-            loop.args, model=loop.model, optimizer=loop.optimizer, loader=loop.loader, state={"counter": counter}
+            loop.args,
+            model=loop.model,
+            optimizer=loop.optimizer,
+            lr_scheduler=loop.scheduler,
+            loader=loop.loader,
+            state={"counter": counter},
         ) as run:
             for batch in run.batches():
                 counter.total += 1

@@ -75,7 +75,7 @@ class LoopChecks:
         self._foreign: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()  # first and last step
         self._carried: tuple[Tensor, Tensor] | None = None  # a parameter, and its gradient of an earlier step
         self._watches_gradients = True
-        self._left_mode = False  # whether an evaluation left the model in another mode than it found
+        self._mode: bool | None = None  # of the model, before an evaluation whose next update is still to come
         self._unknown = WeakKeyDictionary({each: _progress(each) for each in _living()})
 
     # -- called by the run ----------------------------------------------------------------------------------------
@@ -135,8 +135,8 @@ class LoopChecks:
                 "optimizer.zero_grad() after optimizer.step(); to accumulate over batches, set "
                 "gradient_accumulation_steps",
             )
-        if self._left_mode:
-            self._left_mode = False
+        before, self._mode = self._mode, None
+        if before is not None and self._model.training is not before:
             mode = "training" if self._model.training else "evaluation"
             self._warn(
                 "mode",
@@ -145,10 +145,8 @@ class LoopChecks:
             )
 
     def evaluated(self, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
-        before = self._model.training
-        metrics = evaluate()
-        self._left_mode = self._model.training is not before
-        return metrics
+        self._mode = self._model.training
+        return evaluate()
 
     # -- what is looked at ------------------------------------------------------------------------------------------
 
@@ -186,8 +184,8 @@ class LoopChecks:
                 self._warn(
                     "unknown",
                     f"this loop trains with {', '.join(names)}, which no checkpoint contains: a resumed run begins "
-                    'with a new one, and differs. Pass a scheduler as lr_scheduler=, anything else as state={"name": …}; '
-                    "an optimizer together with the module whose parameters it updates",
+                    "with a new one, and differs. Pass a scheduler as lr_scheduler=, anything else as "
+                    'state={"name": …}; an optimizer together with the module whose parameters it updates',
                 )
 
     def _has_parameters_of(self, optimizer: Optimizer) -> bool:
