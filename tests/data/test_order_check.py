@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler
@@ -88,9 +90,24 @@ class Saving(DataLoader[Any]):
     def load_state_dict(self, state: dict[str, int]) -> None: ...
 
 
+GLOBAL = random.Random(0)
+"""A generator that no object has."""
+
+
+def from_a_global() -> float:
+    return GLOBAL.random()
+
+
+def in_a_closure() -> Callable[[list[Any]], Any]:
+    own = random.Random(0)
+    return lambda samples: torch.stack([sample["x"] for sample in samples]) + own.random()
+
+
 SAID: dict[str, tuple[Callable[[], TrainingData], str]] = {
     "samples": (lambda: TrainingData(Pairs(of_the_system)), "Pairs: a sample, or the batch made of it, changes"),
     "batches": (lambda: TrainingData(Pairs(float), collate_fn=noisy), "Pairs: a sample, or the batch"),
+    "a global of a module": (lambda: TrainingData(Pairs(from_a_global)), "Pairs: a sample, or the batch"),
+    "a local of a function": (lambda: TrainingData(Pairs(float), collate_fn=in_a_closure()), "Pairs: a sample, or the"),
     "a generator made in a worker": (lambda: TrainingData(Late(), num_workers=2), "changes in a worker process"),
     "a sampler": (
         lambda: TrainingData.of_loader(DataLoader(Pairs(float), 4, sampler=InPlace())),
@@ -118,7 +135,27 @@ def test_it_is_said(name: str) -> None:
     assert words in doubt
 
 
+class Drawing(Pairs):
+    """With a generator of its class."""
+
+    rng = np.random.default_rng(0)
+
+    def __init__(self) -> None:
+        super().__init__(float)
+
+    def __getitem__(self, index: int) -> Any:
+        return {**super().__getitem__(index), "noise": self.rng.random()}
+
+
+def with_noise(samples: list[Any], rngs: dict[str, random.Random]) -> Any:
+    return torch.stack([sample["x"] for sample in samples]) + rngs["noise"].random()
+
+
 FINE: dict[str, Callable[[], TrainingData]] = {
+    "generator of the class": lambda: TrainingData(Drawing()),
+    "generator in arguments of the collate function": lambda: TrainingData(
+        Pairs(float), collate_fn=partial(with_noise, rngs={"noise": random.Random(0)})
+    ),
     "a state that the loader saves": lambda: TrainingData.of_loader(Saving(Stored(float))),
     "own generator": lambda: TrainingData(Pairs(random.Random(3).random)),
     "own generator, workers": lambda: TrainingData(Pairs(random.Random(3).random), num_workers=2),

@@ -1,9 +1,9 @@
 """OwnGenerators: finds, saves and restores the random generators owned by data: samplers, datasets, collate functions.
 
 Torch's, NumPy's and Python's global generators belong to the process (see :mod:`dalsegno.distributed.rng`). A
-``self.rng = np.random.default_rng(0)`` belongs to its object and is reachable only from there. So the objects are
-walked: attributes, items of containers, closures, defaults and the globals that functions name. Nothing is called and
-no property is read. An object with ``state_dict`` is skipped: it saves its own state.
+``self.rng = np.random.default_rng(0)`` belongs to its object. Found are those in attributes of the loader, its
+samplers, its dataset and its collate function, of objects in these attributes, and so on; also in lists, tuples and
+dicts. Nothing is called and no property is read. An object with ``state_dict`` is skipped: it saves its own state.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-import sys
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -33,9 +32,11 @@ OBJECTS = 5_000
 ITEMS = 64
 """Maximum number of items visited per container."""
 
-_LOADER_ATTRIBUTES = ("dataset", "sampler", "batch_sampler", "generator", "collate_fn", "worker_init_fn")
-_LEAVES = (types.ModuleType, type, torch.Tensor, np.ndarray, str, bytes, bytearray, int, float, complex, type(None))
-_LIBRARIES = {"torch", "torchdata", "numpy", "dalsegno", *sys.stdlib_module_names} - {"__main__"}
+_LOADER_ATTRIBUTES = ("dataset", "sampler", "batch_sampler", "generator", "collate_fn")
+_LEAVES = (
+    *(types.ModuleType, types.FunctionType, type, property, staticmethod, classmethod, torch.Tensor, np.ndarray),
+    *(str, bytes, bytearray, int, float, complex, type(None)),
+)
 
 
 class EpochGenerator(torch.Generator):
@@ -136,16 +137,8 @@ def _parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{index}]", value) for index, value in enumerate(itertools.islice(thing, ITEMS)))
     elif isinstance(thing, functools.partial):
         yield from ((".func", thing.func), (".args", thing.args), (".keywords", thing.keywords))
-    elif isinstance(thing, types.MethodType):
-        yield from ((".__self__", thing.__self__), (".__func__", thing.__func__))
-    elif isinstance(thing, types.BuiltinMethodType):  # e.g. random.Random(0).random
+    elif isinstance(thing, types.MethodType | types.BuiltinMethodType):  # e.g. random.Random(0).random
         yield ".__self__", thing.__self__
-    elif isinstance(thing, types.FunctionType):
-        yield from _parts_of_function(thing)
-    elif isinstance(thing, staticmethod | classmethod):
-        yield ".__func__", thing.__func__
-    elif isinstance(thing, property):
-        yield ".fget", thing.fget
     else:
         yield from _attributes(thing)
 
@@ -158,43 +151,14 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
         own = {}
     if isinstance(own, dict):
         yield from ((f".{name}", value) for name, value in list(own.items()))
-    for kind in type(thing).__mro__:
-        is_of_library = _is_of_library(kind.__module__)
-        for name, value in vars(kind).items():
-            if isinstance(value, types.MemberDescriptorType):  # a slot
-                try:
-                    yield f".{name}", value.__get__(thing)
-                except AttributeError:  # empty
-                    continue
-            elif not is_of_library:
-                yield f".{name}", value
-
-
-def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield a function's defaults, closure, and the globals that it names."""
-    if _is_of_library(function.__module__):
-        return
-    yield ".__defaults__", function.__defaults__
-    yield ".__kwdefaults__", function.__kwdefaults__
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield f":{name}", cell.cell_contents
-        except ValueError:  # empty
-            continue
-    for name in _names(function.__code__):
-        if name in function.__globals__:
-            yield f":{name}", function.__globals__[name]
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
-
-
-def _is_of_library(module: str | None) -> bool:
-    return module is None or module.partition(".")[0] in _LIBRARIES
+    for name, value in [item for kind in type(thing).__mro__ for item in vars(kind).items()]:
+        if isinstance(value, types.MemberDescriptorType):  # a slot
+            try:
+                yield f".{name}", value.__get__(thing)
+            except AttributeError:  # empty
+                continue
+        elif name not in own and not name.startswith("__"):
+            yield f".{name}", value
 
 
 # -- one generator ---------------------------------------------------------------------------------------------------
