@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import dalsegno as ds
 from dalsegno.data import NOT_EXACT, resumable_loader
@@ -93,6 +94,34 @@ def test_a_shuffle_buffer_is_reported_only_if_the_model_draws_too(
     train(tmp_path / "c", Buffered(), 4)  # with dropout
     (warning,) = said(caplog)
     assert warning.startswith("Buffered yields other samples")
+
+
+class Passing(Sampler[int]):
+    """Has another order at each of its passes, which it counts."""
+
+    passes = 0
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(random.Random(self.passes).sample(range(LENGTH), LENGTH))
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_a_sampler_that_counts_its_passes_is_said(
+    kind: type[DataLoader[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = (resumable_loader(kind(DATA, BATCH, sampler=Passing())) for _ in range(2))
+    for _ in old:
+        pass
+    old.next_epoch()
+    next(iter(old))
+    new.load_state_dict(old.state_dict())
+    next(iter(new))
+    (warning,) = said(caplog)
+    assert warning.startswith("_Pairs yields other samples")
 
 
 @dataclass

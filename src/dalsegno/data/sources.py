@@ -15,12 +15,11 @@ from dalsegno.stateful.component import Stateful
 
 from .loader import CountingCollate, Microbatch, ResumableLoader, length_of
 from .map_loader import MapLoader
-from .order_check import keeps_its_order
 from .replay_loader import ReplayLoader
 from .sampler import ResumableSampler
 from .samples import Samples, StatefulSamples
 from .splitting import keeps_its_place, part_of_rank
-from .stateful_dataloader import StatefulDataLoader
+from .stateful_dataloader import StatefulDataLoader, keeps_its_order
 from .stateful_loader import StatefulLoader
 from .step_batch import LoaderView
 from .stream import RankShard, RestartedStream, StatefulRankShard

@@ -12,8 +12,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.component import Stateful, stateful_behind
 
 from .fingerprint import ProbeResult, fingerprint, probe, same
-from .order_check import keeps_its_order, order_of
-from .stateful_dataloader import StatefulDataLoader
+from .stateful_dataloader import StatefulDataLoader, keeps_its_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +65,6 @@ class TrainingData:
                 f"{name} draws random numbers in worker processes of your own loader, "
                 + ("which does not save them" if by_state else "which outlive an epoch (persistent_workers)")
                 + "; pass the dataset instead, as train_dataset="
-            )
-        if not by_state and order_of(loader) == "unknown":
-            problems.append(
-                "the sampler of your loader yields another order at each pass although all known random generators are "
-                "reset; let it depend only on its generator, or on set_epoch(epoch)"
             )
         is_plain = isinstance(loader, DataLoader) and not isinstance(loader, Stateful)
         if is_plain and isinstance(self.dataset, Stateful) and not self.num_workers:

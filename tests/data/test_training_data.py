@@ -19,7 +19,6 @@ import dalsegno as ds
 from dalsegno.data import TrainingData, check_same_length
 from dalsegno.data.digest import digest
 from dalsegno.data.generators import OwnGenerators
-from dalsegno.data.order_check import order_of
 from dalsegno.errors import ConfigurationError
 from dalsegno.testing import TinyRegression, run_ranks, tiny_regression_data
 from support.small import arguments
@@ -109,10 +108,6 @@ SAID: dict[str, tuple[Callable[[], TrainingData], str]] = {
     "a global of a module": (lambda: TrainingData(Pairs(from_a_global)), "Pairs: a sample, or the batch"),
     "a local of a function": (lambda: TrainingData(Pairs(float), collate_fn=in_a_closure()), "Pairs: a sample, or the"),
     "a generator made in a worker": (lambda: TrainingData(Late(), num_workers=2), "changes in a worker process"),
-    "a sampler": (
-        lambda: TrainingData.of_loader(DataLoader(Pairs(float), 4, sampler=InPlace())),
-        "sampler of your loader yields another order at each pass",
-    ),
     "persistent workers": (
         lambda: TrainingData.of_loader(DataLoader(Pairs(random.random), num_workers=1, persistent_workers=True)),
         "which outlive an epoch",
@@ -180,7 +175,6 @@ def test_looking_changes_nothing() -> None:
     sampler = InPlace()
     loader = DataLoader(Pairs(draws.random), 4, sampler=sampler, generator=generator)
     before = digest(OwnGenerators(loader=loader).state_dict())
-    assert order_of(loader) == "unknown"
     TrainingData.of_loader(loader).examine()
     assert digest(OwnGenerators(loader=loader).state_dict()) == before
     assert (sampler.order, sampler.passes) == (list(range(16)), 0)
