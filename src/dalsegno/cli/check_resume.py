@@ -139,7 +139,7 @@ def _check_thoroughly(arguments: argparse.Namespace, factory: Factory, folder: P
         print_json([{**asdict(trial), "comparison": None} for trial in trials])
     else:
         print(_as_text(trials))
-    return 1 if {trial.verdict for trial in trials} & {Verdict.DIFFERENT, Verdict.SAID} else 0
+    return 0 if {trial.verdict for trial in trials} <= {Verdict.EXACT, Verdict.REFUSED} else 1
 
 
 def _check_empty(keep: Path) -> None:

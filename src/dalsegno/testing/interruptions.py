@@ -18,7 +18,8 @@ from dalsegno.events.registration import register_global_callback
 from .event_trace import EventTrace
 
 How = Literal["kill", "stop"]
-"""``kill``: SIGKILL, once the checkpoint is published and one more step is done; ``stop``: SIGTERM, which saves."""
+"""``kill``: SIGKILL, once the checkpoint is published and three more steps are done, or at the next save; ``stop``:
+SIGTERM, which saves."""
 
 Moment = Literal["inside", "last step", "end"]
 """After a step in the middle of an epoch; after its last step, before ``on_epoch_end``; after ``on_epoch_end``."""
@@ -49,6 +50,8 @@ BRIEF: tuple[Pattern, ...] = (
 """One break in each epoch, to check many runs quickly."""
 
 _SAVE_TIMEOUT = 60.0  # seconds
+_LOST = 3
+"""Steps that a kill loses, and the next leg repeats, unless a save comes before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +117,15 @@ class Milestones(Callback):
             self._stop()
 
     def on_step_done(self, ctx: Any) -> None:
-        """Kill one step after the break, whose records are written and not saved."""
+        self._kill_after(_LOST, ctx)
+
+    def on_before_save(self, ctx: Any) -> None:
+        self._kill_after(1, ctx)
+
+    def _kill_after(self, steps: int, ctx: Any) -> None:
+        """Kill that many steps after the break; their records are written and not saved."""
         wanted = self._break
-        if wanted is None or wanted.how != "kill" or ctx.state.global_step <= wanted.step or collectives.rank():
+        if wanted is None or wanted.how != "kill" or ctx.state.global_step < wanted.step + steps or collectives.rank():
             return
         published = CheckpointManager(ctx.args.directory).path_of(wanted.step)
         deadline = time.monotonic() + _SAVE_TIMEOUT
@@ -125,8 +134,6 @@ class Milestones(Callback):
                 raise RankFailed(f"{published}: requested, and not saved after {_SAVE_TIMEOUT:g} s")
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGKILL)
-
-    on_before_save = on_step_done
 
     def _stop(self) -> None:
         if self._break is not None and self._break.how == "stop" and collectives.rank() == collectives.world_size() - 1:

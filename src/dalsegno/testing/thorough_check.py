@@ -15,6 +15,8 @@ from dalsegno.errors import DalsegnoError, RankFailed
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import Context
 from dalsegno.events.registration import register_global_callback
+from dalsegno.logs import RunFile
+from dalsegno.state import ResumeProof
 
 from .compare import RunComparison, compare_runs
 from .equivalence import Factory
@@ -34,9 +36,11 @@ class Verdict(enum.StrEnum):
     REFUSED = "refused"
     """A leg raised a dalsegno error before its first step."""
     SAID = "said"
-    """Different, and a warning before a leg's first step announced it."""
+    """A warning before a leg's first step announced a difference, or the proof of a resumed leg contains it."""
+    UNPROVEN = "not proven"
+    """Different, and a resumed leg had no step to repeat, or ended before it had compared one."""
     DIFFERENT = "different"
-    """Different without a warning, or a leg failed."""
+    """Different, and neither announced nor in a proof; or a leg failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,12 @@ def _warnings_file(output_dir: Path) -> Path:
     return output_dir.with_suffix(".said")
 
 
+def resume_proofs(output_dir: Path) -> list[ResumeProof | None]:
+    """The proof of each leg of a run but the first."""
+    run = RunFile(output_dir).load()
+    return [] if run is None else [leg.resumed for leg in run.legs[1:]]
+
+
 def worst(trials: Sequence[Trial]) -> Verdict:
     """The worst verdict of several trials."""
     return max((trial.verdict for trial in trials), key=list(Verdict).index)
@@ -159,13 +169,18 @@ class _Bench:
         except RankFailed as error:
             return trial(Verdict.DIFFERENT, f"a leg failed: {error}")
         comparison = compare_runs(self.folder / "reference", self.folder / name, ignoring=_OF_EXTRA_SAVES)
+        proofs = resume_proofs(self.folder / name)
+        for proof in proofs:
+            if proof is not None and proof.verdict in ("differs", "changed"):
+                return trial(Verdict.SAID, proof.line, comparison)
         if comparison.identical:
             return trial(Verdict.EXACT, comparison=comparison)
         for warnings in (_warnings_file(self.folder / "reference"), _warnings_file(self.folder / name)):
             if warnings.exists():
                 return trial(Verdict.SAID, warnings.read_text().strip(), comparison)
         difference = next(row.difference for row in comparison.rows if row.difference is not None)
-        return trial(Verdict.DIFFERENT, difference, comparison)
+        was_proven = all(proof is not None and proof.verdict == "exact" for proof in proofs)
+        return trial(Verdict.DIFFERENT if was_proven else Verdict.UNPROVEN, difference, comparison)
 
     def _leg(self, name: str, breaks: Sequence[Break], breaks_off: Break | None) -> _Leg | None:
         """Run one leg; None if it was killed as planned."""
