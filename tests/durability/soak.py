@@ -1,8 +1,10 @@
 """Kill a small run with SIGKILL, again and again, at random instants; then count what has been lost: ``make soak``.
 
-Half of the kills come by the clock, at any moment from the start of a process to the time a whole run takes; the others
-before a file operation drawn by lot, since a run spends little time in these. Whenever a run gets to its end all the
-same, it is held against one that was never killed.
+Nothing may be lost, and no resumed leg may say that it differs from the one before it.
+
+A third of the kills comes by the clock, at any moment from the start of a process to the time a whole run takes; the
+others before a file operation and before a step drawn by lot, since a run spends little time in these. Whenever a run
+gets to its end all the same, it is held against one that was never killed.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 
 from dalsegno.checkpoint import CheckpointManager, read_tensors
 from dalsegno.distributed import collectives
+from dalsegno.events.table import Event
 from dalsegno.logs import RunFile, read_records
 from dalsegno.testing import FaultPlan, compare_runs, start_ranks
 from support.runs import busy_trainer
@@ -34,9 +37,9 @@ PLACES = ("in a save", "in a log write", "in a prune", "elsewhere")
 
 @dataclass(slots=True)
 class Tally:
-    """What has happened to the runs of one world size."""
+    """What has happened to the runs of one kind."""
 
-    world_size: int
+    name: str
     places: Counter[str] = field(default_factory=Counter)
     resumes: int = 0
     from_memory: int = 0
@@ -44,6 +47,10 @@ class Tally:
     runs: int = 0
     lost_records: int = 0
     differing_bits: int = 0
+    proofs: Counter[str] = field(default_factory=Counter)
+    """Verdicts on the resumes; "none" of a leg that was killed before it had one."""
+    alarms: list[str] = field(default_factory=list)
+    """What a leg said of a difference, although nothing may differ."""
     differences: list[str] = field(default_factory=list)
     """A table for each run that has not come out the same."""
 
@@ -51,16 +58,22 @@ class Tally:
     def kills(self) -> int:
         return self.places.total()
 
+    @property
+    def is_flawless(self) -> bool:
+        return not (self.lost_records or self.differing_bits or self.alarms or self.differences)
+
     def __add__(self, other: Tally) -> Tally:
         """Of the runs of both."""
         return Tally(
-            self.world_size,
+            self.name,
             self.places + other.places,
             self.resumes + other.resumes,
             self.from_memory + other.from_memory,
             self.runs + other.runs,
             self.lost_records + other.lost_records,
             self.differing_bits + other.differing_bits,
+            self.proofs + other.proofs,
+            self.alarms + other.alarms,
             self.differences + other.differences,
         )
 
@@ -86,6 +99,7 @@ def plans(dice: random.Random, longest: float, files: Sequence[tuple[str, int]] 
         yield FaultPlan(seconds=dice.uniform(0.0, longest))
         path, often = dice.choice(files)
         yield FaultPlan(operation="any", path=path, count=dice.randint(1, often))
+        yield FaultPlan(event=Event.STEP_BEGIN, count=dice.randint(1, STEPS // 2))
 
 
 def soak(
@@ -95,11 +109,12 @@ def soak(
     seed: int,
     say: Callable[[Tally], object],
     *,
+    name: str | None = None,
     leg: Leg = leg,
     files: Sequence[tuple[str, int]] = FILES,
 ) -> Tally:
     """Kill runs until that many kills are done and the last run has come to its end."""
-    tally, dice = Tally(world_size), random.Random(seed)
+    tally, dice = Tally(name or f"{world_size} rank{'s' * (world_size > 1)}"), random.Random(seed)
     began = time.monotonic()
     survive(folder / "reference", None, world_size, 0, leg)
     moments = plans(dice, time.monotonic() - began, files)
@@ -142,6 +157,10 @@ def hold_against(reference: Path, run: Path, tally: Tally) -> None:
     assert legs is not None
     tally.resumes += len(legs.legs) - 1
     tally.from_memory += sum((each.from_checkpoint or "").startswith("/") for each in legs.legs)
+    for proof in (each.resumed for each in legs.legs if each.from_checkpoint is not None):
+        tally.proofs["none" if proof is None else proof.verdict] += 1
+        if proof is not None and proof.verdict in ("differs", "changed"):
+            tally.alarms.append(proof.line)
     tally.lost_records += sum((records(reference) - records(run)).values()) + sum(
         (records(run) - records(reference)).values()
     )
@@ -177,7 +196,7 @@ def flat(run: Path) -> dict[str, np.ndarray]:
 
 
 def table(tallies: list[Tally]) -> str:
-    rows = [("", *(f"{tally.world_size} rank{'s' * (tally.world_size > 1)}" for tally in tallies), "all")]
+    rows = [("", *(tally.name for tally in tallies), "all")]
 
     def row(title: str, value: Callable[[Tally], int]) -> None:
         values = [value(tally) for tally in tallies]
@@ -189,6 +208,9 @@ def table(tallies: list[Tally]) -> str:
     row("resumes", lambda tally: tally.resumes)
     if any(tally.from_memory for tally in tallies):
         row("  from memory", lambda tally: tally.from_memory)
+    for verdict in ("exact", "not proven", "none"):
+        row(f"  proof: {verdict}", lambda tally, verdict=verdict: tally.proofs[verdict])  # type: ignore[misc]
+    row("false alarms", lambda tally: len(tally.alarms))
     row("runs brought to their end", lambda tally: tally.runs)
     row("lost records", lambda tally: tally.lost_records)
     row("differing bits", lambda tally: tally.differing_bits)
@@ -204,17 +226,22 @@ def main(description: str | None = __doc__, soak: Callable[..., Tally] = soak, k
 
     def say(tally: Tally) -> None:
         if tally.kills % 50 == 0:
-            print(f"{tally.kills} kills, {tally.runs} runs ended ({tally.world_size} ranks)", flush=True)
+            print(f"{tally.kills} kills, {tally.runs} runs ended ({tally.name})", flush=True)
 
     tallies = []
     with tempfile.TemporaryDirectory(prefix="dalsegno-soak-") as folder:
         for world_size, share in ((1, arguments.kills - arguments.kills // 4), (2, arguments.kills // 4)):
             place = Path(folder) / str(world_size)
             tallies.append(soak(share, world_size, place, arguments.seed + world_size, say))
+    return report(tallies)
+
+
+def report(tallies: list[Tally]) -> int:
+    """Print what has happened. Returns the exit status."""
     print(table(tallies))
     for tally in tallies:
-        print("".join(f"\n{each}\n" for each in tally.differences), end="")
-    return 1 if any(tally.differences or tally.lost_records or tally.differing_bits for tally in tallies) else 0
+        print("".join(f"\n{each}\n" for each in [*tally.alarms, *tally.differences]), end="")
+    return 0 if all(tally.is_flawless for tally in tallies) else 1
 
 
 if __name__ == "__main__":

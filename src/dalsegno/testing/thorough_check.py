@@ -13,7 +13,7 @@ from typing import cast
 from dalsegno.data import NOT_EXACT
 from dalsegno.errors import DalsegnoError, RankFailed
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import Context
+from dalsegno.events.contexts import Context, LoadContext
 from dalsegno.events.registration import register_global_callback
 from dalsegno.logs import RunFile
 from dalsegno.state import ResumeProof
@@ -36,7 +36,8 @@ class Verdict(enum.StrEnum):
     REFUSED = "refused"
     """A leg raised a dalsegno error before its first step."""
     SAID = "said"
-    """A warning before a leg's first step announced a difference, or the proof of a resumed leg contains it."""
+    """A warning or a changed setting announced a difference before a leg's first step, or the proof of a resumed leg
+    contains it."""
     UNPROVEN = "not proven"
     """Different, and a resumed leg had no step to repeat, or ended before it had compared one."""
     DIFFERENT = "different"
@@ -213,7 +214,7 @@ def _train(factory: Factory, output_dir: Path, breaks: Sequence[Break], breaks_o
 
 
 class _Beginning(Callback):
-    """Records a warning, before a leg's first step, that the resumed run will differ."""
+    """Records what says, before a leg's first step, that the resumed run will differ: a warning, a changed setting."""
 
     sets_control_flags = False
 
@@ -228,10 +229,17 @@ class _Beginning(Callback):
         handler.emit = self._record  # type: ignore[method-assign]
         logging.getLogger("dalsegno").addHandler(handler)
 
+    def on_load(self, ctx: LoadContext) -> None:
+        if ctx.report.changes:
+            self._write("\n".join(map(str, ctx.report.changes)))
+
     def on_step_begin(self, ctx: Context) -> None:
         self.is_over = True
 
     def _record(self, record: logging.LogRecord) -> None:
         if getattr(record, NOT_EXACT, False) and not self.is_over:
-            self._warnings.parent.mkdir(parents=True, exist_ok=True)
-            self._warnings.write_text(record.getMessage())
+            self._write(record.getMessage())
+
+    def _write(self, words: str) -> None:
+        self._warnings.parent.mkdir(parents=True, exist_ok=True)
+        self._warnings.write_text(words)
