@@ -16,7 +16,7 @@ from support.docs_scripts import script
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["data", "events", "other-names", "own-loop", "trainer"])
+@pytest.mark.parametrize("name", ["data", "events", "other-names", "own-loop", "resume-proof", "trainer"])
 def test_a_page_made_from_the_code_is_up_to_date(name: str) -> None:
     module = script(name)
     assert module.PAGE.read_text() == module.page(), f"run: python docs/{name}.py"

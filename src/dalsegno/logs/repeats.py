@@ -68,6 +68,9 @@ class Repeats:
         was, found = _comparable(before), _comparable(now)
         if was == found or repr(was) == repr(found):  # NaN differs from itself
             return
+        if was.get("kind") == "final" != found.get("kind"):  # the leg ended there, without a checkpoint
+            self._lines = None
+            return
         keys = (key for key in was | found if repr(was.get(key, _MISSING)) != repr(found.get(key, _MISSING)))
         key = next(keys)
         step = now.get("global_step")

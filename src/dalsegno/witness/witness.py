@@ -287,8 +287,8 @@ class Witness:
         self._advance(last)
         RecordLog.stop_comparing(self._output_dir)
         if found:
-            proof = min(found, key=lambda each: each.differs_at or 0)
-            if self._difference is None and collectives.rank() == 0:
+            proof = min(found, key=_place)  # it may be why others differ, as gradients are shared
+            if proof != self._difference and collectives.rank() == 0:
                 self._log(proof)
             self._report(proof)
             return
@@ -352,6 +352,11 @@ class Witness:
 
     def _is_deterministic(self) -> bool:
         return self._device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+
+
+def _place(difference: ResumeProof) -> tuple[int, int]:
+    """Sort key: the step, and the place within it."""
+    return difference.differs_at or 0, list(CAUSES).index(str(difference.what))
 
 
 def _of_this_rank(number: torch.Tensor | float) -> torch.Tensor | float:

@@ -1,0 +1,43 @@
+"""Writes the table of docs/resume-proof.md from the recorded results of the scenarios: ``python docs/resume-proof.py``.
+
+A test compares the two, and others try scenarios again: see tests/durability/scenarios.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import groupby
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from durability.scenarios import SCENARIOS
+from durability.scenarios.scenario import WAYS, shown
+
+PAGE = Path(__file__).with_suffix(".md")
+BEGIN, END = "<!-- written by docs/resume-proof.py -->\n", "<!-- end -->\n"
+
+WORDS = {"different": "**not seen**"}
+
+
+def table() -> str:
+    """Return the result of each scenario, by group."""
+    found = shown()
+    rows = []
+    for group, scenarios in groupby(SCENARIOS.values(), lambda scenario: scenario.group):
+        rows += ["", f"| {group} | {' | '.join(WAYS)} |", "|---|---|---|"]
+        for one in scenarios:
+            verdicts = (found[one.name][way] for way in WAYS)
+            rows.append(f"| {one.what} | {' | '.join(WORDS.get(verdict, verdict) for verdict in verdicts)} |")
+    return "\n".join(rows) + "\n\n"
+
+
+def page() -> str:
+    """Return the page with the current table."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + table() + END + after
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

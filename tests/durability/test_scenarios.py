@@ -1,0 +1,46 @@
+"""A part of the scenarios: what becomes of each, interrupted and resumed, is what docs/resume-proof.md says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dalsegno.testing import Verdict
+from durability.scenarios import SCENARIOS
+from durability.scenarios.scenario import CHANGED, HEALTHY, LATE, outcomes, shown
+
+SHOWN = shown()
+KILLED = [*SCENARIOS][::4]
+STOPPED = [name for name in SCENARIOS if SHOWN.get(name, {}).get("stopped") not in ("exact", None)][::12]
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_killed(tmp_path: Path, name: str) -> None:
+    assert becomes(tmp_path, name, "killed") == SHOWN[name]["killed"]
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_stopped(tmp_path: Path, name: str) -> None:
+    assert becomes(tmp_path, name, "stopped") == SHOWN[name]["stopped"]
+
+
+def becomes(folder: Path, name: str, way: str) -> Verdict:
+    trial = outcomes(name, folder, [way])[way]
+    print(trial)
+    return trial.verdict
+
+
+def test_a_killed_run_is_never_silently_different() -> None:
+    """But for a state that shows only later than in the steps that are repeated."""
+    assert [*SHOWN] == [*SCENARIOS], "run: python -m durability.scenarios --write"
+    for name, one in SCENARIOS.items():
+        killed = SHOWN[name]["killed"]
+        if one.group == LATE:
+            assert killed == Verdict.DIFFERENT, name
+        elif one.group == HEALTHY:
+            assert {*SHOWN[name].values()} == {Verdict.EXACT}, name
+        else:
+            assert killed in (Verdict.EXACT, Verdict.REFUSED, Verdict.SAID), name
+        assert one.group == LATE or Verdict.DIFFERENT not in SHOWN[name].values(), name
+        assert one.group != CHANGED or killed != Verdict.EXACT, name
