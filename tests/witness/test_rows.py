@@ -13,7 +13,7 @@ import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
 from dalsegno.state import ResumeProof
 from dalsegno.testing import compare_runs
-from dalsegno.witness import FOLDER
+from dalsegno.witness import WITNESS
 from dalsegno.witness import witness as module
 from support.crash import Crash
 from support.disks import small_disk
@@ -38,11 +38,11 @@ def resume(output_dir: Path, **settings: Any) -> ResumeProof:
 
 
 def files(output_dir: Path) -> list[str]:
-    return sorted(path.name for path in (output_dir / FOLDER).iterdir())
+    return sorted(path.name for path in (output_dir / WITNESS).iterdir())
 
 
 def steps(output_dir: Path, name: str) -> list[int]:
-    rows = map(json.loads, filter(None, (output_dir / FOLDER / name).read_text().splitlines()))
+    rows = map(json.loads, filter(None, (output_dir / WITNESS / name).read_text().splitlines()))
     return [row["global_step"] for row in rows if "global_step" in row]
 
 
@@ -77,7 +77,7 @@ def test_steps_that_cost_too_much_are_recorded_rarely(tmp_path: Path, monkeypatc
 def test_a_torn_last_line(tmp_path: Path) -> None:
     crash(tmp_path, after=7)
     (name,) = (each for each in files(tmp_path) if each.startswith("step-00000004"))
-    path = tmp_path / FOLDER / name
+    path = tmp_path / WITNESS / name
     path.write_bytes(path.read_bytes()[:-20])
     proof = resume(tmp_path)
     assert (proof.verdict, proof.last_step) == ("exact", 6)
@@ -86,7 +86,7 @@ def test_a_torn_last_line(tmp_path: Path) -> None:
 def test_rows_behind_a_torn_line_are_read(tmp_path: Path) -> None:
     """A leg that was killed while it wrote a row, and one that wrote on in the same file."""
     crash(tmp_path, after=6)
-    path = tmp_path / FOLDER / "step-00000004.rank-00000.jsonl"
+    path = tmp_path / WITNESS / "step-00000004.rank-00000.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
     crash(tmp_path, after=7)
     proof = resume(tmp_path)
@@ -96,7 +96,7 @@ def test_rows_behind_a_torn_line_are_read(tmp_path: Path) -> None:
 def test_without_its_files_nothing_is_proven(tmp_path: Path) -> None:
     crash(tmp_path, after=7)
     for name in files(tmp_path):
-        (tmp_path / FOLDER / name).unlink()
+        (tmp_path / WITNESS / name).unlink()
     assert resume(tmp_path).verdict == "not proven"
 
 
@@ -104,7 +104,7 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path) -> None:
     trainer(tmp_path / "whole").train()
     run = tmp_path / "run"
     run.mkdir()
-    with small_disk(run / FOLDER, kilobytes=4) as disk:
+    with small_disk(run / WITNESS, kilobytes=4) as disk:
         subprocess.run(["sh", "-c", f"cat /dev/zero > {disk}/filler"], capture_output=True, check=False)
         crash(run, after=7)
         assert resume(run).verdict == "not proven"
