@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PEERS  := .venv-peers
 
-.PHONY: demo test check docs dist bench soak memory rollbacks diloco lies requests peers clean
+.PHONY: demo test check docs dist bench soak proofs memory rollbacks diloco lies requests peers clean
 
 demo: $(READY)
 	$(BIN)/dalsegno demo
@@ -41,6 +41,12 @@ soak: $(READY)
 # A kill before each file operation of a rollback: five minutes or so. `make rollbacks EVERY=5` is shorter.
 rollbacks: $(READY)
 	PYTHONPATH=tests $(BIN)/python -W ignore -m durability.rollbacks --every $(or $(EVERY),1)
+
+# Three hundred kills of healthy runs, alone, with DDP, FSDP2, tensor parallelism and a pipeline: ten minutes or so. Then
+# every scenario of state that a checkpoint contains or not: three minutes or so. `make proofs KILLS=50` is shorter.
+proofs: $(READY)
+	PYTHONPATH=tests $(BIN)/python -W ignore -m durability.proofs --kills $(or $(KILLS),300)
+	PYTHONPATH=tests $(BIN)/python -W ignore -m durability.scenarios --write
 
 # A hundred kills of the workers and the server of DiLoCo runs: ten minutes or so. `make diloco KILLS=10` is shorter.
 diloco: $(READY)

@@ -173,9 +173,12 @@ def test_what_differs_is_shown_with_its_place(folder: Path, capsys: pytest.Captu
     printed = capsys.readouterr()
     assert status == 1, printed
     trials = json.loads(printed.out)
-    assert {trial["verdict"] for trial in trials} == {"different"}
+    verdicts = {trial["breaks"][0]["how"]: trial["verdict"] for trial in trials}
+    assert verdicts == {"kill": "said", "stop": "not proven"}, "after a stop no step is repeated"
     assert [len(trial["breaks"]) for trial in trials] == [1] * 6, "two epochs, the last one's end left out"
-    assert all(trial["words"].startswith("layers.0.bias: ") for trial in trials), "weights come first"
+    words = {trial["verdict"]: trial["words"] for trial in trials}
+    assert words["said"].startswith("not resumed exactly: ")
+    assert words["not proven"].startswith("layers.0.bias: "), "weights come first"
     assert main(["check-resume", "own_training:good", "--thorough", "--kill-at", "2s"]) == 2
 
 

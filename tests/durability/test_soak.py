@@ -1,4 +1,4 @@
-"""Small shares of ``make soak``, ``make memory``, ``make diloco`` and ``make rollbacks``: nothing is lost."""
+"""Small shares of ``make soak``, ``make proofs``, ``make memory`` and others: nothing is lost, no alarm is false."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from durability import diloco, memory, rollbacks
-from durability.soak import soak
+from durability import diloco, memory, proofs, rollbacks
+from durability.soak import soak, table
 
 
 def test_workers_and_server_of_diloco_lose_nothing(tmp_path: Path) -> None:
@@ -22,16 +22,21 @@ def test_nothing_is_lost_in_memory(tmp_path: Path, world_size: int, kills: int) 
     """A small share of ``make memory``."""
     tally = memory.soak(kills, world_size, tmp_path, seed=5, say=lambda tally: None)
     assert tally.kills >= kills
-    assert tally.differences == []
-    assert (tally.lost_records, tally.differing_bits) == (0, 0)
+    assert tally.is_flawless, table([tally])
 
 
 @pytest.mark.parametrize(("world_size", "kills"), [(1, 18), (2, 7)])
 def test_nothing_is_lost(tmp_path: Path, world_size: int, kills: int) -> None:
     tally = soak(kills, world_size, tmp_path, seed=7, say=lambda tally: None)
     assert tally.kills >= kills and tally.resumes > 0
-    assert tally.differences == []
-    assert (tally.lost_records, tally.differing_bits) == (0, 0)
+    assert tally.is_flawless, table([tally])
+
+
+@pytest.mark.parametrize(("layout", "kills"), [("ddp", 4), ("tp", 4), ("pp", 4)])
+def test_no_alarm_is_false(tmp_path: Path, layout: str, kills: int) -> None:
+    """A small share of ``make proofs``."""
+    tally = proofs.soak(kills, layout, tmp_path, seed=11, say=lambda tally: None)
+    assert tally.is_flawless, table([tally])
 
 
 def test_a_rollback_may_be_killed_before_any_file_operation(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def other_loss(ctx: Any) -> None:
         ("on_train_begin", other_numbers(random.random), "random numbers", 5, "from Python's generator; "),
         ("on_before_backward", other_loss, "loss", 5, r"\d\S+ before, \d\S+ now; "),
         ("on_gradients_ready", other_gradients, "gradient norm", 5, r"\d\S+ before, \d\S+ now; "),
-        ("on_step_begin", other_rate, "learning rate", 5, r"0\.002 before, 0.0011\d* now; "),
+        ("on_step_begin", other_rate, "learning rate", 5, r"0\.002 before, 0\.0011\d* now; "),
         ("on_log_step", other_record, "record", 6, r"calls in train\.jsonl 3 before, 4 now; "),
     ],
 )

@@ -43,8 +43,9 @@ class Plan(TypedDict):
 
     seed: int
     stopping_strategy: str
-    datasets: list[tuple[str, int]]
-    """Name and number of samples of each."""
+    datasets: list[str]
+    lengths: list[int]
+    """Number of samples of each."""
     bounds: list[float]
     """Where the share of each dataset but the last ends, between 0 and 1."""
 
@@ -96,7 +97,8 @@ class Mixture(IterableDataset[Any]):
         return {
             "seed": int(self.seed) & WORD,
             "stopping_strategy": self.stopping_strategy,
-            "datasets": [*self._lengths.items()],
+            "datasets": [*self._lengths],
+            "lengths": [*self._lengths.values()],
             "bounds": self._bounds.tolist(),
         }
 

@@ -9,5 +9,5 @@ which ``docs/resume-proof.py`` makes its table; the tests try a part, and hold i
 
 from __future__ import annotations
 
-from . import callbacks, changes, data, healthy, loops, models, optimizers  # noqa: F401  # in the table's order
+from . import callbacks, changes, data, healthy, loops, models, optimizers  # noqa: F401
 from .scenario import SCENARIOS as SCENARIOS

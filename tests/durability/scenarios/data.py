@@ -16,7 +16,7 @@ from torch.utils.data import Sampler, default_collate
 from dalsegno.testing.equivalence import Trains
 from durability.kinds import Augmented, Buffered, Counting, Pure, Sample, sample
 
-from .parts import LENGTH, NUMBERS, STEPS, Samples, Stream, calling, loader, trainer
+from .parts import LENGTH, NUMBERS, STEPS, Samples, Stream, calling, is_resumed, loader, trainer
 from .scenario import DATA, scenario
 
 
@@ -116,10 +116,12 @@ def persistent_workers(output_dir: Path) -> Trains:
 def workers_out_of_order(output_dir: Path) -> Trains:
     """A `DataLoader` with `in_order=False` returns batches as soon as a worker process has one."""
 
+    slow = int(is_resumed(output_dir))  # the batch, and so the worker process, for which the disk takes longer
+
     class Uneven(Pure):
         def __getitem__(self, index: int) -> Sample:
-            if index % 8 < 4:  # one worker process takes as long as it happens to
-                time.sleep(os.urandom(1)[0] / 50_000)
+            if index // 4 == slow:
+                time.sleep(0.02)
             return sample(index)
 
     return trainer(output_dir, train_dataloader=loader(Uneven(LENGTH), num_workers=2, in_order=False))

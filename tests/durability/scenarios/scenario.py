@@ -16,8 +16,9 @@ from dalsegno.testing.interruptions import How
 SHOWN = Path(__file__).with_name("shown.json")
 
 DATA, MODEL, OPTIMIZER = "Data", "Model and loss", "Optimizer and schedule"
-CALLBACKS, LOOP, CHANGED, LATE = "Callbacks", "Your own loop", "Changed between two legs", "Acts later"
+CALLBACKS, LOOP, CHANGED, LATE = "Callbacks", "Your own loop", "Changed between two legs", "Takes effect later"
 HEALTHY = "All in the checkpoint"
+GROUPS = (HEALTHY, DATA, MODEL, OPTIMIZER, CALLBACKS, LOOP, CHANGED, LATE)
 
 WAYS: dict[str, How] = {"killed": "kill", "stopped": "stop"}
 """By SIGKILL three steps after a checkpoint, and by SIGTERM, which saves one."""

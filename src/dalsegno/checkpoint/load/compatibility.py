@@ -195,7 +195,7 @@ def _of_plan(plan: Plan) -> str:
     shares = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
     parts = [
         f"{100 * share:.3g} % {name}, {length:,} samples"
-        for share, (name, length) in zip(shares, plan["datasets"], strict=True)
+        for share, name, length in zip(shares, plan["datasets"], plan["lengths"], strict=True)
     ]
     return f" ({'; '.join(parts)}; seed={plan['seed']}, {plan['stopping_strategy']})"
 
