@@ -242,16 +242,6 @@ def test_stopped_if_it_differs(tmp_path: Path) -> None:
     assert compare_runs(tmp_path / "whole", run).identical
 
 
-def test_the_final_record_of_a_leg_that_ended_without_a_checkpoint_is_no_difference(tmp_path: Path) -> None:
-    abort = Listener(
-        {"on_step_end": lambda ctx: ctx.control.stop("mid-way", save=False) if ctx.step == 7 else None}, name="aborts"
-    )
-    assert trainer(tmp_path, abort).train().reason == "aborted"
-    last = trainer(tmp_path)
-    last.train()
-    assert proof_of(last).verdict == "exact", proof_of(last).line
-
-
 def test_a_difference_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     crash(drawing, tmp_path)
     leg = drawing(tmp_path, on_resume="ignore")
@@ -360,6 +350,27 @@ def test_a_rollback_is_no_difference(tmp_path: Path, caplog: pytest.LogCaptureFi
     last = build()
     last.train()
     assert (proof_of(last).verdict, proof_of(last).last_step) == ("exact", 13)
+
+
+def test_the_steps_from_before_a_rollback_are_forgotten(tmp_path: Path) -> None:
+    """A leg that goes back from step 10 to 4, and crashes before it is where it was."""
+    went_back: list[int] = []
+
+    def crash_then(ctx: Any) -> None:
+        if went_back and ctx.state.global_step == 7:
+            raise RuntimeError("an illegal memory access")
+
+    crasher = {"on_rollback": lambda ctx: went_back.append(ctx.from_step), "on_step_begin": crash_then}
+
+    def build(*callbacks: Any) -> ds.Trainer:
+        return rolling(tmp_path, JsonLogger(), Sniffer(samples_of_step(10)), *callbacks)
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        build(Listener(crasher, name="crasher")).train()
+    assert went_back == [10]
+    last = build()
+    last.train()
+    assert (proof_of(last).verdict, proof_of(last).first_step, proof_of(last).last_step) == ("exact", 5, 7)
 
 
 def test_killed_while_it_repeats_and_resumed_again(tmp_path: Path) -> None:

@@ -89,8 +89,17 @@ def test_rows_behind_a_torn_line_are_read(tmp_path: Path) -> None:
     path = tmp_path / WITNESS / "step-00000004.rank-00000.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
     crash(tmp_path, after=7)
+    *_, settings, sixth, seventh = filter(None, path.read_text().splitlines())
+    assert "settings" in json.loads(settings), "its line begins behind the torn one"
+    assert [json.loads(row)["global_step"] for row in (sixth, seventh)] == [6, 7]
     proof = resume(tmp_path)
     assert (proof.verdict, proof.last_step) == ("exact", 7)
+
+
+def test_steps_that_are_repeated_are_not_recorded_twice(tmp_path: Path) -> None:
+    crash(tmp_path, after=7)
+    crash(tmp_path, after=7)
+    assert steps(tmp_path, "step-00000004.rank-00000.jsonl") == [5, 6, 7]
 
 
 def test_without_its_files_nothing_is_proven(tmp_path: Path) -> None:
