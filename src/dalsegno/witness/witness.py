@@ -139,7 +139,10 @@ class Witness:
             self._waiting, self._end = deque(sorted(self._expected)), end
             self._advance(step)
         elif is_resumed:
-            self._report(ResumeProof(verdict="not proven", why="the leg before recorded no step after the checkpoint"))
+            proof = ResumeProof(verdict="not proven", why="the leg before recorded no step after the checkpoint")
+            if rank == 0:
+                self._log(proof)
+            self._report(proof)
 
     def expect_difference(self, reason: str) -> None:
         """Steps of this leg may differ from those of the leg before, for a ``reason`` that the user was told."""
