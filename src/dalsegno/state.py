@@ -55,7 +55,7 @@ class Clock:
         self._before = state["seconds"]
 
 
-_PLURAL = ("data", "random numbers")
+_PLURAL = ("data", "random numbers", "gradients")
 Verdict = Literal["exact", "not proven", "changed", "differs"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 """From the best to the worst."""
@@ -65,6 +65,8 @@ CAUSES = {
     "random numbers": "they are drawn at other places, or from a generator that no checkpoint contains",
     "loss": "data and random numbers are equal, so a state that no checkpoint contains has an effect, or the script is "
     "another",
+    "gradients": "the loss is equal, so they are summed in another order, or changed by a state that no checkpoint "
+    "contains",
     "gradient norm": "the loss is equal, so gradients are summed in another order, or changed by a state that no "
     "checkpoint contains",
     "learning rate": "the loss is equal, so something that no checkpoint contains sets the rate",
@@ -81,8 +83,9 @@ class ResumeProof:
     """
 
     verdict: Verdict
-    """``exact``: equal bit for bit. ``differs``: not, without a known reason. ``changed``: not, and ``why`` has the
-    reason, such as a changed setting. ``not proven``: nothing could be compared, for the reason in ``why``."""
+    """``exact``: equal bit for bit; ``why`` has what is not, but had no effect on them. ``differs``: not, without a
+    known reason. ``changed``: not, and ``why`` has the reason, such as a changed setting. ``not proven``: nothing could
+    be compared, for the reason in ``why``."""
     first_step: int | None = None
     """First step that was repeated; None if none was."""
     last_step: int | None = None
@@ -102,7 +105,8 @@ class ResumeProof:
             return f"not proven: {self.why}"
         if self.verdict == "exact":
             compared = "" if self.every == 1 else f" (one in {self.every} compared)"
-            return f"resumed exactly: steps {self.first_step} to {self.last_step} repeated bit for bit{compared}"
+            but = f"; without an effect on them, {self.why}" if self.why else ""
+            return f"resumed exactly: steps {self.first_step} to {self.last_step} repeated bit for bit{compared}{but}"
         reason = f": {self.why}" if self.why else ""
         kind = "not resumed exactly" if self.verdict == "differs" else "not repeated bit for bit"
         return f"{kind}: {self.what} of step {self.differs_at} differ{'' if self.what in _PLURAL else 's'}{reason}"

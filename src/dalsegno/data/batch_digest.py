@@ -22,14 +22,17 @@ _NUMPY_HAS = {
 }
 
 
-def add_batch(hashed: xxhash.xxh3_64, value: Any, depth: int = 0) -> None:
+def add_batch(
+    hashed: xxhash.xxh3_64, value: Any, depth: int = 0, *, on_device: list[torch.Tensor] | None = None
+) -> None:
     """Add the contents of a batch, or of a part of it.
 
-    Of tensors on a device only the shape is read, since their values would have to be waited for; of objects of a type
-    that is neither a container nor has attributes, only the type.
+    Of tensors on a device only the shape is read, since their values would have to be waited for; those that are not
+    empty are appended to ``on_device``. Of objects of a type that is neither a container nor has attributes, only the
+    type is.
     """
     if isinstance(value, torch.Tensor):
-        _add_tensor(hashed, value)
+        _add_tensor(hashed, value, on_device)
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:  # of objects, the bytes would be addresses
         _add_array(hashed, value)
     elif isinstance(value, str):
@@ -42,23 +45,26 @@ def add_batch(hashed: xxhash.xxh3_64, value: Any, depth: int = 0) -> None:
         hashed.update(type(value).__qualname__.encode())
     elif isinstance(value, dict | Mapping):  # dict first: Mapping takes 1 µs
         for key, item in value.items():
-            add_batch(hashed, key, depth + 1)
-            add_batch(hashed, item, depth + 1)
+            add_batch(hashed, key, depth + 1, on_device=on_device)
+            add_batch(hashed, item, depth + 1, on_device=on_device)
     elif isinstance(value, list | tuple | np.ndarray):
         hashed.update(b"[%d" % len(value))
         for item in value:
-            add_batch(hashed, item, depth + 1)
+            add_batch(hashed, item, depth + 1, on_device=on_device)
     else:
         hashed.update(type(value).__qualname__.encode())
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
-            add_batch(hashed, {name: attributes[name] for name in sorted(attributes)}, depth + 1)
+            add_batch(hashed, {name: attributes[name] for name in sorted(attributes)}, depth + 1, on_device=on_device)
 
 
-def _add_tensor(hashed: xxhash.xxh3_64, tensor: torch.Tensor) -> None:
+def _add_tensor(hashed: xxhash.xxh3_64, tensor: torch.Tensor, on_device: list[torch.Tensor] | None) -> None:
     is_plain = tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
     if not is_plain or tensor.device.type != "cpu" or isinstance(tensor, DTensor):
         hashed.update(str(tensor.dtype if tensor.is_nested else (tensor.dtype, tuple(tensor.shape))).encode())
+        is_readable = is_plain and tensor.device.type not in ("cpu", "meta") and not isinstance(tensor, DTensor)
+        if on_device is not None and is_readable and tensor.numel():
+            on_device.append(tensor)
         return
     if tensor.dtype not in _NUMPY_HAS:  # bfloat16, float8
         tensor = tensor.detach().reshape(-1).contiguous().view(torch.uint8)

@@ -9,10 +9,11 @@ handlers request. The states of callbacks are saved with each checkpoint of the 
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, NotRequired, TypedDict
 from weakref import WeakValueDictionary
 
 from torch import nn
@@ -20,9 +21,12 @@ from torch.optim import Optimizer
 
 from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint import CALLBACKS, CallbackTensors, CheckpointManager, LoadReport
+from dalsegno.checkpoint.load.compatibility import END_OF_SCHEDULE, reasons_to_differ
 from dalsegno.control import CommandQueue
 from dalsegno.distributed import collectives
+from dalsegno.distributed.environment import environment_of
 from dalsegno.distributed.layout import Layout
+from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, EventNotFired, StateMismatch
 from dalsegno.events.adapters import external_global_callbacks
 from dalsegno.events.callback import Callback, components_of, global_callbacks
@@ -30,9 +34,11 @@ from dalsegno.events.dispatcher import Dispatcher
 from dalsegno.events.failures import note_failures, raise_first
 from dalsegno.events.records import fire_record
 from dalsegno.events.table import Event
-from dalsegno.state import ControlRequests, TrainerControl, TrainerState
+from dalsegno.logs.repeats import RecordDifference
+from dalsegno.state import ControlRequests, ResumeProof, TrainerControl, TrainerState
 from dalsegno.stateful.component import Component, TensorHolder
 from dalsegno.stateful.schema import Count
+from dalsegno.witness import Witness
 
 from .states import remove_states
 
@@ -51,6 +57,23 @@ INSIDE_THE_STEP = (
     Event.PREDICTION_STEP,
 )
 """Events that no Bridge fires: other trainers have no callback at these places."""
+
+
+_FELT = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "bf16",
+    "fp16",
+    "seed",
+    "data_seed",
+)
+"""Settings that change what a step computes, of those that a library has too."""
 
 
 class Unknown:
@@ -89,10 +112,12 @@ class ProgressState(TypedDict):
     epochs_begun: Count
     epochs_ended: Count
     timeline: str
+    run: NotRequired[str]
 
 
 class _Progress:
-    """Epoch events that have fired, and a fingerprint of the library's own history, which distinguishes timelines."""
+    """Epoch events that have fired, a fingerprint of the library's own history, which distinguishes timelines, and a
+    name that distinguishes runs."""
 
     state_schema = ProgressState
     state_compared = False  # records, of which the fingerprint is made, contain times of each rank's clock
@@ -100,6 +125,7 @@ class _Progress:
     def __init__(self, timeline: str) -> None:
         self.epochs_begun = self.epochs_ended = 0
         self.timeline = timeline
+        self.run = ""
 
     def check_state(self, state: ProgressState) -> None:
         if state["timeline"] != self.timeline:
@@ -111,10 +137,16 @@ class _Progress:
             )
 
     def state_dict(self) -> ProgressState:
-        return {"epochs_begun": self.epochs_begun, "epochs_ended": self.epochs_ended, "timeline": self.timeline}
+        return {
+            "epochs_begun": self.epochs_begun,
+            "epochs_ended": self.epochs_ended,
+            "timeline": self.timeline,
+            "run": self.run,
+        }
 
     def load_state_dict(self, state: ProgressState) -> None:
         self.epochs_begun, self.epochs_ended = state["epochs_begun"], state["epochs_ended"]
+        self.run = state.get("run", "")
 
 
 class Leg:
@@ -126,6 +158,8 @@ class Leg:
         loop: the library's object that stands for this call of its training.
         locate: path of the folder in which the states of a step are saved.
         unsupported_events: events that this library's loop cannot fire, with reason and remedy.
+        causes: what it means under this library if a repeated step differs, as in :data:`~dalsegno.state.CAUSES`.
+        excuse: why a repeated record differs under this library although nothing is wrong; None: something is.
 
     Raises:
         EventNotFired: for a callback that handles such an event.
@@ -142,6 +176,8 @@ class Leg:
         loop: object,
         locate: Callable[[int], Path],
         unsupported_events: Mapping[Event, str],
+        causes: Mapping[str, str],
+        excuse: Callable[[RecordDifference], str | None] = lambda found: None,
     ) -> None:
         self.args = surroundings.args
         self.state = TrainerState(
@@ -166,12 +202,24 @@ class Leg:
             for each in self.events.callbacks
             if isinstance(each, TensorHolder)
         ]
+        self._surroundings = surroundings
+        self.witness = Witness(
+            self.args.directory,
+            device_of(surroundings.model),
+            self.args.on_resume,
+            causes=causes,
+            restores_generators=False,
+            excuse=excuse,
+        )
+        self._saved_at = 0  # step of the newest checkpoint
+        self._may_stop = False  # because of what the witness says
         self._manager = CheckpointManager(self.args.directory, locate=locate)
         self._progress = _Progress("")
         self._step_is_open = False  # on_step_done has not fired for it
         self._announced: int | None = None  # the newest step for which on_before_save has fired
         self._all_metrics: dict[str, Any] = {}  # of the sets measured so far in this evaluation
         self._newest: Path | None = None
+        self._hook: Any = None  # of the optimizer
         self._has_ended = False
 
     def _take_place(self) -> None:
@@ -214,6 +262,30 @@ class Leg:
             self._manager.check_serializable(self._tensors, self._components())
         self.state.clock.start()
         on.train_begin.fire_with(folder, None)
+        self._begin_witness(is_resumed=folder is not None)
+
+    def _begin_witness(self, *, is_resumed: bool) -> None:
+        around, progress, step = self._surroundings, self._progress, self.state.global_step
+        progress.run = progress.run or collectives.from_rank_zero(lambda: uuid.uuid4().hex)
+        settings = {name: getattr(self.args, name) for name in _FELT}
+        settings |= environment_of(device_of(around.model), Layout.flat()) | {"run": progress.run}
+        if around.lr_scheduler:
+            settings[END_OF_SCHEDULE] = self.state.max_steps
+        self.witness.begin_leg(
+            step,
+            settings,
+            is_resumed=is_resumed,
+            explain=lambda used: None if used.get("run") != progress.run else reasons_to_differ(used, settings),
+            report=self._prove,
+        )
+        self._saved_at, self._may_stop = step, self.args.on_resume == "stop" and self.witness.is_comparing
+        self._hook = around.optimizer.register_step_pre_hook(self._see_gradients)
+
+    def _prove(self, proof: ResumeProof) -> None:
+        """Note whether the leg repeats the steps of the leg before; if not, stop it if the user asks for that."""
+        self.state.resume_proof = proof
+        if proof.verdict == "differs" and self.args.on_resume == "stop":
+            self.control.stop(proof.line, save=False, by="on_resume")
 
     def end(self, reason: str, metrics: dict[str, Any]) -> None:
         """Fire on_train_end, once. Not collective.
@@ -226,13 +298,22 @@ class Leg:
         self._has_ended = True
         self._open_here.pop(self.args.directory, None)
         self.state.clock.stop()
+        self.witness.close(self.state.global_step)
+        if self._hook is not None:
+            self._hook.remove()
         train_end = self.events.train_end
         train_end.fill(reason, metrics, self._newest)
         raise_first(train_end.fire_all())
 
+    def end_steps(self) -> None:
+        """Fire on_step_done, and conclude about the steps that this leg repeated: no step follows. To be called before
+        the final record. Collective."""
+        self.finish()
+        self.witness.conclude(self.state.global_step)
+
     def record_end(self) -> None:
         """Fire on_step_done and the final record: training has come to its end, or to a requested one."""
-        self.finish()
+        self.end_steps()
         self.record({"train_runtime": self.state.elapsed(), "step": self.state.global_step}, "final")
 
     def complete(self, *, is_stopped: bool) -> None:
@@ -273,10 +354,23 @@ class Leg:
 
     def step_begin(self) -> None:
         self.finish()
+        if self.state.global_step + 1 >= self.witness.next_step:
+            self.witness.begin_step(self.state.global_step + 1)
         self.events.step_begin.fire_with()
+
+    def see_batch(self, batch: Any) -> None:
+        """Note a batch of the step in progress, before anything is computed from it."""
+        if self.witness.is_recording:
+            self.witness.add_batch(batch)
+
+    def _see_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.witness.is_recording:
+            self.witness.add_gradients(optimizer)
 
     def step_end(self, loss: Any, grad_norm: Any, lr: Any) -> None:
         """Fire on_step_end. An ``Unknown`` stands for a number that the library does not pass on."""
+        if self.witness.is_recording:
+            self.witness.end_step(*(None if isinstance(each, Unknown) else each for each in (loss, grad_norm, lr)))
         self.events.step_end.fire_with(loss, grad_norm, lr)
         self._step_is_open = True
 
@@ -307,8 +401,13 @@ class Leg:
         begin = self.events.evaluate_begin
         return begin.context.evaluated_weights if begin else None
 
+    def may_request_each_step(self) -> bool:
+        """Whether the ranks must exchange requests at the end of each step; equal on all ranks."""
+        return self._may_stop or self.events.may_request_each_step()
+
     def requests(self) -> ControlRequests:
         """Return what callbacks on any rank have requested, equal on all ranks. Collective."""
+        self._may_stop &= self.witness.is_comparing
         together = ControlRequests(*map(bool, collectives.all_reduce_max(self.control.requests(), "requests")))
         self.control.acknowledge(together)
         return together
@@ -356,7 +455,11 @@ class Leg:
         self._progress.timeline = timeline
         folder = self._manager.path_of(step)
         collectives.from_rank_zero(lambda: remove_states(folder))
-        return self._manager.save(step, self._tensors, self._components())
+        path = self._manager.save(step, self._tensors, self._components())
+        self.witness.note_published(self._saved_at)  # by now the library has written it
+        self.witness.note_captured(step)
+        self._saved_at = step
+        return path
 
     def saved(self, checkpoint: Path, *, is_best: bool = False) -> None:
         """Fire on_save: the library's checkpoint of this step is complete, with the states."""

@@ -234,7 +234,8 @@ class Session:
                 self._checkpointer.check_serializable()
                 self._serializability_checked = True
             if self._state.global_step + 1 >= self._witness.next_step:
-                self._witness.begin_step(self._state.global_step + 1, step_batch.microbatches)
+                batches = (each.batch for each in step_batch.microbatches)
+                self._witness.begin_step(self._state.global_step + 1, batches)
             if step_begin:
                 step_begin.fire()
             self.step_batch = step_batch

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from dalsegno.checkpoint.interchange.adapters import settings_of
-from dalsegno.checkpoint.load.compatibility import END_OF_SCHEDULE, Change, compare
+from dalsegno.checkpoint.load.compatibility import END_OF_SCHEDULE, Change, reasons_to_differ
 from dalsegno.data import NOT_EXACT, TrainingData
 from dalsegno.data.digest import digest
-from dalsegno.distributed import accelerator, collectives
+from dalsegno.distributed import collectives
+from dalsegno.distributed.environment import environment_of
 from dalsegno.distributed.modes import modes_of
 from dalsegno.distributed.precision import gathered_dtype
 from dalsegno.distributed.sharded_tensors import device_of, strip_wrappers
@@ -68,10 +66,6 @@ _NOT_RECORDED = {
     "num_train_epochs",
 }
 """Settings without an effect on the result; and the length of the run, which is recorded under another name."""
-
-
-_NOT_FELT = re.compile(r"(logging|save|eval|keep|max_failed|metric_for|greater|load_best|max_steps|num_train)\w*")
-"""Settings that do not change what a step computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +143,15 @@ class RecordedSettings:
 
     def differences_from(self, recorded: Mapping[str, Any]) -> list[str]:
         """Reasons why steps differ from those of a leg with the settings ``recorded``."""
-        now = decode(encode(self.state_dict()))
-        return [each.headline for each in compare(recorded, now) if not _NOT_FELT.fullmatch(each.setting)]
+        return reasons_to_differ(recorded, decode(encode(self.state_dict())))
 
     def restore_lrs(self) -> None:
         """Set this run's learning rates again, after the optimizer state of another run was loaded."""
         self._initial.restore_lrs()
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._recorded(), **self._adapters, **self._environment(), "dataset": self._fingerprint}
+        environment = environment_of(self._device, self._layout)
+        return {**self._recorded(), **self._adapters, **environment, "dataset": self._fingerprint}
 
     def _recorded(self) -> dict[str, Any]:
         args, supplied = self._args, self._supplied
@@ -183,15 +177,6 @@ class RecordedSettings:
             values["samples per step"] = sizes[0] if len(sizes) == 1 else str(sizes)
         return values
 
-    def _environment(self) -> dict[str, Any]:
-        """What determines the order of summation, and so the last bits, without being a setting."""
-        values = {"world_size": collectives.world_size(), "torch": str(torch.__version__)}
-        if self._layout.mesh is not None:
-            values["mesh"] = self._layout.dimensions
-        if self._device.type != "cpu":
-            return {**values, "processor": accelerator.name_of(self._device)}
-        return {**values, "processor": _processor(), "threads": torch.get_num_threads()}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Does nothing: the saved settings are compared before anything is loaded."""
 
@@ -216,8 +201,3 @@ def _order(parts: RunParts) -> str:
     names = {id(each): strip_wrappers(name) for module in modules for name, each in module.named_parameters()}
     order = [names.get(id(each), "") for group in parts.optimizer.param_groups for each in group["params"]]
     return f"{order[0]} … {order[-1]} ({digest(order)[:8]})"
-
-
-def _processor() -> str:
-    """The instructions for which torch chooses its kernels: ``AVX2``, ``AVX512``, …"""
-    return str(torch.backends.cpu.get_cpu_capability())

@@ -3,4 +3,5 @@
 from __future__ import annotations
 
 from .rows import WITNESS as WITNESS
+from .witness import OnResume as OnResume
 from .witness import Witness as Witness

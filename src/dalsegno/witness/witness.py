@@ -3,7 +3,7 @@
 ::
 
     begin_leg                    reads what the leg before recorded after the checkpoint
-    begin_step ┐ for each step   digests of batch and generators;
+    begin_step ┐ for each step   digests of batches and generators;
     end_step   ┘                 loss, gradient norm and learning rate; compared, or recorded
     conclude                     behind the last step that the leg before had made: one exchange, and the verdict
 
@@ -19,19 +19,21 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.logs import RecordLog
+from dalsegno.logs.repeats import RecordDifference
 from dalsegno.logs.values import Record, decode, encode
 from dalsegno.state import CAUSES, ResumeProof
 
-from .digests import GENERATORS, batch_digest, generator_digests
+from .digests import GENERATORS, BatchDigest, generator_digests, gradient_sum
 from .rows import SETTINGS, WitnessRows
 
 logger = logging.getLogger("dalsegno")
@@ -48,14 +50,8 @@ ROWS = 512
 Number = torch.Tensor | float | None
 OnResume = Literal["warn", "stop", "ignore"]
 
-_OUTCOMES = {"loss": "loss", "grad_norm": "gradient norm", "learning_rate": "learning rate"}
+_OUTCOMES = {"loss": "loss", "gradients": "gradients", "grad_norm": "gradient norm", "learning_rate": "learning rate"}
 """Keys of a row, in the order in which a step computes them, and their names."""
-
-
-class HasBatch(Protocol):
-    """A micro-batch."""
-
-    batch: Any
 
 
 class Witness:
@@ -65,12 +61,28 @@ class Witness:
         output_dir: of the run.
         device: that computes the steps.
         on_resume: as in ``TrainingArguments``.
+        causes: what a difference means where it is not what :data:`~dalsegno.state.CAUSES` says.
+        restores_generators: whether a resume restores all random generators. Otherwise one in another state counts
+            only if it has an effect.
+        excuse: why a record differs without meaning anything; None: it means something.
     """
 
-    def __init__(self, output_dir: Path, device: torch.device, on_resume: OnResume) -> None:
+    def __init__(
+        self,
+        output_dir: Path,
+        device: torch.device,
+        on_resume: OnResume,
+        *,
+        causes: Mapping[str, str] = CAUSES,
+        restores_generators: bool = True,
+        excuse: Callable[[RecordDifference], str | None] = lambda found: None,
+    ) -> None:
         self._output_dir = output_dir
         self._device = device
         self._on_resume = on_resume
+        self._causes = {**CAUSES, **causes}
+        self._restores_generators = restores_generators
+        self._excuse = excuse
         self._report: Callable[[ResumeProof], None] = lambda proof: None
         self._rows: WitnessRows | None = None  # None: nothing is recorded
         self._reset(0)
@@ -78,19 +90,25 @@ class Witness:
     def _reset(self, step: int) -> None:
         self._begin = step  # the leg's first step follows it
         self._checkpoint = step
-        self._settings: Mapping[str, Any] | None = None  # to be written before the next row
+        self._settings: Mapping[str, Any] | None = None
+        self._owes_settings = True  # the first row of a file follows them
         self._reasons: list[str] = []
         self._expected: dict[int, Record] = {}
         self._waiting: deque[int] = deque()  # steps of these that are not compared yet
         self._end: int | None = None  # last step that is compared, on every rank; None: nothing is, any more
-        self._compared = 0
+        self._has_records = False  # which repeated steps write again
+        self._compared = 0  # steps
+        self._equal_until = step  # last step that was compared, and equal
+        self._without_effect: dict[str, None] = {}  # what differs, in words
         self._difference: ResumeProof | None = None
         self._row: Record | None = None
+        self._data: BatchDigest | None = None  # of this row; None if the loop does not show its batches
+        self._numbers: dict[str, Number] = {}  # of this row
         self.is_recording = False
         """Whether the step in progress is recorded, so that :meth:`end_step` is to be called."""
         self._late: deque[tuple[Record, Sequence[str], accelerator.LateNumbers]] = deque()
         self._every, self._written = 1, 0
-        self._cost = self._cost_of_begin = 0.0  # seconds that recording a step takes, and its first part
+        self._cost = self._spent = 0.0  # seconds that recording a step takes, and those of this step before its end
         self._last = (step, perf_counter())
         self.next_step = step + 1
         """The next step for which :meth:`begin_step` is to be called."""
@@ -103,7 +121,7 @@ class Witness:
         settings: Mapping[str, Any],
         *,
         is_resumed: bool,
-        explain: Callable[[Mapping[str, Any]], Sequence[str]],
+        explain: Callable[[Mapping[str, Any]], Sequence[str] | None],
         report: Callable[[ResumeProof], None],
     ) -> None:
         """Prepare to compare, or to record, the steps after ``step``, when logs are open. Collective.
@@ -111,7 +129,8 @@ class Witness:
         Args:
             settings: of this leg, plain values; rank 0's are recorded.
             is_resumed: whether the run's state after ``step`` was restored from a checkpoint of its own.
-            explain: reasons why a leg with other settings makes other steps, given those settings; empty if none.
+            explain: reasons why a leg with other settings makes other steps, given those settings; empty if none. None:
+                they are of a leg of another run.
             report: called with what is known of the resume: at this rank's first difference, and in the end.
         """
         self._report = report
@@ -122,16 +141,18 @@ class Witness:
         if not is_resumed:
             self._try(lambda: rows.cut(step + 1))
         expected, used = rows.read(step) if is_resumed else ({}, [])
-        reasons = list(dict.fromkeys(reason for each in used for reason in explain(each)))
-        last = max(expected, default=step)
+        explained = [explain(each) for each in used]
+        reasons = list(dict.fromkeys(reason for each in explained for reason in each or ()))
+        newest = max(expected, default=step)
+        last = step if None in explained else newest
         logged = RecordLog.repeats_until(self._output_dir) if is_resumed else 0
         everywhere = collectives.gather((last, logged, reasons), "which steps are repeated")
-        recorded = min(each for each, _, _ in everywhere)
-        end = max(recorded, *(each for _, each, _ in everywhere))
+        recorded, logged = min(each for each, _, _ in everywhere), max(each for _, each, _ in everywhere)
+        end, self._has_records = max(recorded, logged), logged > step
         self._reasons = [reason for _, _, found in everywhere for reason in found]
         if rank == 0:
             self._try(lambda: rows.remove_other_ranks(world_size))
-        if last > recorded:
+        if newest > recorded:
             self._try(lambda: rows.cut(recorded + 1))
         self._open(step)
         if end > step:
@@ -182,15 +203,21 @@ class Witness:
         if self._rows is not None:
             self._rows.close()
 
+    @property
+    def is_comparing(self) -> bool:
+        """Whether this leg repeats steps, and has not concluded about them yet; equal on all ranks."""
+        return self._end is not None
+
     def _open(self, step: int) -> None:
+        self._owes_settings = True
         if self._rows is not None:
             self._rows.begin(step)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    def begin_step(self, step: int, microbatches: Iterable[HasBatch]) -> None:
-        """To be called before each step from :attr:`next_step` on, when its batches are read. Collective behind the
-        last repeated step."""
+    def begin_step(self, step: int, batches: Iterable[Any] = ()) -> None:
+        """To be called before each step from :attr:`next_step` on, with what is read of its batches. Collective behind
+        the last repeated step."""
         if self._end is not None and step > self._end:
             self.conclude(step - 1)
         elif self._end is not None:
@@ -201,20 +228,38 @@ class Witness:
             return
         began = perf_counter()
         self.is_recording = True
-        self._row = {
-            "global_step": step,
-            "data": batch_digest(each.batch for each in microbatches),
-            "random": generator_digests(),
-        }
-        self._cost_of_begin = perf_counter() - began
+        self._row, self._numbers, self._data = {"global_step": step}, {}, None
+        for batch in batches:
+            self._add(batch)
+        self._row["random"] = generator_digests()
+        self._spent = perf_counter() - began
+
+    def add_batch(self, batch: Any) -> None:
+        """To be called for each batch of a step that :attr:`is_recording`, unless :meth:`begin_step` got it."""
+        began = perf_counter()
+        self._add(batch)
+        self._spent += perf_counter() - began
+
+    def _add(self, batch: Any) -> None:
+        self._data = self._data or BatchDigest()
+        self._data.add(batch)
+
+    def add_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """To be called before the update of a step that :attr:`is_recording`, where a loop may not know the loss."""
+        began = perf_counter()
+        self._numbers["gradients"] = gradient_sum(optimizer)
+        self._spent += perf_counter() - began
 
     def end_step(self, loss: Number, grad_norm: Number, lr: Number) -> None:
-        """To be called after each step that :attr:`is_recording`."""
+        """To be called after each step that :attr:`is_recording`. What is None is not known."""
         row, self._row, self.is_recording = self._row, None, False
         assert row is not None, "begin_step() comes first"
         began = perf_counter()
-        numbers = {"loss": loss, "grad_norm": grad_norm, "learning_rate": lr}
-        known = {name: _of_this_rank(number) for name, number in numbers.items() if number is not None}
+        if self._data is not None:
+            row["data"] = str(self._data)
+            self._numbers["contents"] = self._data.on_device
+        self._numbers |= {"loss": loss, "grad_norm": grad_norm, "learning_rate": lr}
+        known = {name: _of_this_rank(number) for name, number in self._numbers.items() if number is not None}
         self._late.append((row, list(known), accelerator.LateNumbers(list(known.values()))))
         self._finish(wait=False)
         step = row["global_step"]
@@ -226,7 +271,7 @@ class Witness:
         now = perf_counter()
         before, then = self._last
         each = (now - then) / max(step - before, 1)  # seconds
-        cost = self._cost_of_begin + now - began
+        cost = self._spent + now - began
         self._cost = min(cost, (self._cost + cost) / 2) if self._cost else cost  # the first one opens a file
         affordable = max(self._cost / (SHARE * max(each, 1e-9)), 2.0 ** (self._written // ROWS))
         self._every = 1 << max(0, math.ceil(math.log2(max(affordable, 1.0))))
@@ -250,7 +295,6 @@ class Witness:
             row |= dict(zip(names, numbers.values(), strict=True))
             expected = self._expected.pop(row["global_step"], None)
             if expected is not None and self._difference is None:
-                self._compared += 1
                 self._compare(expected, row)
             if expected is None or self._difference is not None:
                 self._write(row)
@@ -259,9 +303,9 @@ class Witness:
         rows = self._rows
         if rows is None:
             return
-        settings, self._settings = self._settings, None
-        if settings is not None:
-            self._try(lambda: rows.append({SETTINGS: settings}))
+        if self._owes_settings and self._settings is not None:
+            self._try(lambda: rows.append({SETTINGS: self._settings}))
+        self._owes_settings = False
         self._try(lambda: rows.append(row))
         self._written += 1
 
@@ -283,8 +327,8 @@ class Witness:
         last = min(finished, self._end)
         self._check_records(last)
         mine = None if self._difference is None else asdict(self._difference)
-        everywhere = collectives.gather(mine, "whether the repeated steps are equal")
-        found = [ResumeProof(**proof) for proof in everywhere if proof is not None]
+        everywhere = collectives.gather((mine, self._without_effect), "whether the repeated steps are equal")
+        found = [ResumeProof(**proof) for proof, _ in everywhere if proof is not None]
         self._end = None
         self._expected.clear()
         self._advance(last)
@@ -295,11 +339,14 @@ class Witness:
                 self._log(proof)
             self._report(proof)
             return
-        if last > self._begin:
-            every = max(1, round((last - self._begin) / max(self._compared, 1)))
-            proof = ResumeProof(verdict="exact", first_step=self._begin + 1, last_step=last, every=every)
-        else:
+        if last == self._begin:
             proof = ResumeProof(verdict="not proven", why="the leg ended before it had repeated a step")
+        elif not (self._compared or self._has_records):
+            proof = ResumeProof(verdict="not proven", why="neither the loss nor the gradients of a step are known")
+        else:
+            every = max(1, round((last - self._begin) / max(self._compared, 1)))
+            why = ", ".join(dict.fromkeys(each for _, found in everywhere for each in found)) or None
+            proof = ResumeProof(verdict="exact", first_step=self._begin + 1, last_step=last, every=every, why=why)
         if collectives.rank() == 0:
             self._log(proof)
         self._report(proof)
@@ -310,30 +357,47 @@ class Witness:
             logger.log(level, "%s", proof.line)
 
     def _compare(self, before: Record, now: Record) -> None:
+        """Compare what both legs know of a step, bit for bit."""
         step = now["global_step"]
-        if before.get("data") != now["data"]:
-            self._differs(step, "data")
-        elif (was := before.get("random")) != now["random"]:
-            pairs = zip(GENERATORS, str(was).split(), now["random"].split(), strict=False)
-            whose = " and ".join(name for name, saved, found in pairs if saved != found)
-            self._differs(step, "random numbers", f"from {whose or 'another'} generator")
+        known = before.keys() & now.keys()
+        different = {key for key in known if repr(before[key]) != repr(now[key])}  # NaN equals itself
+        states = zip_longest(str(before.get("random")).split(), now["random"].split())
+        generators = [name for name, (was, found) in zip(GENERATORS, states, strict=False) if was != found]
+        outcome = next((key for key in _OUTCOMES if key in different), None)
+        self._compared += not known.isdisjoint(("loss", "gradients"))
+        if different & {"data", "contents"}:
+            self._differs(step, "data", self._causes["data"])
+        elif generators and (outcome is not None or self._restores_generators):
+            cause = self._causes["random numbers"]
+            self._differs(step, "random numbers", f"from {' and '.join(generators)} generator; {cause}")
+        elif outcome is not None:
+            name = _OUTCOMES[outcome]
+            self._differs(step, name, f"{before[outcome]} before, {now[outcome]} now; {self._causes[name]}")
         else:
-            for key, name in _OUTCOMES.items():
-                if repr(before.get(key)) != repr(now.get(key)):  # bit for bit, and NaN equals itself
-                    self._differs(step, name, f"{before.get(key)} before, {now.get(key)} now")
-                    return
+            self._equal_until = step
+            self._without_effect |= {f"{name} generator was in another state": None for name in generators}
 
     def _check_records(self, step: int) -> None:
-        if self._difference is None and (found := RecordLog.difference_in(self._output_dir)) is not None:
-            self._differs(step if found.step is None else found.step, "record", str(found))
+        """Report a record that differs, unless a row that is still to come may say what of its step does."""
+        if self._difference is not None or (found := RecordLog.difference_in(self._output_dir)) is None:
+            return
+        if (why := self._excuse(found)) is not None:
+            self._without_effect[why] = None
+            RecordLog.stop_comparing(self._output_dir)
+            return
+        written = step if found.step is None else found.step
+        if written <= self._equal_until:
+            self._differs(written, "record", f"{found}; {self._causes['record']}")
+        elif not self._expected or step >= (self._end or 0):
+            self._differs(written, "record", f"{found}; what the steps computed until there is not recorded")
 
-    def _differs(self, step: int, what: str, detail: str = "") -> None:
+    def _differs(self, step: int, what: str, cause: str) -> None:
         """The first difference on this rank."""
         reasons = self._reasons
-        if what in ("loss", "gradient norm", "record") and not self._is_deterministic():
+        if what in ("loss", "gradients", "gradient norm", "record") and not self._is_deterministic():
             kind = self._device.type
             reasons = [*reasons, f"{kind} without torch.use_deterministic_algorithms(True) rounds as it happens to"]
-        why = "; ".join(reasons) if reasons else "; ".join(part for part in (detail, CAUSES[what]) if part)
+        why = "; ".join(reasons) or cause
         if collectives.world_size() > 1:
             why = f"on rank {collectives.rank()}, {why}"
         self._difference = ResumeProof(

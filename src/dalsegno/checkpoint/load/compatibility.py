@@ -9,6 +9,7 @@ Settings are plain values by name, passed by the run. The rules below give the s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
@@ -150,6 +151,15 @@ def compare(saved: Mapping[str, Value], now: Mapping[str, Value]) -> list[Change
         if name in saved and not (rule := _rule(name)).same(saved[name], value)
     ]
     return sorted(changes, key=lambda change: order.index(change.severity))
+
+
+_NOT_FELT = re.compile(r"(logging|save|eval|keep|max_failed|metric_for|greater|load_best|max_steps|num_train)\w*")
+"""Settings that do not change what a step computes."""
+
+
+def reasons_to_differ(saved: Mapping[str, Value], now: Mapping[str, Value]) -> list[str]:
+    """Settings that both have and that differ, in words, of those that change what a step computes."""
+    return [each.headline for each in compare(saved, now) if not _NOT_FELT.fullmatch(each.setting)]
 
 
 def check_allowed(names: str | Collection[str]) -> frozenset[str]:

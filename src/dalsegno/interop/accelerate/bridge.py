@@ -50,6 +50,15 @@ UNSUPPORTED_EVENTS = dict.fromkeys(
 """Events that the Bridge never fires. A callback that handles one of them raises EventNotFired."""
 
 
+CAUSES = {
+    "random numbers": "a loader's new iterator draws one, so that they differ after a resume inside an epoch; or they "
+    "are drawn at other places",
+    "loss": "random numbers are equal, so the loop reads other batches (accelerator.skip_first_batches finds the place "
+    "in an epoch), or a state that no checkpoint contains has an effect",
+}
+"""What it means in a loop around an Accelerator if a repeated step differs; the Bridge does not see batches."""
+
+
 class Bridge:
     """Calls dalsegno's callbacks, inside ``with``, and counts the steps.
 
@@ -134,6 +143,7 @@ class Bridge:
             loop=object(),
             locate=lambda step: self._saving_to / FOLDER,
             unsupported_events=UNSUPPORTED_EVENTS,
+            causes=CAUSES,
         )
         folder = None if self._resumed_from is None else states_in(self._resumed_from)
         if folder is not None:
@@ -219,7 +229,7 @@ class Bridge:
         logs, self.should_evaluate, self.should_save = state.will_log, state.will_evaluate, state.will_save
         if self.should_save:
             leg.announce_save()
-        if leg.events.may_request_each_step() or self.should_save or logs:
+        if leg.may_request_each_step() or self.should_save or logs:
             logs |= self._follow_requests(leg)
         if logs:
             self._log(leg, share)

@@ -48,6 +48,7 @@ from dalsegno.interop.batches import samples_in
 from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, expect_evaluations
 from dalsegno.interop.optimizer import Optimizer
 from dalsegno.interop.packed import Packed, begin_packed, locate_in, save_packed
+from dalsegno.witness import OnResume
 
 from .savers import Savers
 
@@ -70,6 +71,7 @@ class Bridge:
         output_dir: where logs are written.
         logging_steps: steps between two records.
         processing_class: a tokenizer, for callbacks that need one.
+        on_resume: what happens if a resume is not exact, as in :class:`~dalsegno.TrainingArguments`.
 
     Raises:
         EventNotFired: for a callback that handles an event which the Trainer does not fire.
@@ -84,11 +86,12 @@ class Bridge:
         output_dir: str | Path,
         logging_steps: int = 10,
         processing_class: Any = None,
+        on_resume: OnResume = "warn",
     ) -> None:
         self._callbacks: list[Callback] = check_callbacks(callbacks)
         check_supported(self._callbacks, UNSUPPORTED_EVENTS)
         self._output_dir, self._logging_steps = Path(output_dir), logging_steps
-        self._processing_class = processing_class
+        self._processing_class, self._on_resume = processing_class, on_resume
         self._leg: Leg | None = None  # since the newest fit() began
         self._is_training = self._is_stopping = False
         self._packed: Packed | None = None  # states that the Trainer has loaded, until training begins
@@ -134,6 +137,7 @@ class Bridge:
             loop=state,
             locate=locate_in(self._output_dir),
             unsupported_events=UNSUPPORTED_EVENTS,
+            causes={},
         )
         if state.precision.value == "amp_fp16" and leg.events.listens_anywhere(Event.GRADIENTS_READY):
             raise ConfigurationError(
@@ -163,6 +167,7 @@ class Bridge:
             bf16=precision == "amp_bf16",
             fp16=precision == "amp_fp16",
             logging_steps=self._logging_steps,
+            on_resume=self._on_resume,
         )
 
     def fit_end(self, leg: Leg, state: Any) -> None:
@@ -199,6 +204,7 @@ class Bridge:
         self._microbatches, self._samples_left = 0, samples_in(state.batch)
         leg.state.will_log = (leg.state.global_step + 1) % self._logging_steps == 0
         leg.step_begin()
+        leg.see_batch(state.batch)
 
     def before_forward(self, leg: Leg, state: Any) -> None:
         leg.events.microbatch_begin.fire_with(state.batch, self._microbatches, samples_in(state.batch))
@@ -233,7 +239,7 @@ class Bridge:
         loss = float(state.total_loss_dict["loss/train/total"])  # the mean over the ranks
         leg.step_end(loss / collectives.world_size(), None, self._lr)
         is_due = leg.state.will_log
-        if is_due or leg.events.may_request_each_step():
+        if is_due or leg.may_request_each_step():
             is_due |= self._follow_requests(leg, state)
         if is_due:
             leg.record({"loss": loss, "learning_rate": self._lr}, "train")

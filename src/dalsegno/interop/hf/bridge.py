@@ -30,6 +30,7 @@ from typing import Any
 
 import transformers
 
+from dalsegno import state as run_state
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
@@ -39,9 +40,10 @@ from dalsegno.events.table import Event
 from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, Unknown, expect_evaluations
 from dalsegno.interop.states import FOLDER, states_in
 from dalsegno.interop.wrapping import unwrapped_optimizer, wrap
+from dalsegno.witness import OnResume
 
 from .inside import Inside
-from .translation import due_at_next_step, kind_of, mirror, set_name_of, settings_of, timeline_of
+from .translation import due_at_next_step, kind_of, mirror, partial_mean_after, set_name_of, settings_of, timeline_of
 
 logger = logging.getLogger("dalsegno")
 
@@ -59,6 +61,21 @@ NEED_TRAINER = dict.fromkeys(
 )
 """Events that the Bridge fires only if it has the trainer."""
 
+CAUSES = {
+    "data": "Hugging Face's Trainer repeats them only without ignore_data_skip, and only if no random number is drawn "
+    "to make a sample or a batch",
+    "record": "the steps are equal, so a callback or the trainer has a state that no checkpoint contains",
+}
+"""What it means under Hugging Face's Trainer if a repeated step differs."""
+
+_UNSEEN = f"to compare data and loss, too, give the Bridge the trainer: {_GIVE_TRAINER}"
+CAUSES_WITHOUT_TRAINER = {
+    "random numbers": f"{run_state.CAUSES['random numbers']}; or the data are others; {_UNSEEN}",
+    "gradients": "random numbers are equal, so the data are others, or a state that no checkpoint contains has an "
+    f"effect; {_UNSEEN}",
+}
+"""The same, where the Bridge sees neither data nor loss."""
+
 
 class Bridge(transformers.TrainerCallback):
     """A ``transformers.TrainerCallback`` that calls dalsegno's callbacks.
@@ -75,6 +92,7 @@ class Bridge(transformers.TrainerCallback):
             during training ``training_step``, ``evaluation_loop`` and its accelerator's ``clip_grad_norm_``.
         resume_from_checkpoint: the checkpoint that is given to ``train()``, if it is not in ``output_dir``: Hugging
             Face's Trainer does not pass it to callbacks.
+        on_resume: what happens if a resume is not exact, as in :class:`~dalsegno.TrainingArguments`.
 
     Raises:
         EventNotFired: for a callback that handles an event which the Trainer does not fire.
@@ -87,11 +105,13 @@ class Bridge(transformers.TrainerCallback):
         *,
         trainer: transformers.Trainer | None = None,
         resume_from_checkpoint: str | Path | None = None,
+        on_resume: OnResume = "warn",
     ) -> None:
         self._callbacks: list[Callback] = check_callbacks(callbacks)
         self._unsupported = UNSUPPORTED_EVENTS | ({} if trainer is not None else NEED_TRAINER)
         check_supported(self._callbacks, self._unsupported)
         self._trainer = trainer
+        self._on_resume = on_resume
         self._resume_from = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
         self._leg: Leg | None = None  # while training runs
         self._inside: Inside | None = None
@@ -112,7 +132,7 @@ class Bridge(transformers.TrainerCallback):
         leg = Leg(
             self._callbacks,
             Surroundings(
-                args=settings_of(args, state),
+                args=settings_of(args, state, self._on_resume),
                 model=kwargs["model"],
                 optimizer=unwrapped_optimizer(kwargs["optimizer"]),
                 lr_scheduler=kwargs["lr_scheduler"],
@@ -123,6 +143,8 @@ class Bridge(transformers.TrainerCallback):
             loop=state,
             locate=lambda step: Path(args.output_dir) / f"checkpoint-{step}" / FOLDER,
             unsupported_events=self._unsupported,
+            causes=CAUSES if self._trainer is not None else CAUSES | CAUSES_WITHOUT_TRAINER,
+            excuse=partial_mean_after(state),
         )
         mirror(leg.state, args, state)
         resumed_from = self._resumed_checkpoint(args, state)
@@ -209,7 +231,7 @@ class Bridge(transformers.TrainerCallback):
         else:
             leg.step_end(self._inside.loss, self._inside.grad_norm, self._lr)
         is_due = control.should_log or control.should_evaluate or control.should_save or control.should_training_stop
-        return self._passed_on(control) if is_due or leg.events.may_request_each_step() else control
+        return self._passed_on(control) if is_due or leg.may_request_each_step() else control
 
     # -- records, evaluations, saves --------------------------------------------------------------------------------
 
@@ -220,7 +242,7 @@ class Bridge(transformers.TrainerCallback):
         logs = {name: value for name, value in kwargs["logs"].items() if name != "epoch"}  # records have it anyway
         kind = kind_of(logs)
         if kind == "final":
-            leg.finish()
+            leg.end_steps()
             self._metrics = logs
         leg.record(logs, kind, leg.evaluated_weights if kind == "eval" else None)
         return self._passed_on(control)

@@ -52,8 +52,9 @@ class Inside:
         """This rank's share of the step's loss, whose sum over the ranks is the mean that is logged."""
         return torch.stack([loss.float() for loss in self._losses]).sum() / collectives.world_size()
 
-    def _training_step(self, original: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        loss = original(*args, **named)
+    def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+        self._leg.see_batch(inputs)
+        loss = original(model, inputs, *args, **named)
         self._losses.append(loss.detach())
         return loss
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import transformers
 from transformers.trainer_callback import DefaultFlowCallback
 
 from dalsegno.args import TrainingArguments
+from dalsegno.logs.repeats import RecordDifference
 from dalsegno.policies.triggers import OnBest
 from dalsegno.state import TrainerState
+from dalsegno.witness import OnResume
 
 
-def settings_of(args: Any, state: Any) -> TrainingArguments:
+def settings_of(args: Any, state: Any, on_resume: OnResume) -> TrainingArguments:
     """Hugging Face's settings as dalsegno's, as far as it has them."""
     same = (
         "output_dir",
@@ -46,6 +49,7 @@ def settings_of(args: Any, state: Any) -> TrainingArguments:
             values |= {f"{kind}_strategy": strategy, f"{kind}_steps": int(getattr(state, f"{kind}_steps") or 0)}
     return TrainingArguments(
         **values,
+        on_resume=on_resume,
         max_steps=state.max_steps or -1,
         num_train_epochs=float(args.num_train_epochs),
         save_total_limit=args.save_total_limit or None,
@@ -91,6 +95,18 @@ def timeline_of(state: Any) -> str:
     """Fingerprint of the records so far, which the trainer saves and restores with each checkpoint."""
     text = json.dumps(state.log_history, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def partial_mean_after(state: Any) -> Callable[[RecordDifference], str | None]:
+    """Excuses the loss of the first record after a resume from ``state``, if that is between two records."""
+    losses = [record["step"] for record in state.log_history if "loss" in record]
+    is_between = state.global_step > 0 and state.global_step not in losses[-1:]
+
+    def excuse(found: RecordDifference) -> str | None:
+        is_first = is_between and found.key == "loss"
+        return "Hugging Face's Trainer averages the first logged loss since the checkpoint only" if is_first else None
+
+    return excuse
 
 
 def kind_of(logs: dict[str, Any]) -> str:

@@ -46,6 +46,7 @@ from dalsegno.interop.batches import global_batch_size, samples_in
 from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, expect_evaluations
 from dalsegno.interop.packed import Packed, begin_packed, locate_in, save_packed
 from dalsegno.interop.wrapping import unwrapped_optimizer, wrap
+from dalsegno.witness import OnResume
 
 from .requests import Request, Requests
 from .translation import as_loss, eval_metrics
@@ -60,6 +61,14 @@ UNSUPPORTED_EVENTS = dict.fromkeys(
     "Ignite's Engine has no event for; use dalsegno.Trainer, or another callback",
 )
 """Events that the Bridge never fires. A callback that handles one of them raises EventNotFired."""
+
+
+CAUSES = {
+    "data": "Ignite restores neither the place in an epoch nor the random numbers from which shuffle=True draws an "
+    "order",
+    "random numbers": "Ignite does not restore them",
+}
+"""What it means under an Ignite Engine if a repeated step differs."""
 
 
 class Bridge:
@@ -83,6 +92,7 @@ class Bridge:
         output_transform: from the trainer's output to the iteration's loss, if that is not the output itself.
         lr_scheduler: for callbacks.
         processing_class: a tokenizer, for callbacks that need one.
+        on_resume: what happens if a resume is not exact, as in :class:`~dalsegno.TrainingArguments`.
 
     Raises:
         EventNotFired: for a callback that handles an event which an Engine does not fire.
@@ -103,6 +113,7 @@ class Bridge:
         output_transform: Callable[[Any], Any] = lambda output: output,
         lr_scheduler: Any = None,
         processing_class: Any = None,
+        on_resume: OnResume = "warn",
     ) -> None:
         self._callbacks: list[Callback] = check_callbacks(callbacks)
         check_supported(self._callbacks, UNSUPPORTED_EVENTS)
@@ -110,7 +121,7 @@ class Bridge:
         self._evaluators = {"eval": evaluators} if isinstance(evaluators, Engine) else dict(evaluators or {})
         self._model, self._optimizer = unwrapped(model), unwrapped_optimizer(optimizer)
         self._lr_scheduler, self._processing_class = lr_scheduler, processing_class
-        self._output_dir, self._logging_steps = Path(output_dir), logging_steps
+        self._output_dir, self._logging_steps, self._on_resume = Path(output_dir), logging_steps, on_resume
         self._accumulated, self._output_transform = gradient_accumulation_steps, output_transform
         self._requests, self._update = Requests(trainer), Update(self._model, self._optimizer)
         self._leg: Leg | None = None  # since the newest run began
@@ -167,6 +178,7 @@ class Bridge:
             loop=self._trainer,
             locate=locate_in(self._output_dir),
             unsupported_events=UNSUPPORTED_EVENTS,
+            causes=CAUSES,
         )
         self._mirror(leg)
         leg.state.will_evaluate = bool(self._evaluators)  # at every step, since handlers may evaluate at any
@@ -197,6 +209,7 @@ class Bridge:
             gradient_accumulation_steps=self._accumulated,
             learning_rate=float(self._optimizer.param_groups[0]["lr"]),
             logging_steps=self._logging_steps,
+            on_resume=self._on_resume,
         )
 
     def _end(self, leg: Leg) -> None:
@@ -234,6 +247,7 @@ class Bridge:
             self._losses.clear()
             self._update.begin_step()
             leg.step_begin()
+        leg.see_batch(state.batch)
         leg.events.microbatch_begin.fire_with(state.batch, index, samples_in(state.batch))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -267,7 +281,7 @@ class Bridge:
         share = torch.stack(self._losses).mean() / collectives.world_size() if self._losses else None
         leg.step_end(loss if share is None else share, self._update.grad_norm, self._update.lr)
         is_due = leg.state.will_log
-        if is_due or leg.events.may_request_each_step():
+        if is_due or leg.may_request_each_step():
             is_due |= self._requests.follow(leg)
         if is_due:
             self._log(leg, share)

@@ -43,6 +43,7 @@ from dalsegno.interop.batches import global_batch_size, samples_in
 from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, expect_evaluations
 from dalsegno.interop.optimizer import Optimizer
 from dalsegno.interop.packed import Packed, begin_packed, locate_in, save_packed
+from dalsegno.witness import OnResume
 
 logger = logging.getLogger("dalsegno")
 
@@ -51,6 +52,14 @@ UNSUPPORTED_EVENTS = dict.fromkeys(
     "Lightning's Trainer has no callback for; use dalsegno.Trainer, or another callback",
 )
 """Events that the Bridge never fires. A callback that handles one of them raises EventNotFired."""
+
+
+CAUSES = {
+    "data": "Lightning finds the place in an epoch again only for a loader with state_dict, and does not restore the "
+    "random numbers from which shuffle=True draws an order",
+    "random numbers": "Lightning does not restore them",
+}
+"""What it means under Lightning's Trainer if a repeated step differs."""
 
 
 def _callback_classes() -> tuple[type[Any], ...]:
@@ -78,6 +87,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         callbacks: dalsegno's built-ins and your own.
         output_dir: where logs are written. None: the trainer's ``default_root_dir``.
         processing_class: a tokenizer, for callbacks that need one.
+        on_resume: what happens if a resume is not exact, as in :class:`~dalsegno.TrainingArguments`.
 
     Raises:
         EventNotFired: for a callback that handles an event which the Trainer does not fire.
@@ -86,13 +96,19 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
     """
 
     def __init__(
-        self, callbacks: Iterable[object], *, output_dir: str | Path | None = None, processing_class: Any = None
+        self,
+        callbacks: Iterable[object],
+        *,
+        output_dir: str | Path | None = None,
+        processing_class: Any = None,
+        on_resume: OnResume = "warn",
     ) -> None:
         super().__init__()
         self._callbacks: list[Callback] = check_callbacks(callbacks)
         check_supported(self._callbacks, UNSUPPORTED_EVENTS)
         self._output_dir = output_dir
         self._processing_class = processing_class
+        self._on_resume = on_resume
         self._leg: Leg | None = None  # since the newest fit() began to train
         self._trainer: Any = None
         self._is_training = False
@@ -113,7 +129,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         expect_evaluations(self._callbacks, are_due=trainer.enable_validation, remedy=remedy)
         optimizer = Optimizer(trainer.optimizers[0])
         directory = Path(self._output_dir or trainer.default_root_dir)
-        args = settings_of(trainer, directory, optimizer)
+        args = settings_of(trainer, directory, optimizer, self._on_resume)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         leg = Leg(
             self._callbacks,
@@ -129,6 +145,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
             loop=trainer.fit_loop,
             locate=locate_in(args.directory),
             unsupported_events=UNSUPPORTED_EVENTS,
+            causes=CAUSES,
         )
         self._leg, self._trainer, self._is_training, self._is_stopping = leg, trainer, True, False
         self._mirror(_progress(trainer).current.processed % trainer.num_training_batches)
@@ -173,6 +190,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
             leg.state.will_evaluate = _evaluates_after(trainer, batch_idx)
             self._losses, self._updated = [], False
             leg.step_begin()
+        leg.see_batch(batch)
         self._before = dict(trainer.callback_metrics)
         leg.events.microbatch_begin.fire_with(batch, batch_idx % trainer.accumulate_grad_batches, samples_in(batch))
 
@@ -220,7 +238,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         share = torch.stack(self._losses).sum() / collectives.world_size() if self._losses else None
         leg.step_end(share, None, self._lr)
         is_due = leg.state.will_log
-        if is_due or leg.events.may_request_each_step():
+        if is_due or leg.may_request_each_step():
             is_due |= self._pass_on()
         if is_due:
             self._log(leg, share)
@@ -309,7 +327,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         return collectives.broadcast(new, "metrics of the module")
 
 
-def settings_of(trainer: Any, directory: Path, optimizer: Any) -> TrainingArguments:
+def settings_of(trainer: Any, directory: Path, optimizer: Any, on_resume: OnResume) -> TrainingArguments:
     """The trainer's settings as dalsegno's, as far as it has them."""
     precision = str(trainer.precision)
     return TrainingArguments(
@@ -325,6 +343,7 @@ def settings_of(trainer: Any, directory: Path, optimizer: Any) -> TrainingArgume
         logging_steps=trainer.log_every_n_steps,
         eval_strategy="epoch" if trainer.enable_validation else "no",
         save_strategy="epoch" if trainer.checkpoint_callbacks else "no",
+        on_resume=on_resume,
     )
 
 
