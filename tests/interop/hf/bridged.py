@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import nn
 
+import dalsegno as ds
 from dalsegno.callbacks import EMA, DivergenceDetector, EarlyStopping, GradHistogram, GradNormLogger, JsonLogger
 from dalsegno.checkpoint import Checkpoint, read_tensors, saved_states
 from dalsegno.interop.hf import Bridge
@@ -72,6 +73,16 @@ def several() -> list[Any]:
     return [JsonLogger(run="bridged"), GradNormLogger(), GradHistogram(every=3), EMA(0.9), *stopping]
 
 
+class Verdict(ds.Callback):
+    """What is known at the end of a leg about its resume."""
+
+    proof: Any = None
+    reason = ""
+
+    def on_train_end(self, ctx: Any) -> None:
+        self.proof, self.reason = ctx.state.resume_proof, ctx.reason
+
+
 class At(transformers.TrainerCallback):
     """Does something when an event fires at a step."""
 
@@ -111,3 +122,48 @@ def _without_positions(state: Any) -> Any:
     if not isinstance(state, dict):
         return state
     return state["records"] if "offset" in state else {key: _without_positions(each) for key, each in state.items()}
+
+
+class Left(Exception):
+    """Training was left in the middle."""
+
+
+def leave(control: Any) -> None:
+    raise Left
+
+
+def train_until_left(output_dir: Path, step: int, *callbacks: Any, **settings: Any) -> None:
+    """Steps after the newest checkpoint remain, up to ``step``."""
+    trainer = with_bridge(output_dir, [JsonLogger()], At("on_step_begin", step, leave), *callbacks, **settings)
+    try:
+        trainer.train()
+    except Left:
+        return
+
+
+def resume(
+    output_dir: Path, *callbacks: Any, knows_trainer: bool = True, on_resume: Any = "warn", **settings: Any
+) -> Verdict:
+    """Resume where random numbers have been drawn before."""
+    verdict = Verdict()
+    ours = [verdict, JsonLogger(), *(each for each in callbacks if isinstance(each, ds.Callback))]
+    trainer = hf_trainer(output_dir, *(each for each in callbacks if each not in ours), **settings)
+    trainer.add_callback(Bridge(ours, trainer=trainer if knows_trainer else None, on_resume=on_resume))
+    torch.rand(7)
+    trainer.train(resume_from_checkpoint=True)
+    return verdict
+
+
+def resume_on_a_rank(output_dir: Path) -> list[str]:
+    """The verdicts about an exact resume, and about one in which rank 1 draws a number of its own."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", LOCAL_WORLD_SIZE="2")
+
+    def draw(control: Any) -> None:
+        if os.environ["RANK"] == "1":
+            torch.rand(1)
+
+    lines = []
+    for name, callbacks in (("exact", []), ("differs", [At("on_step_begin", 5, draw)])):
+        train_until_left(output_dir / name, 7)
+        lines.append(resume(output_dir / name, *callbacks).proof.line)
+    return lines

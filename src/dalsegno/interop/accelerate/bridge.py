@@ -51,8 +51,8 @@ UNSUPPORTED_EVENTS = dict.fromkeys(
 
 
 CAUSES = {
-    "random numbers": "a loader's new iterator draws one, so that they differ after a resume inside an epoch; or they "
-    "are drawn at other places",
+    "random numbers": "a loader's new iterator draws one, so that they differ after a resume inside an epoch; or the "
+    "loop reads other batches (accelerator.skip_first_batches finds the place in an epoch)",
     "loss": "random numbers are equal, so the loop reads other batches (accelerator.skip_first_batches finds the place "
     "in an epoch), or a state that no checkpoint contains has an effect",
 }

@@ -62,9 +62,10 @@ NEED_TRAINER = dict.fromkeys(
 """Events that the Bridge fires only if it has the trainer."""
 
 CAUSES = {
-    "data": "Hugging Face's Trainer repeats them only without ignore_data_skip, and only if no random number is drawn "
-    "to make a sample or a batch",
-    "record": "the steps are equal, so a callback or the trainer has a state that no checkpoint contains",
+    "data": "Hugging Face's Trainer repeats them only with the same seed and without ignore_data_skip, and only if no "
+    "random number is drawn to make a sample or a batch",
+    "record": "the steps are equal, so a callback or the trainer has a state that no checkpoint contains, or a record "
+    "was written after the checkpoint of its step",
 }
 """What it means under Hugging Face's Trainer if a repeated step differs."""
 

@@ -67,6 +67,8 @@ CAUSES = {
     "data": "Ignite restores neither the place in an epoch nor the random numbers from which shuffle=True draws an "
     "order",
     "random numbers": "Ignite does not restore them",
+    "record": "the steps are equal, so a callback has a state that no checkpoint contains, or an evaluation came after "
+    "the checkpoint of its step",
 }
 """What it means under an Ignite Engine if a repeated step differs."""
 

@@ -58,6 +58,8 @@ CAUSES = {
     "data": "Lightning finds the place in an epoch again only for a loader with state_dict, and does not restore the "
     "random numbers from which shuffle=True draws an order",
     "random numbers": "Lightning does not restore them",
+    "record": "the steps are equal, so a callback has a state that no checkpoint contains, or an evaluation came after "
+    "the checkpoint of its step",
 }
 """What it means under Lightning's Trainer if a repeated step differs."""
 
