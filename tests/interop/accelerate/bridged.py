@@ -25,14 +25,22 @@ def several() -> list[Any]:
 
 
 def loop(
-    output_dir: Path, callbacks: Iterable[Any], *, resume: Path | None = None, kill_at: int = -1, **settings: Any
+    output_dir: Path,
+    callbacks: Iterable[Any],
+    *,
+    resume: Path | None = None,
+    skips: bool = True,
+    dropout: bool = False,
+    kill_at: int = -1,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Five steps an epoch on one rank. Returns the step at which it ended, and norms computed in a plain way."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     loader = DataLoader(tiny_regression_data(40), batch_size=4)
     module = TinyRegression()
-    module.layers[2] = torch.nn.Identity()  # without dropout: a new iterator of a loader draws a random number
+    if not dropout:  # a new iterator of a loader draws a random number
+        module.layers[2] = torch.nn.Identity()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     model, optimizer, loader = accelerator.prepare(module, optimizer, loader)
     raw = accelerator.unwrap_model(model)
@@ -47,7 +55,7 @@ def loop(
     with bridge:
         while not bridge.should_stop:
             done = bridge.step % -(-len(loader) // 2) * 2
-            for batch in accelerator.skip_first_batches(loader, done) if done else loader:
+            for batch in accelerator.skip_first_batches(loader, done) if done and skips else loader:
                 with accelerator.accumulate(model):
                     accelerator.backward(model(**batch))
                     if accelerator.sync_gradients:

@@ -19,6 +19,7 @@ from dalsegno.interop.hf import Bridge
 from dalsegno.logs import read_records
 from dalsegno.logs.wall_clock import drop_wall_clock
 from dalsegno.testing import TinyRegression, tiny_regression_data
+from interop.verdict import Left, Verdict, leave
 
 
 class Outputs(nn.Module):
@@ -73,16 +74,6 @@ def several() -> list[Any]:
     return [JsonLogger(run="bridged"), GradNormLogger(), GradHistogram(every=3), EMA(0.9), *stopping]
 
 
-class Verdict(ds.Callback):
-    """What is known at the end of a leg about its resume."""
-
-    proof: Any = None
-    reason = ""
-
-    def on_train_end(self, ctx: Any) -> None:
-        self.proof, self.reason = ctx.state.resume_proof, ctx.reason
-
-
 class At(transformers.TrainerCallback):
     """Does something when an event fires at a step."""
 
@@ -122,14 +113,6 @@ def _without_positions(state: Any) -> Any:
     if not isinstance(state, dict):
         return state
     return state["records"] if "offset" in state else {key: _without_positions(each) for key, each in state.items()}
-
-
-class Left(Exception):
-    """Training was left in the middle."""
-
-
-def leave(control: Any) -> None:
-    raise Left
 
 
 def train_until_left(output_dir: Path, step: int, *callbacks: Any, **settings: Any) -> None:

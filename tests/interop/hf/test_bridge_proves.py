@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import dalsegno as ds
+from dalsegno.callbacks import JsonLogger
 from dalsegno.interop.hf import Bridge
 from dalsegno.testing import run_ranks, start_ranks
 from interop.hf.bridged import (
     At,
-    Verdict,
     hf_trainer,
     resume,
     resume_on_a_rank,
@@ -23,6 +23,7 @@ from interop.hf.bridged import (
     train_until_left,
     with_bridge,
 )
+from interop.verdict import Verdict
 from support.threads import one_thread
 
 
@@ -135,13 +136,30 @@ def test_a_callback_that_forgets_is_said(tmp_path: Path) -> None:
             ctx.logs["count"] = self.count
 
     forgets = Counter()
-    trainer = with_bridge(tmp_path, [forgets, ds.callbacks.JsonLogger()])
+    trainer = with_bridge(tmp_path, [forgets, JsonLogger()])
     trainer.add_callback(At("on_step_begin", 7, lambda control: 1 / 0))
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     proof = resume(tmp_path, Counter()).proof
     assert (proof.verdict, proof.what, proof.differs_at) == ("differs", "record", 6)
     assert "count in train.jsonl 5 before, 1 now" in proof.why
+
+
+def test_a_record_is_no_finding_before_the_steps_up_to_it_are_known(tmp_path: Path) -> None:
+    """As where the witness has time for one in two steps only."""
+    train_until_left(tmp_path, 7)
+    (rows,) = (tmp_path / "witness").glob("step-00000004*")
+    kept = [line for line in rows.read_text().splitlines() if '"global_step":6' not in line]
+    rows.write_text("\n".join(kept))
+
+    def change(control: Any) -> None:
+        parameter.data.add_(1e-3)
+
+    verdict = Verdict()
+    again = with_bridge(tmp_path, [verdict, JsonLogger()], At("on_step_begin", 5, change))
+    parameter = next(again.model.parameters())
+    again.train(resume_from_checkpoint=True)
+    assert verdict.found == ("differs", "loss", 7)
 
 
 def test_a_changed_setting_is_the_reason(tmp_path: Path) -> None:
