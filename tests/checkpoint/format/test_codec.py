@@ -121,9 +121,90 @@ def test_tensors_that_are_views() -> None:
     assert_same(through_json(tree), tree)
 
 
-def test_a_parameter_comes_back_as_a_tensor() -> None:
-    weight = torch.nn.Parameter(torch.randn(3))
-    assert_same(through_json([weight]), [weight.detach()])
+def test_what_requires_a_gradient_comes_back_as_a_leaf_of_its_class() -> None:
+    weight, tensor = torch.nn.Parameter(torch.randn(3)), torch.ones(2, requires_grad=True)
+    tree = [weight, torch.nn.Parameter(torch.arange(3), requires_grad=False), tensor, tensor * 2]
+    found = through_json(tree)
+    assert [type(each) for each in found] == [torch.nn.Parameter, torch.nn.Parameter, torch.Tensor, torch.Tensor]
+    assert [each.requires_grad for each in found] == [True, False, True, False]  # a result is no leaf of a graph again
+    assert all(each.is_leaf for each in found)
+    assert_same([each.detach() for each in found], [each.detach() for each in tree])
+
+
+LAYOUTS = {
+    "column-major": torch.randn(5, 3).t(),
+    "expanded": torch.randn(1, 3, 1).expand(4, 3, 2),
+    "every other": torch.randn(4, 6)[:, ::2],
+    "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "windows": torch.randn(6).unfold(0, 3, 1),
+    "a column": torch.empty_strided((3, 1), (1, 3)).fill_(2),
+    "Fortran": np.asfortranarray(np.random.default_rng(0).normal(size=(4, 3))),
+    "backwards": np.arange(8.0).reshape(2, 4)[::-1, ::-2],
+    "broadcast": np.broadcast_to(np.arange(3, dtype=">f4"), (2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_strides_come_back(name: str) -> None:
+    value = LAYOUTS[name]
+    found = through_json([value])[0]
+    assert_same(found, value)
+    strides = [each.stride() if isinstance(each, torch.Tensor) else each.strides for each in (found, value)]
+    assert strides[0] == strides[1]
+
+
+def test_the_usual_strides_are_not_recorded() -> None:
+    encoded, _ = encode([torch.zeros(2, 3), torch.zeros(()), torch.zeros(3, 0), np.zeros((2, 3))], "a")
+    assert not any("strides" in each for each in encoded)
+
+
+def test_values_that_share_memory_do_so_again() -> None:
+    base, array, halves = torch.arange(12.0).reshape(3, 4), np.arange(6), torch.zeros(3, dtype=torch.complex64)
+    leaf = torch.nn.Parameter(torch.ones(2))
+    tree = {
+        "one": base,
+        "other": base,
+        "transposed": base.t(),
+        "row": base[1],
+        "array": array,
+        "numbers": {"every other": array[::2], "as a tensor": torch.from_numpy(array)},
+        "complex": halves,
+        "real": torch.view_as_real(halves),
+        "leaf": [leaf, leaf, leaf.detach()],
+        "alone": torch.zeros(4),
+    }
+    found = through_json(tree)
+    assert_same(found, tree)
+    for state in (tree, found):
+        state["other"].add_(1)
+        state["row"].mul_(10)
+        state["numbers"]["every other"][1] = 77
+        state["real"][1, 1] = 5
+        state["leaf"][2].add_(3)
+    assert_same(found, tree)
+    assert found["one"] is found["other"] and found["leaf"][0] is found["leaf"][1]
+    assert found["leaf"][0].requires_grad and not found["leaf"][2].requires_grad
+    assert found["transposed"].stride() == (1, 4)
+
+
+def test_memory_that_is_shared_is_stored_once() -> None:
+    table = torch.randn(1000)
+    _, arrays = encode({"a": table, "b": [table, table[:10]], "c": table[500:]}, "x")
+    assert {name: each.nbytes for name, each in arrays.items()} == {"a": 4000}
+
+
+def test_columns_of_a_wide_table_do_not_store_the_table() -> None:
+    table = torch.randn(10, 1000)
+    tree = {"first": table[:, 0], "third": table[:, 2]}
+    _, arrays = encode(tree, "x")
+    assert sum(each.nbytes for each in arrays.values()) == 80
+    assert_same(through_json(tree), tree)
+
+
+def test_a_conjugate_and_its_base_are_stored_by_their_values() -> None:
+    base = torch.tensor([1 + 2j, 3j])
+    tree = {"base": base, "conjugate": base.conj()}
+    assert_same(through_json(tree), tree)
 
 
 def test_an_ordered_dict_comes_back_as_one() -> None:
@@ -244,6 +325,25 @@ HOSTILE_VALUES: list[tuple[str, Any]] = [
         {"$tensor": "x", "dtype": "qint8", "shape": [1]},
         {"$tensor": ["x"], "dtype": "float32", "shape": [1]},
         {"$tensor": "x", "dtype": "float32", "shape": [True]},
+        {"$tensor": "x", "dtype": "uint8", "shape": [4], "strides": [1 << 47]},
+        {"$tensor": "x", "dtype": "uint8", "shape": [2, 2], "strides": [1 << 62, 1]},
+        {"$tensor": "x", "dtype": "uint8", "shape": [2, 2], "strides": [-2, 1]},
+        {"$tensor": "x", "dtype": "uint8", "shape": [4], "strides": [1, 1]},
+        {"$tensor": "x", "dtype": "uint8", "shape": [4], "strides": 1},
+        {"$tensor": "x", "dtype": "uint8", "shape": [4], "requires_grad": True},
+        {"$tensor": "x", "dtype": "uint8", "shape": [4], "requires_grad": True, "parameter": True},
+        {"$array": "x", "dtype": "|u1", "shape": [4], "strides": [-(1 << 47)]},
+        {"$array": "x", "dtype": "|u1", "shape": [4], "strides": ["1"]},
+        *(
+            {"$view": {tag: "x", "dtype": dtype, "shape": [2], "strides": strides}, "offset": offset, "bytes": 4}
+            for tag, dtype in (("$tensor", "uint8"), ("$array", "|u1"))
+            for strides, offset in (([1], 3), ([1], -1), ([4], 0), ([-1], 0), ([1], "0"), ([1], 1 << 62), (None, 0))
+        ),
+        {"$view": {"$tensor": "x", "dtype": "float64", "shape": [1], "strides": [1]}, "offset": 0, "bytes": 4},
+        {"$view": {"$tensor": "x", "dtype": "uint8", "shape": [1], "strides": [1]}, "offset": 0, "bytes": -4},
+        {"$view": {"$tensor": "x", "dtype": "uint8", "shape": [1], "strides": [1]}, "offset": 0},
+        {"$view": {"dtype": "uint8", "shape": [1], "strides": [1]}, "offset": 0, "bytes": 4},
+        {"$view": ["$tensor"], "offset": 0, "bytes": 4},
         *({"$composite": kind, "shape": [2], "values": values} for kind, values in HOSTILE_VALUES),
         {"$composite": "sparse_coo", "shape": [-1], "values": {}},
         {"$composite": ["qint8"], "shape": [1], "values": {}},

@@ -2,8 +2,10 @@
 
 Values that JSON has are stored as they are. Any other value is an object whose first key begins with ``$``, such as
 ``{"$tuple": [1, 2]}`` or ``{"$tensor": "history[3]", "dtype": "float32", "shape": [3]}``; the tensor's bytes are stored
-under that name in the file of tensors beside the JSON. Tensors are decoded on the CPU. Of a sparse or quantized tensor
-the values are stored that it consists of: ``{"$composite": "sparse_coo", "shape": [2, 2], "values": {"indices": …}}``.
+under that name in the file of tensors beside the JSON. Unusual ``strides`` are named there, too. Tensors are decoded on
+the CPU. Tensors that share memory, such as one under two names, are stored once, as bytes, and decoded as views of it:
+``{"$view": {"$tensor": …}, "offset": 0, "bytes": 48}``. Of a sparse or quantized tensor the values are stored that it
+consists of: ``{"$composite": "sparse_coo", "shape": [2, 2], "values": {"indices": …}}``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,17 @@ from dalsegno.stateful.component import State
 
 from . import composites
 from .layout import DTYPES, is_plain, is_shape, name_of
+from .strides import (
+    Value,
+    are_strides,
+    array_in,
+    array_with,
+    overlaps,
+    strides_of,
+    tensor_in,
+    tensor_with,
+    unusual_strides,
+)
 
 Json = Any
 Arrays = dict[str, torch.Tensor]
@@ -52,8 +65,10 @@ def encode(tree: State, where: str) -> tuple[Json, Arrays]:
     Raises:
         CannotSave: if the tree contains a value that cannot be saved; names its path.
     """
-    found = _Found(where, {})
-    return _encode(tree, where, found, 0), found.arrays
+    found = _Found(where, {}, [])
+    encoded = _encode(tree, where, found, 0)
+    found.share_memory()
+    return encoded, found.arrays
 
 
 def inside(where: str, key: object) -> str:
@@ -66,12 +81,36 @@ def inside(where: str, key: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Arrays found so far in the state of the component ``whose``."""
+    """Arrays found so far in the state of the component ``whose``, and each with its JSON."""
 
     whose: str
     arrays: Arrays
+    values: list[tuple[Value, dict[str, Json]]]
 
-    def add(self, tensor: torch.Tensor, where: str) -> str:
+    def add(self, value: Value, stored: torch.Tensor, where: str, tag: str, dtype: str) -> Json:
+        """JSON of ``value``, of which ``stored`` has the elements in order."""
+        name = self._add(stored, where)
+        entry = {tag: name, "dtype": dtype, "shape": list(value.shape)}
+        if (strides := unusual_strides(value)) is not None:
+            entry["strides"] = strides
+        self.values.append((value, entry))
+        return entry
+
+    def share_memory(self) -> None:
+        """Store what several values have in common once."""
+        for overlap in overlaps([value for value, _ in self.values]):
+            _, first = self.values[min(overlap.numbers)]
+            name = first[next(iter(first))]
+            for number, offset in zip(overlap.numbers, overlap.offsets, strict=True):
+                value, entry = self.values[number]
+                tag = next(iter(entry))
+                del self.arrays[entry[tag]]
+                view = {**entry, tag: name, "strides": [*strides_of(value)]}
+                entry.clear()
+                entry |= {"$view": view, "offset": offset, "bytes": len(overlap.memory)}
+            self.arrays[name] = overlap.memory
+
+    def _add(self, tensor: torch.Tensor, where: str) -> str:
         name = where.removeprefix(self.whose).removeprefix(".")
         while name in self.arrays:
             name += "'"
@@ -146,8 +185,7 @@ def _encode_array(value: np.ndarray[Any, Any], where: str, found: _Found, depth:
         tensor = torch.from_numpy(own)
     except (TypeError, ValueError):  # a dtype that torch lacks: other byte orders, long doubles, dates
         tensor = torch.from_numpy(np.frombuffer(own.tobytes(), dtype=np.uint8).copy())
-    name = found.add(tensor, where)
-    return {"$array": name, "dtype": value.dtype.str, "shape": list(value.shape)}
+    return found.add(value, tensor, where, "$array", value.dtype.str)
 
 
 def _encode_tensor(value: torch.Tensor, where: str, found: _Found, depth: int) -> Json:
@@ -164,8 +202,12 @@ def _encode_tensor(value: torch.Tensor, where: str, found: _Found, depth: int) -
             f"{where}: cannot save a tensor with {value.layout}, {value.dtype} on {value.device}; "
             f"it must be dense, sparse or quantized, and of one of {', '.join(DTYPES)}"
         )
-    name = found.add(value.detach(), where)
-    return {"$tensor": name, "dtype": name_of(value.dtype), "shape": list(value.shape)}
+    entry = found.add(value, value.detach(), where, "$tensor", name_of(value.dtype))
+    if value.requires_grad and value.is_leaf:
+        entry["requires_grad"] = True
+    if type(value) is torch.nn.Parameter:
+        entry["parameter"] = True
+    return entry
 
 
 _ENCODERS: dict[type, Callable[[Any, str, _Found, int], Json]] = {
@@ -206,79 +248,118 @@ def _refusal(value: object, where: str) -> str:
 # --- decoding: the input may be hostile, so each function checks it ------------------------------------------------
 
 
-def decode(json: Json, read_array: ReadArray, where: str, depth: int = 0) -> State:
+def decode(content: Json, read_array: ReadArray, where: str) -> State:
     """Decode the JSON that :func:`encode` returned.
 
     Args:
         read_array: returns the tensor of a name, dtype and shape; raises if it is not stored.
-        where: key of the component, and path in its state; only for messages.
-        depth: levels of nesting around it.
+        where: key of the component; only for messages.
 
     Raises:
-        DamagedCheckpoint: if :func:`encode` cannot have written ``json``; names the path.
+        DamagedCheckpoint: if :func:`encode` cannot have written ``content``; names the path.
     """
+    return _decode(content, _Stored(read_array), where, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The stored arrays, and what of their common memory is decoded already."""
+
+    read: ReadArray
+    memory: dict[str, torch.Tensor] = field(default_factory=dict)
+    views: dict[str, Value] = field(default_factory=dict)
+
+
+def _decode(json: Json, stored: _Stored, where: str, depth: int) -> State:
     if depth > DEEPEST:  # encode() refuses it
         raise DamagedCheckpoint(f"{where}: nested too deeply")
     if isinstance(json, list):
-        return [decode(each, read_array, f"{where}[{number}]", depth + 1) for number, each in enumerate(json)]
+        return [_decode(each, stored, f"{where}[{number}]", depth + 1) for number, each in enumerate(json)]
     if not isinstance(json, dict):
         return json
     tag = next(iter(json), "")
     if not tag.startswith("$"):
-        return {key: decode(each, read_array, inside(where, key), depth + 1) for key, each in json.items()}
+        return {key: _decode(each, stored, inside(where, key), depth + 1) for key, each in json.items()}
     decoder = _DECODERS.get(tag)
     if decoder is None:
         raise DamagedCheckpoint(f"{where}: {tag!r} is unknown to this version of dalsegno")
     try:
-        return decoder(json, read_array, where, depth)
+        return decoder(json, stored, where, depth)
     except DamagedCheckpoint:
         raise
     except (ValueError, TypeError, KeyError, RuntimeError, OverflowError, struct.error) as error:
         raise DamagedCheckpoint(f"{where}: invalid {tag!r} ({error!r})") from error
 
 
-def _decode_dict(json: Json, read_array: ReadArray, where: str, depth: int) -> dict[Any, Any]:
+def _decode_dict(json: Json, stored: _Stored, where: str, depth: int) -> dict[Any, Any]:
     result = {}
     for key, each in json["$dict"]:
-        key = decode(key, read_array, where, depth)
+        key = _decode(key, stored, where, depth)
         if type(key) is not str and type(key) is not int:
             raise TypeError(f"a key {key!r}")
-        result[key] = decode(each, read_array, inside(where, key), depth + 1)
+        result[key] = _decode(each, stored, inside(where, key), depth + 1)
     return result
 
 
-def _decode_as(kind: type, json: Json, read_array: ReadArray, where: str, depth: int) -> Any:
-    decoded = decode(json, read_array, where, depth)
+def _decode_as(kind: type, json: Json, stored: _Stored, where: str, depth: int) -> Any:
+    decoded = _decode(json, stored, where, depth)
     if type(decoded) is not kind:
         raise TypeError(f"not a {kind.__name__}")
     return decoded
 
 
-def _decode_dtype(json: Json, read_array: ReadArray, where: str, depth: int) -> torch.dtype:
+def _decode_dtype(json: Json, stored: _Stored, where: str, depth: int) -> torch.dtype:
     found = getattr(torch, json["$dtype"], None)
     if not isinstance(found, torch.dtype):
         raise ValueError("not a dtype of this torch")
     return found
 
 
-def _decode_numpy_scalar(json: Json, read_array: ReadArray, where: str, depth: int) -> np.generic[Any]:
+def _decode_numpy_scalar(json: Json, stored: _Stored, where: str, depth: int) -> np.generic[Any]:
     (value,) = np.frombuffer(bytes.fromhex(json["hex"]), dtype=_numpy_dtype(json["$scalar"]))
     return value  # type: ignore[no-any-return]
 
 
-def _decode_array(json: Json, read_array: ReadArray, where: str, depth: int) -> np.ndarray[Any, Any]:
+def _decode_array(json: Json, stored: _Stored, where: str, depth: int) -> np.ndarray[Any, Any]:
     dtype, shape = _numpy_dtype(json["dtype"]), _shape(json["shape"])
     count = math.prod(shape) * dtype.itemsize
-    raw = read_array(json["$array"], torch.uint8, [count]).numpy().tobytes()
-    return np.frombuffer(raw, dtype=dtype).reshape(shape).copy()
+    raw = stored.read(json["$array"], torch.uint8, [count]).numpy().tobytes()
+    values = np.frombuffer(raw, dtype=dtype).reshape(shape)
+    return array_with(_strides(json), values) if "strides" in json else values.copy()
 
 
-def _decode_composite(json: Json, read_array: ReadArray, where: str, depth: int) -> torch.Tensor:
-    values = decode(json["values"], read_array, where, depth + 1)
+def _decode_tensor(json: Json, stored: _Stored, where: str, depth: int) -> torch.Tensor:
+    values = stored.read(json["$tensor"], DTYPES[json["dtype"]], _shape(json["shape"]))
+    return _with_gradient(tensor_with(_strides(json), values) if "strides" in json else values.clone(), json)
+
+
+def _decode_view(json: Json, stored: _Stored, where: str, depth: int) -> Value:
+    identity = repr(json)
+    if identity not in stored.views:
+        view, offset = json["$view"], json["offset"]
+        name = view["$tensor"] if "$tensor" in view else view["$array"]
+        if name not in stored.memory:
+            stored.memory[name] = stored.read(name, torch.uint8, _shape([json["bytes"]])).clone()
+        shape, strides = _shape(view["shape"]), _strides(view)
+        stored.views[identity] = (
+            _with_gradient(tensor_in(stored.memory[name], offset, DTYPES[view["dtype"]], shape, strides), view)
+            if "$tensor" in view
+            else array_in(stored.memory[name], offset, _numpy_dtype(view["dtype"]), shape, strides)
+        )
+    return stored.views[identity]
+
+
+def _with_gradient(tensor: torch.Tensor, json: Json) -> torch.Tensor:
+    is_wanted = json.get("requires_grad", False)
+    return torch.nn.Parameter(tensor, is_wanted) if json.get("parameter") else tensor.requires_grad_(is_wanted)
+
+
+def _decode_composite(json: Json, stored: _Stored, where: str, depth: int) -> torch.Tensor:
+    values = _decode(json["values"], stored, where, depth + 1)
     return composites.put_together(json["$composite"], _shape(json["shape"]), values)
 
 
-_DECODERS: dict[str, Callable[[Any, ReadArray, str, int], State]] = {
+_DECODERS: dict[str, Callable[[Any, _Stored, str, int], State]] = {
     "$str": lambda json, *_: base64.b64decode(json["$str"], validate=True).decode("utf-8", "surrogatepass"),
     "$int": lambda json, *_: int(json["$int"], 16),
     "$float": lambda json, *_: struct.unpack(">d", bytes.fromhex(json["$float"]))[0],
@@ -292,7 +373,8 @@ _DECODERS: dict[str, Callable[[Any, ReadArray, str, int], State]] = {
     "$device": lambda json, *_: torch.device(json["$device"]),
     "$scalar": _decode_numpy_scalar,
     "$array": _decode_array,
-    "$tensor": lambda json, read, *_: read(json["$tensor"], DTYPES[json["dtype"]], _shape(json["shape"])).clone(),
+    "$tensor": _decode_tensor,
+    "$view": _decode_view,
     "$composite": _decode_composite,
 }
 
@@ -301,6 +383,12 @@ def _shape(value: Json) -> list[int]:
     if not is_shape(value):
         raise ValueError("not a shape")
     return list(value)
+
+
+def _strides(json: Json) -> list[int]:
+    if not are_strides(json["strides"], json["shape"]):
+        raise ValueError("not the strides of that shape")
+    return list(json["strides"])
 
 
 def _numpy_dtype(name: Json) -> np.dtype[Any]:

@@ -196,5 +196,6 @@ _SHOWN: dict[str, Callable[[Any], Json]] = {
     "$scalar": lambda json: f"numpy {json['$scalar']} {json['hex']}",
     "$array": lambda json: f"array {json['dtype']} {json['shape']}",
     "$tensor": lambda json: f"tensor {json['dtype']} {json['shape']}",
+    "$view": lambda json: json_view(json["$view"]),
     "$composite": lambda json: f"tensor {json['$composite']} {json['shape']}",
 }

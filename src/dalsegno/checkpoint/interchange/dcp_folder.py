@@ -50,7 +50,7 @@ def read(path: Path, options: ReadOptions) -> RunState:
     if isinstance(progress := content.pop(_PROGRESS, None), Mapping):
         program = _TORCHTITAN
         content["step"] = int(progress["step"])
-    return run_of_dicts(program, Unpickled({"file": content}, unpickled.dropped, unpickled.shared), options, path)
+    return run_of_dicts(program, Unpickled({"file": content}, unpickled.dropped), options, path)
 
 
 def write(run: RunState, target: Path, options: WriteOptions) -> Written:

@@ -41,7 +41,7 @@ def read(path: Path, options: ReadOptions) -> RunState:
     content = unpickled.content["file"]
     if not isinstance(content, Mapping) or VERSION not in content:
         raise ConfigurationError(f"{path}: has no {VERSION}, so Lightning did not write it; try program='torch'")
-    model, tied = options.model(content["state_dict"], unpickled.tied("file.state_dict", content["state_dict"]))
+    model, tied = options.model(content["state_dict"], pickles.tied_in(content["state_dict"]))
     states = content.get("optimizer_states") or []
     if len(states) > 1:
         raise ConfigurationError(f"{path}: contains {len(states)} optimizers; a run here has one")

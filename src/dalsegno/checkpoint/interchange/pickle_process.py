@@ -91,23 +91,12 @@ def _hand_over(content: Mapping[str, Any], folder: Path) -> None:
     dropped: list[str] = []
     tree = {name: _plain(value, name, dropped.append) for name, value in content.items()}
     encoded, arrays = codec.encode(tree, "")
-    first: dict[object, str] = {}
-    shared = {name: first.setdefault(_identity(each, name), name) for name, each in arrays.items()}
-    own = {name: each for name, each in arrays.items() if shared[name] == name}
-    layout = FileLayout.of([TensorChunk.entire(name, each) for name, each in own.items()])
+    layout = FileLayout.of([TensorChunk.entire(name, each) for name, each in arrays.items()])
     with (folder / TENSORS).open("wb") as file:
         file.write(layout.header)
-        for _, each in sorted(zip(layout.spans, own.values(), strict=True), key=lambda pair: pair[0]):
+        for _, each in sorted(zip(layout.spans, arrays.values(), strict=True), key=lambda pair: pair[0]):
             file.write(as_bytes(each).numpy().data)
-    (folder / CONTENT).write_text(json.dumps({"content": encoded, "shared": shared, "dropped": dropped}))
-
-
-def _identity(tensor: torch.Tensor, name: str) -> object:
-    """Equal for two tensors that are the same part of the same memory."""
-    if not tensor.numel():
-        return name
-    memory = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
-    return (*memory, tensor.dtype, tuple(tensor.shape), tensor.stride())
+    (folder / CONTENT).write_text(json.dumps({"content": encoded, "dropped": dropped}))
 
 
 def _plain(value: Any, where: str, drop: Callable[[str], object], depth: int = 0) -> Any:
@@ -123,6 +112,8 @@ def _plain(value: Any, where: str, drop: Callable[[str], object], depth: int = 0
             return list(_kept(value, where, drop, depth))
         if isinstance(value, tuple) and not isinstance(value, torch.Size):
             return tuple(_kept(value, where, drop, depth))
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
     try:
         codec.encode(value, where)
     except CannotSave:

@@ -11,8 +11,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +34,17 @@ class Unpickled:
 
     Attributes:
         dropped: path and class of each part that is not plain data, such as a set.
-        shared: path of each tensor to that of the first one with the same memory.
     """
 
     content: Mapping[str, Any]
     dropped: Sequence[str] = ()
-    shared: Mapping[str, str] = field(default_factory=dict)
 
-    def tied(self, where: str, names: Iterable[str]) -> dict[str, str]:
-        """Further name to first name of each tied tensor among ``names``, in the dict at the path ``where``."""
-        first: dict[str, str] = {}
-        pairs = [(name, first.setdefault(self.shared[codec.inside(where, name)], name)) for name in names]
-        return {name: other for name, other in pairs if name != other}
+
+def tied_in(state: Mapping[str, Any]) -> dict[str, str]:
+    """Further name to first name of each tied tensor."""
+    first: dict[int, str] = {}
+    pairs = [(name, first.setdefault(id(each), name)) for name, each in state.items() if isinstance(each, torch.Tensor)]
+    return {name: other for name, other in pairs if name != other}
 
 
 def read(paths: Mapping[str, Path], *, program: str = "pickle_process") -> Unpickled:
@@ -96,9 +95,9 @@ def _received(folder: Path, done: subprocess.CompletedProcess[str], what: str) -
     if "refused" in message:
         raise StateMismatch(f"{what}: refused: {message['refused']}; nothing was imported")
     stored = StoredFile(folder / TENSORS)
-    spans, shared = stored.spans(), message["shared"]
+    spans = stored.spans()
 
     def read_array(array: str, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
-        return stored.tensor(spans[shared[array]], dtype, shape)
+        return stored.tensor(spans[array], dtype, shape)
 
-    return Unpickled(codec.decode(message["content"], read_array, what), message["dropped"], shared)
+    return Unpickled(codec.decode(message["content"], read_array, what), message["dropped"])

@@ -13,7 +13,7 @@ from dalsegno.errors import ConfigurationError
 
 from .export import SHARD_INDEX, SINGLE_FILE
 from .optimizer_contents import OptimizerContents
-from .pickles import Unpickled
+from .pickles import Unpickled, tied_in
 from .weights import Weights
 
 _WRAPPERS = ("module.", "_orig_mod.")
@@ -103,7 +103,7 @@ def model_in(
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The model in ``folder``, as safetensors if it was not requested as the pickle ``weights``."""
     if (pickled := unpickled.content.get("weights")) is not None:
-        return options.model(pickled, unpickled.tied("weights", pickled))
+        return options.model(pickled, tied_in(pickled))
     return options.model(Weights.open(folder).read_all(), {})
 
 

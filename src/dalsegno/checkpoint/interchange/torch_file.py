@@ -14,7 +14,7 @@ import torch
 from dalsegno.errors import ConfigurationError
 
 from . import pickles
-from .pickles import Unpickled
+from .pickles import Unpickled, tied_in
 from .reading import NOT_THERE, ReadOptions, settings_of_optimizer
 from .run_state import Place, RunState
 from .writing import WriteOptions, Written, only_first, save, state_dict
@@ -71,7 +71,7 @@ def run_of_dicts(program: str, unpickled: Unpickled, options: ReadOptions, path:
     if not any(isinstance(each, torch.Tensor) for each in tensors.values()):
         raise ConfigurationError(f"{path}: contains no model's state_dict; its keys are {', '.join(map(str, content))}")
     names = [name for name, each in tensors.items() if isinstance(each, torch.Tensor)]
-    model, tied = options.model(tensors, unpickled.tied("file" if key is None else f"file.{key}", names))
+    model, tied = options.model(tensors, tied_in(tensors))
     states = _found(content, _OPTIMIZER, Mapping)
     optimizer = options.optimizer_of(states and content[states], f"{path}: {states}")
     schedule, scaler = (_found(content, keys, Mapping) for keys in (_SCHEDULER, _SCALER))

@@ -8,6 +8,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 import torch
 
+from dalsegno.checkpoint.format.layout import Shape
 from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import State
 from dalsegno.stateful.schema import Must, check, check_like
@@ -63,6 +64,8 @@ class OptimizerRest(TypedDict):
     sharded: Names
     on_cpu: Names
     wrapped: NotRequired[dict[str, dict[str, WrappedForm]]]
+    strides: NotRequired[dict[str, dict[str, Shape]]]
+    tied: NotRequired[dict[str, dict[str, tuple[str, str]]]]
     other: dict[str | int, Any]
     further: NotRequired[dict[str, Any]]
     groups: list[Annotated[dict[str, Any], Must("a group with the names of its params", _names_params)]]

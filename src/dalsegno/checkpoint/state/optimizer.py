@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.format.keys import LOSS, MODEL
@@ -27,7 +28,7 @@ from .dense import is_sharded
 from .model import unwrapped
 from .non_tensor_schema import check_optimizer_rest
 from .optimizer_rows import OptimizerRows
-from .placement import cast_as, exactly, like, placed_like
+from .placement import Moved, cast_as, exactly, like, placed_like
 from .stages import of_all_stages
 from .wrapped import parts_of
 
@@ -86,6 +87,7 @@ class OptimizerState:
         named = [each for group in self._named_groups() for each in group]
         tensors: Tensors = {}
         rows = OptimizerRows()
+        first: dict[int, tuple[str, str]] = {}
         for number, (name, parameter) in enumerate(named):  # this order, independent of which was updated first
             if number not in packed["state"]:
                 continue
@@ -94,6 +96,10 @@ class OptimizerState:
                 if is_sharded(value, parameter):
                     tensors[f"{name}.{kind}"] = like_parameter(value, parameter)
                     rows.sharded.setdefault(name, []).append(kind)
+                    if (other := first.setdefault(id(value), (name, kind))) != (name, kind):
+                        rows.tied.setdefault(name, {})[kind] = other
+                    if not isinstance(value, DTensor) and (strides := value.stride()) != parameter.stride():
+                        rows.strides.setdefault(name, {})[kind] = [*strides]
                     continue
                 if wrapped_states.is_wrapped(value, parameter):
                     parts, form = parts_of(value, f"{self.key}.{name}.{kind}")
@@ -169,9 +175,17 @@ class OptimizerState:
                 del fitting[name]
                 continue
             states[name], parts = found
-            states[name] |= {kind: like(parameter, own[f"{name}.{kind}"], casts.get(name)) for kind in rows.whole(name)}
             tensors |= {f"{name}.{kind}": each for kind, each in parts.items()}
-            tensors |= {f"{name}.{kind}": states[name][kind] for kind in rows.whole(name)}
+            tied, strides = rows.tied.get(name, {}), rows.strides.get(name, {})
+            for kind in rows.whole(name):
+                other, its_kind = tied.get(kind, (name, kind))
+                if (same := states.get(other, {}).get(its_kind)) is not None:
+                    states[name][kind] = same
+                    continue
+                saved = own[f"{name}.{kind}"]
+                states[name][kind] = tensors[f"{name}.{kind}"] = like(
+                    parameter, saved, casts.get(name), strides.get(kind)
+                )
 
         def commit() -> None:
             saved = {
@@ -183,11 +197,12 @@ class OptimizerState:
             here = _further(self.optimizer.state_dict())
             self.optimizer.load_state_dict(packed | here | exactly(rest.get("further", {}), here))
             # Undo load_state_dict's casts to the parameter's dtype and its mangling of strings.
+            moved: Moved = {}
             for name, values in saved.items():
                 own = self.optimizer.state[fitting[name].parameter]
                 for kind, value in values.items():
                     is_on_cpu = kind in rows.on_cpu.get(name, ())
-                    own[kind] = value if is_on_cpu else exactly(value, own.get(kind))
+                    own[kind] = value if is_on_cpu else exactly(value, own.get(kind), moved)
 
         return LoadTarget(tensors, commit)
 

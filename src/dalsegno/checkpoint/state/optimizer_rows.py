@@ -6,12 +6,15 @@
      "spread": {"exp_avg": ["weight", "bias"]}, "state": {}, "sharded": {}, "on_cpu": {}}
 
 ``spread`` names the parameters whose state of a kind is among the sharded tensors. Of a wrapped state, such as moments
-in 8 bits, each part is a kind (``exp_avg.codes``), and ``wrapped`` has its form by parameter and kind. ``state``,
-``sharded`` and ``on_cpu`` have, by parameter name, everything else; in checkpoints of the first format, everything.
+in 8 bits, each part is a kind (``exp_avg.codes``), and ``wrapped`` has its form by parameter and kind. ``strides`` and
+``tied`` have those of sharded tensors that do not lie in memory as their parameter, or are another one. ``state``,
+``sharded`` and ``on_cpu`` have, by parameter name, everything else, such as a step counter that parameters share; in
+checkpoints of the first format, everything.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +39,10 @@ class OptimizerRows:
     """Kinds that are on the CPU while the parameter is not."""
     wrapped: dict[str, dict[str, Form]] = field(default_factory=dict)
     """Forms of the kinds that are wrapped tensors, whose parts are sharded."""
+    strides: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    """Strides of the kinds that are sharded tensors with others than their parameter."""
+    tied: dict[str, dict[str, tuple[str, str]]] = field(default_factory=dict)
+    """Kinds that are the same tensor as one that comes before them, with its parameter and kind."""
 
     def parts(self, name: str) -> list[str]:
         """Kinds of the parts of a parameter's wrapped states: ``exp_avg.codes``."""
@@ -51,12 +58,13 @@ class OptimizerRows:
         columns: dict[tuple[Any, ...], tuple[list[str], list[torch.Tensor]]] = {}
         plain: dict[str, dict[str, Any]] = {}
         on_cpu: dict[str, list[str]] = {}
+        uses = Counter(id(value) for values in self.plain.values() for value in values.values())
         for name, values in self.plain.items():
             if not values and name not in self.sharded:
                 plain[name] = {}
             for kind, value in values.items():
                 is_on_cpu = kind in self.on_cpu.get(name, ())
-                if _is_scalar(value):
+                if _is_scalar(value) and uses[id(value)] == 1:
                     names, scalars = columns.setdefault((kind, is_on_cpu, value.dtype, value.device), ([], []))
                     names.append(name)
                     scalars.append(value)
@@ -77,7 +85,7 @@ class OptimizerRows:
             "state": plain,
             "sharded": {},
             "on_cpu": on_cpu,
-            **({"wrapped": self.wrapped} if self.wrapped else {}),
+            **{kind: each for kind in ("wrapped", "strides", "tied") if (each := getattr(self, kind))},
         }
 
     @classmethod
@@ -87,7 +95,7 @@ class OptimizerRows:
             _copied(saved["state"], dict),
             _copied(saved["sharded"], list),
             _copied(saved["on_cpu"], list),
-            _copied(saved.get("wrapped", {}), dict),
+            *(_copied(saved.get(kind, {}), dict) for kind in ("wrapped", "strides", "tied")),
         )
         for column in saved.get("scalars", ()):
             kind = column["kind"]

@@ -33,10 +33,14 @@ def of_all_stages(
     sharded: dict[str, list[str]] = {}
     on_cpu: dict[str, list[str]] = {}
     wrapped: dict[str, dict[str, Form]] = {}
+    strides: dict[str, dict[str, list[int]]] = {}
+    tied: dict[str, dict[str, tuple[str, str]]] = {}
     all_forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     on_host = replace(rows, plain={name: _on_host(values) for name, values in rows.plain.items()})
     for its_forms, its_state in collectives.gather((forms, on_host.by_kind()), "an optimizer's state"):
         of_rank = OptimizerRows.of(its_state)
+        strides |= {name: its for name, its in of_rank.strides.items() if name not in plain}
+        tied |= {name: its for name, its in of_rank.tied.items() if name not in plain}
         for name in of_rank.plain:
             if name not in plain:  # a tied parameter has equal state on each of its stages
                 plain[name] = of_rank.plain[name]
@@ -51,7 +55,7 @@ def of_all_stages(
         for kind in sharded.get(name, ())
         if (key := f"{name}.{kind}")
     }
-    return complete, OptimizerRows({name: plain[name] for name, _ in ordered}, sharded, on_cpu, wrapped)
+    return complete, OptimizerRows({name: plain[name] for name, _ in ordered}, sharded, on_cpu, wrapped, strides, tied)
 
 
 def _on_host(values: dict[str, object]) -> dict[str, object]:
