@@ -23,6 +23,7 @@ from dalsegno.stateful.component import State
 from .contract import Captured, LoadTarget, Tensors, class_name_of
 from .named_tensors import NamedTensors
 from .non_tensor_schema import check_model_rest
+from .resized import room_for
 from .wrapped import hidden_tensors
 
 
@@ -67,6 +68,7 @@ class ModelState:
         aliases = {**rest["tied"], **sources}
         there = known | {alias: known[name] for alias, name in aliases.items() if name in known}
         there = {name: each for name, each in there.items() if name not in in_mismatches}
+        fitting = self._room(here, there)
         lines = [
             *(f"{mismatch.name}: {mismatch.difference}" for mismatch in mismatches),
             *(f"missing in the checkpoint: {name}{_form(here[name])}" for name in here.keys() - there.keys()),
@@ -81,7 +83,8 @@ class ModelState:
             *(
                 f"{name}: saved as{_form(there[name])}, here{_form(here[name])}"
                 for name in here.keys() & there.keys()
-                if here[name].shape != there[name].shape or (here[name].dtype != there[name].dtype and not any_dtype)
+                if (here[name].shape != there[name].shape and name not in fitting)
+                or (here[name].dtype != there[name].dtype and not any_dtype)
             ),
             *(
                 f"{alias}: tied to {name} here, but saved as two tensors"
@@ -104,6 +107,10 @@ class ModelState:
             and tensor.shape == there[sources[name]].shape
             and not is_elsewhere(tensor)
         }
+        here = {name: tensor for name, tensor in model.tensors.items() if name not in in_mismatches}
+        room = self._room(here, {name: there[sources[name]] for name in here if sources[name] in there})
+        targets |= {sources[name]: each for name, each in room.items()}
+        resized = {sources[name] for name in room}
 
         def commit() -> None:
             # Most tensors are loaded in place by now. Loading them again runs the model's load_state_dict hooks, and
@@ -125,7 +132,9 @@ class ModelState:
                 source = targets.get(sources.get(name, name))
                 if isinstance(here, torch.Tensor) and unexpanded(here).shape != here.shape:
                     continue  # already loaded, and torch cannot write to an expanded tensor
-                if source is not None and isinstance(here, torch.Tensor) and source.shape == here.shape:
+                if source is None or not isinstance(here, torch.Tensor):
+                    continue
+                if source.shape == here.shape or sources[name] in resized:
                     state[raw] = source
             self._model.load_state_dict(state, strict=False)
 
@@ -183,6 +192,13 @@ class ModelState:
         raw = OrderedDict((name, each) for name, each in {**live, **hidden}.items() if id(each) not in others)
         raw._metadata = getattr(live, "_metadata", None)  # type: ignore[attr-defined]
         return raw
+
+    def _room(self, here: Tensors, there: Mapping[str, StoredTensor]) -> Tensors:
+        """Tensors to load into, for buffers of another shape than the saved ones that their modules resize."""
+        others = [name for name in here if name in there and here[name].shape != there[name].shape]
+        raw = {strip_wrappers(each): each for each in self._raw()} if others else {}
+        found = {name: room_for(self._model, raw[name], there[name]) for name in others}
+        return {name: room for name, room in found.items() if room is not None}
 
     def _sorted(self) -> NamedTensors:
         return NamedTensors.of(self._raw(), self.key)
