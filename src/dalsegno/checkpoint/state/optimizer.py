@@ -194,10 +194,9 @@ class OptimizerState:
             }
             state = {fitting[name].number: values for name, values in saved.items()} | rest["other"]
             packed = {"state": state, "param_groups": self._groups(rest["groups"])}
-            here = _further(self.optimizer.state_dict())
-            self.optimizer.load_state_dict(packed | here | exactly(rest.get("further", {}), here))
+            here, moved = _further(self.optimizer.state_dict()), Moved()
+            self.optimizer.load_state_dict(packed | here | exactly(rest.get("further", {}), here, moved))
             # Undo load_state_dict's casts to the parameter's dtype and its mangling of strings.
-            moved: Moved = {}
             for name, values in saved.items():
                 own = self.optimizer.state[fitting[name].parameter]
                 for kind, value in values.items():
