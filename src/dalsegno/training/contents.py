@@ -47,6 +47,7 @@ class CheckpointContents:
             "loader": parts.loader,
             "rng": parts.random_state,
             "meter": parts.metrics,
+            "flags": parts.flags,
         }
         _check_state(others, reserved=[self.model.key, OptimizerState.key, *own])
         names = names_of_others(parts.optimizer, self.model, self._loss, others)

@@ -45,7 +45,7 @@ def expect_equal_ranks(states: Iterable[ShardedState]) -> None:
         return
     with torch.no_grad():
         sums = {
-            f"{state.key}: {name}": _sum(tensor)
+            f"{state.key}: {name}": sum_of_bytes(tensor)
             for state in states
             for name, tensor in state.capture().tensors.items()
             if not isinstance(tensor, DTensor) and place_of(tensor) is None
@@ -66,7 +66,7 @@ def expect_equal_ranks(states: Iterable[ShardedState]) -> None:
     )
 
 
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
+def sum_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of the tensor's bytes, as integers of 32 bits where there are as many: computed where the tensor is."""
     raw = as_bytes(tensor.detach())
     is_whole = len(raw) % 4 == 0 and raw.data_ptr() % 4 == 0

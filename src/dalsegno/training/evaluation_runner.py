@@ -33,6 +33,7 @@ class EvaluationRunner:
         self._args = parts.args
         self._dispatcher = parts.dispatcher
         self._state = parts.state
+        self._flags = parts.flags
         self._control = parts.control
         self._callbacks = parts.callbacks
         self._evaluations = evaluations
@@ -78,7 +79,7 @@ class EvaluationRunner:
             self.set_metrics({})
         owed = [each for each in self._evaluations if each.name in state.evaluations_owed]
         for evaluation in owed:
-            before = StateSnapshot(self._callbacks.bound, evaluation.affected)
+            before = StateSnapshot(self._callbacks.bound, [*evaluation.affected, self._flags])
             try:
                 metrics = self._run(evaluation, self.metrics(), stop_requested, is_last=evaluation is owed[-1])
             except EvaluationInterrupted:

@@ -135,6 +135,7 @@ class RunLifecycle:
         self._repeats = False
         if self._result is not None and self._is_in_memory(self._result, options):
             self._commands.restore(self._parts.state.global_step)
+            self._parts.flags.keep()
             return self._result.checkpoint
         checkpoint = self._resumer.select_checkpoint(options, model_modified=self._model_modified)
         if checkpoint is None:

@@ -25,6 +25,7 @@ from dalsegno.witness import Witness
 
 from .callback_set import CallbackSet
 from .equal_ranks import Comparison
+from .flags import Flags
 from .metrics import MetricAccumulator
 from .recoveries import Recoveries
 
@@ -48,6 +49,7 @@ class RunParts:
     metrics: MetricAccumulator
     random_state: RandomState
     buffers: SharedBuffers
+    flags: Flags
     dispatcher: Dispatcher
     callbacks: CallbackSet
     recoveries: Recoveries
@@ -112,6 +114,7 @@ def build_parts(
         metrics=MetricAccumulator(layout, device_of(model)),
         random_state=RandomState(args.seed, layout, lambda: state.global_step),
         buffers=SharedBuffers([model] if loss_fn is None else [model, loss_fn]),
+        flags=Flags({"model": model} if loss_fn is None else {"model": model, "loss_fn": loss_fn}, optimizer),
         dispatcher=dispatcher,
         callbacks=CallbackSet(dispatcher, model, callbacks, core=core, report_to=args.report_to),
         recoveries=Recoveries(optimizer, loader),

@@ -74,6 +74,7 @@ class Session:
         self._dispatcher = parts.dispatcher
         self._loader = parts.loader
         self._buffers = parts.buffers
+        self._flags = parts.flags
         self._boundary = boundary
         self._recorder = boundary.recorder
         self._checkpointer = checkpointer
@@ -94,6 +95,7 @@ class Session:
         self._due = NOTHING_DUE
         self._data_is_exhausted = False
         self._serializability_checked = False
+        self._is_first_step = True  # of the leg
         self._final_metrics: dict[str, Any] = {}
 
     # -- begin and end ------------------------------------------------------------------------------------------
@@ -102,11 +104,13 @@ class Session:
         state = self._state
         self._boundary.begin_leg()
         self._buffers.begin_leg()
+        self._flags.begin_leg()
         state.clock.start()
         self._leg_recorder.begin(self._resumed_from)
         try:
             self._commands.open()
             self._dispatcher.train_begin.fire_with(self._resumed_from, self._checkpointer.memory.checkpoints.room)
+            self._flags.note_changes()
             self._begin_witness()
             self._dispatcher.leave_out_idle()
         except BaseException as error:
@@ -191,6 +195,7 @@ class Session:
         Raises:
             EmptyDataset: if the training data contains no batch.
         """
+        self._flags.resume()
         yield self._steps()
         while self._boundary.rollback is not None:
             self._roll_back(self._boundary.rollback)
@@ -238,6 +243,8 @@ class Session:
                 self._witness.begin_step(self._state.global_step + 1, batches)
             if step_begin:
                 step_begin.fire()
+            if self._is_first_step:
+                self._flags.note_changes()
             self.step_batch = step_batch
             yield step_batch
             if self.step_batch is not None:
@@ -279,6 +286,9 @@ class Session:
         state, dispatcher, step_batch = self._state, self._dispatcher, self.step_batch
         assert step_batch is not None, "step_end() ends a step that steps() has yielded"
         self.step_batch = None
+        if self._is_first_step:
+            self._flags.note_changes(by_modules=True)
+            self._is_first_step = False
         self._buffers.share()
         self._recorder.add_step(loss, grad_norm, lr, step_batch.tokens)
         if self._witness.is_recording:

@@ -1,0 +1,329 @@
+"""Flags: what the training has changed beside tensors and hyperparameters, so that a resumed leg has it again.
+
+That is the mode of a submodule (``training``), whether a parameter is trained (``requires_grad``), plain attributes of
+modules (a dropout's ``p``, the active adapter), small tensors of modules that ``state_dict`` leaves out, and numbers
+that an optimizer keeps beside its groups. Only what has changed since the script built it is saved: the rest is as the
+script of each leg has it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dalsegno.checkpoint.format.layout import is_plain
+from dalsegno.data import NOT_EXACT
+from dalsegno.distributed import collectives
+from dalsegno.distributed.sharded_tensors import strip_wrappers
+from dalsegno.errors import StateMismatch
+from dalsegno.system.byte_sizes import format_bytes
+
+from .equal_ranks import sum_of_bytes
+
+logger = logging.getLogger("dalsegno")
+
+LARGEST = 1 << 20
+"""Bytes of a tensor that is saved here."""
+
+_MOST_ITEMS = 256
+_PLAIN = {bool, int, float, str, type(None), torch.dtype}
+_NUMBERS = (int, float)
+_OF_MODULE = vars(nn.Module()).keys() - {"training"}
+_OF_OPTIMIZER = vars(torch.optim.SGD([torch.zeros(1)])).keys()
+_REQUIRES_GRAD = ".requires_grad"
+
+Values = dict[str, Any]
+"""By name, of one module or of the optimizer."""
+Reading = dict[str, Values]
+"""By the module's path."""
+
+
+class Flags:
+    """Flags of a run's modules and its optimizer.
+
+    What a module sets by itself in a leg's first step, such as ``is_initialized``, it sets again in the next leg's, so
+    it is not saved; numbers are. The attributes of a module that has also made or replaced what cannot be saved, such
+    as a cache, belong to that and are not saved either; its modes are.
+
+    Args:
+        modules: by the name that their paths begin with.
+    """
+
+    state_scope = "per_rank"  # a rank of a pipeline runs its own stages only
+    state_schema = dict[str, dict[str, Any]]
+    reshard_note = "those of the first rank"
+
+    def __init__(self, modules: Mapping[str, nn.Module], optimizer: Optimizer) -> None:
+        self._modules = modules
+        self._optimizer = optimizer
+        self._former: Reading | None = None  # the newest reading
+        self._built: Reading = {}  # of what the training has changed: the value before
+        self._caches: set[tuple[str, str]] = set()  # what modules make and keep, or results: the next leg makes it again
+        self._loaded: Reading = {}
+        self._warned = False
+
+    # -- what the training changes ----------------------------------------------------------------------------------
+
+    def begin_leg(self) -> None:
+        """What has changed until here is the script's."""
+        self._former = self._read()
+
+    def resume(self) -> None:
+        """Before the first step: set what was loaded again. A leg puts all modules into training mode, and handlers of
+        on_train_begin prepare the model as for a new run."""
+        self._former = self._read()
+        self._set(self._loaded)
+
+    def note_changes(self, *, by_modules: bool = False) -> Reading:
+        """Note what has changed since the last call, or since the leg began. Returns the present flags.
+
+        Args:
+            by_modules: the leg's first step has changed it.
+        """
+        now, former = self._read(), self._former or {}
+        for path, values in now.items():
+            before = former.get(path, values)
+            if values == before:
+                continue
+            noted = self._built.setdefault(path, {})
+            for name in sorted(values):
+                value, was = values[name], before.get(name)
+                if value == was or (path, name) in self._caches:
+                    continue
+                if isinstance(value, _Small | _Other) and not isinstance(was, _Small | _Other):
+                    self._caches.add((path, name))
+                elif not by_modules or _is_mode(name) or _is_state(was, value):
+                    noted.setdefault(name, was)
+        self._former = now
+        return now
+
+    def keep(self) -> None:
+        """The next leg continues from the present flags."""
+        self._loaded = self.state_dict()
+
+    # -- the component ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> Reading:
+        now, state, lost = self.note_changes(), dict[str, Values](), list[str]()
+        with_caches = {path for path, _ in self._caches}
+        for path, built in self._built.items():
+            values = now.get(path, {})
+            present = {name: values[name] for name in built if name in values}
+            replaced = [name for name, value in present.items() if not _is_saved(built[name], value)]
+            is_whole = not replaced and path not in with_caches
+            kept = {name: value for name, value in present.items() if is_whole or _is_mode(name)}
+            if kept:
+                state[path] = {name: each.copy if isinstance(each, _Small) else each for name, each in kept.items()}
+            held = [name for name in present if replaced and name not in kept and name not in replaced]
+            named = [name for name in replaced if held or getattr(present[name], "size", 0)]
+            lost += [_described(path, name, present[name]) for name in [*named, *held]]
+        self._warn_of(lost)
+        return state
+
+    def check_state(self, state: Reading) -> None:
+        """Raises StateMismatch if a value cannot replace the present one."""
+        holders = dict(self._holders())
+        for path, values in state.items():
+            here = _values(holders[path]) if path in holders else {}
+            for name, value in values.items():
+                there = here.get(name)
+                fits = type(value) is bool if _is_mode(name) else _is_state(there, value) or _is_like(there, value)
+                if not fits or (name not in here and path in holders and hasattr(holders[path], name)):
+                    raise StateMismatch(f"flags: {path}.{name}: {_short(value)} cannot replace {_short(there)}")
+
+    def load_state_dict(self, state: Reading) -> None:
+        """Set these flags, and all others to what they were before training changed them."""
+        self.note_changes()
+        built = self._built
+        self._set(
+            {
+                path: {
+                    name: value.copy if isinstance(value, _Small) else value
+                    for name, value in values.items()
+                    if name not in state.get(path, {}) and not isinstance(value, _Other)
+                }
+                for path, values in built.items()
+            }
+        )
+        self._former = self._read()
+        here = self._former
+        self._built = {
+            path: {name: built.get(path, {}).get(name, here.get(path, {}).get(name)) for name in values}
+            for path, values in state.items()
+        }
+        self._loaded = state
+        if missing := self._set(state):
+            logger.warning(
+                "flags: the checkpoint has %s as the training has set it, which the model no longer has",
+                _listed(missing),
+            )
+
+    @classmethod
+    def reshard(cls, states: Sequence[Reading], world_size: int) -> list[Reading]:
+        return [states[0]] * world_size
+
+    def _warn_of(self, lost: Sequence[str]) -> None:
+        if not lost or self._warned:
+            return
+        self._warned = True
+        if collectives.rank() == 0:
+            logger.warning(
+                "a resumed run will differ from an uninterrupted one: the training changes %s, which no checkpoint "
+                "contains; register it as a buffer that is saved (persistent=True), or return it from the module's "
+                "get_extra_state",
+                _listed(lost),
+                extra={NOT_EXACT: True},
+            )
+
+    # -- the objects ------------------------------------------------------------------------------------------------
+
+    def _holders(self) -> Iterator[tuple[str, nn.Module | Optimizer]]:
+        for root, model in self._modules.items():
+            for name, module in model.named_modules():
+                yield strip_wrappers(f"{root}.{name}.").rstrip("."), module
+        if not type(self._optimizer).__module__.startswith("torch.optim."):  # those keep all in groups and state
+            yield "optimizer", self._optimizer
+
+    def _read(self) -> Reading:
+        former = self._former or {}
+        return {path: _values(holder, former.get(path)) for path, holder in self._holders()}
+
+    def _set(self, state: Reading) -> list[str]:
+        """Returns the paths that are not here."""
+        if not state:
+            return []
+        holders = dict(self._holders())
+        for path in state.keys() & holders.keys():
+            holder = holders[path]
+            for name, value in state[path].items():
+                if name.endswith(_REQUIRES_GRAD):
+                    parameter = cast(nn.Module, holder)._parameters.get(name.removesuffix(_REQUIRES_GRAD))
+                    if parameter is not None:
+                        parameter.requires_grad_(value)
+                elif isinstance(value, torch.Tensor):
+                    _set_tensor(holder, name, value)
+                else:
+                    setattr(holder, name, value.copy() if isinstance(value, list | dict) else value)
+        return [f"{path}.{name}" for path in state.keys() - holders.keys() for name in state[path]]
+
+
+class _Small:
+    """A tensor that is saved."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.copy = tensor.detach().clone()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Small) and self.copy.dtype == other.copy.dtype and torch.equal(self.copy, other.copy)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Other(NamedTuple):
+    """Anything else, which is not saved. ``contents``: the sum of a tensor's bytes; ``size``: their number."""
+
+    identity: int
+    version: int = 0
+    contents: int = 0
+    size: int = 0
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        return (self.identity, self.version) == (id(tensor), _version(tensor))
+
+
+def _values(holder: nn.Module | Optimizer, former: Values | None = None) -> Values:
+    """The flags of one module or optimizer."""
+    held, found = vars(holder), Values()
+    if isinstance(holder, Optimizer):
+        for name in held.keys() - _OF_OPTIMIZER:
+            value = held[name]
+            # A text or a bool is a setting, or says that the first step is done.
+            if type(value) in _NUMBERS or isinstance(value, torch.Tensor):
+                found[name] = _read_value(value, former, name)
+        return found
+    for name in held.keys() - _OF_MODULE:
+        value = held[name]
+        found[name] = value if type(value) in _PLAIN else _read_value(value, former, name)
+    for name, parameter in holder._parameters.items():
+        if parameter is not None:
+            found[f"{name}{_REQUIRES_GRAD}"] = parameter.requires_grad
+    for name in holder._non_persistent_buffers_set:
+        found[name] = _read_value(holder._buffers.get(name), former, name)
+    return found
+
+
+def _read_value(value: Any, former: Values | None, name: str) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind in (list, tuple, dict) and len(value) <= _MOST_ITEMS and _has_plain_items(value):
+        return value if kind is tuple else value.copy()
+    if kind is not torch.Tensor or value.requires_grad or not is_plain(value):
+        return _Other(id(value))
+    if value.nbytes <= LARGEST:
+        return _Small(value)
+    before = None if former is None else former.get(name)
+    if isinstance(before, _Other) and before.is_of(value):
+        return before
+    return _Other(id(value), _version(value), int(sum_of_bytes(value)), value.nbytes)
+
+
+def _has_plain_items(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(type(key) in (str, int) and type(each) in _PLAIN for key, each in value.items())
+    return all(type(each) in _PLAIN for each in value)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_mode(name: str) -> bool:
+    return name == "training" or name.endswith(_REQUIRES_GRAD)
+
+
+def _is_state(before: object, value: object) -> bool:
+    """Whether a value that a module changes in each leg's first step has to be saved: a number, or a tensor."""
+    if type(before) in _NUMBERS:
+        return type(value) in _NUMBERS
+    return isinstance(before, _Small) and isinstance(value, _Small | torch.Tensor)
+
+
+def _is_saved(built: object, value: object) -> bool:
+    """Whether a value, which was ``built``, can be saved and set in the next leg."""
+    if isinstance(built, _Small):
+        return isinstance(value, _Small)
+    return not isinstance(built, _Other) and not isinstance(value, _Other | _Small)
+
+
+def _is_like(there: object, value: object) -> bool:
+    return not isinstance(there, _Small | _Other) and not isinstance(value, torch.Tensor)
+
+
+def _set_tensor(holder: object, name: str, value: torch.Tensor) -> None:
+    here = getattr(holder, name, None)
+    if not isinstance(here, torch.Tensor):
+        return
+    if (here.shape, here.dtype) == (value.shape, value.dtype):
+        with torch.no_grad():
+            here.copy_(value)
+    else:
+        setattr(holder, name, value.to(here.device, copy=True))
+
+
+def _described(path: str, name: str, value: object) -> str:
+    size = f" ({format_bytes(value.size)})" if isinstance(value, _Other) and value.size else ""
+    return f"{path}.{name}{size}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
+
+
+def _short(value: object) -> str:
+    return repr(value) if type(value) in _PLAIN else f"a {type(value).__name__.strip('_')}"
