@@ -71,6 +71,7 @@ class MicrobatchAccumulation(Accumulation[Parallel]):
                     outputs["loss"].detach(), outputs, batch, index, microbatch.samples, index == last
                 )
                 dispatcher.microbatch_end.fire()
+        self._parallel.finish_backward()
         assert total is not None, "a step is never empty"
         return total
 

@@ -63,7 +63,7 @@ class Flags:
         self._optimizer = optimizer
         self._former: Reading | None = None  # the newest reading
         self._built: Reading = {}  # of what the training has changed: the value before
-        self._caches: set[tuple[str, str]] = set()  # what modules make and keep, or results: the next leg makes it again
+        self._caches: set[tuple[str, str]] = set()  # what modules make in each leg, and keep
         self._loaded: Reading = {}
         self._warned = False
 
@@ -120,7 +120,7 @@ class Flags:
             if kept:
                 state[path] = {name: each.copy if isinstance(each, _Small) else each for name, each in kept.items()}
             held = [name for name in present if replaced and name not in kept and name not in replaced]
-            named = [name for name in replaced if held or getattr(present[name], "size", 0)]
+            named = [name for name in replaced if held or _size(present[name])]
             lost += [_described(path, name, present[name]) for name in [*named, *held]]
         self._warn_of(lost)
         return state
@@ -317,8 +317,12 @@ def _set_tensor(holder: object, name: str, value: torch.Tensor) -> None:
 
 
 def _described(path: str, name: str, value: object) -> str:
-    size = f" ({format_bytes(value.size)})" if isinstance(value, _Other) and value.size else ""
-    return f"{path}.{name}{size}"
+    size = _size(value)
+    return f"{path}.{name}" + (f" ({format_bytes(size)})" if size else "")
+
+
+def _size(value: object) -> int:
+    return value.size if isinstance(value, _Other) else 0
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from dalsegno.errors import StateMismatch
 from dalsegno.stateful.schema import Must, check, check_like
 
-from .learning_rate import set_rate
+from .learning_rate import copied, flat, set_rate
 
 
 class InitialHyperparameters:
@@ -20,6 +20,7 @@ class InitialHyperparameters:
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any]) -> None:
         self._optimizer = optimizer
+        self._given = schedulers
         self._schedulers = [each for each in schedulers if hasattr(each, "base_lrs")]
         self._groups = [dict(group) for group in optimizer.param_groups]
         self._base_lrs = [list(each.base_lrs) for each in self._schedulers]
@@ -34,9 +35,18 @@ class InitialHyperparameters:
         }
 
     def restore(self, *names: str) -> None:
-        """Set these hyperparameters of the optimizer, say ``weight_decay``, to their initial values."""
-        for group, built in zip(self._optimizer.param_groups, self._groups, strict=True):
+        """Set these hyperparameters of the optimizer, say ``weight_decay``, to their initial values. Groups that the
+        training has added keep theirs."""
+        for group, built in zip(self._optimizer.param_groups, self._groups, strict=False):
             group.update({name: built[name] for name in names})
+
+    def follow_groups(self) -> bool:
+        """Make the schedules have as many groups as the optimizer, after a load. Returns whether a schedule's function
+        of an added group is a guess: functions are not saved."""
+        count = len(self._optimizer.param_groups)
+        is_guess = any(len(getattr(each, "lr_lambdas", ())) not in (0, count) for each in flat(self._given))
+        follow_groups(self._optimizer, self._given)
+        return is_guess and count > len(self._groups)
 
     def restore_lrs(self) -> None:
         """Set the initial learning rates; the schedules continue from their present position."""
@@ -44,8 +54,8 @@ class InitialHyperparameters:
             return
         shares = _shares(self._schedulers[-1])
         for scheduler, base_lrs in zip(self._schedulers, self._base_lrs, strict=True):
-            scheduler.base_lrs = list(base_lrs)
-        for group, built in zip(self._optimizer.param_groups, self._groups, strict=True):
+            scheduler.base_lrs = [*base_lrs, *scheduler.base_lrs[len(base_lrs) :]]
+        for group, built in zip(self._optimizer.param_groups, self._groups, strict=False):
             group["initial_lr"] = built.get("initial_lr", built["lr"])
         self._set_rates(shares)
 
@@ -61,6 +71,25 @@ class InitialHyperparameters:
             set_rate(group, group["initial_lr"] * share)
         for scheduler in self._schedulers:
             scheduler._last_lr = [group["lr"] for group in groups]
+
+
+def follow_groups(optimizer: Optimizer, schedulers: Sequence[Any]) -> None:
+    """Make schedules have as many groups as the optimizer, to which the training may add some.
+
+    The learning rate with which a group was added is its base rate, and the factors are those of the last group.
+    """
+    groups = optimizer.param_groups
+    for scheduler in flat(schedulers):
+        base_lrs, factors = getattr(scheduler, "base_lrs", groups), getattr(scheduler, "lr_lambdas", groups)
+        added = groups[len(base_lrs) :]
+        if len(factors) != len(groups):
+            scheduler.lr_lambdas = [*factors, *factors[-1:] * (len(groups) - len(factors))][: len(groups)]
+        if len(base_lrs) != len(groups):
+            rates = [group.setdefault("initial_lr", copied(group["lr"])) for group in added]
+            scheduler.base_lrs = [*base_lrs, *map(copied, rates)][: len(groups)]
+        if isinstance(scheduler, LambdaLR):
+            for group, factor in zip(added, scheduler.lr_lambdas[len(groups) - len(added) :], strict=True):
+                set_rate(group, group["initial_lr"] * factor(scheduler.last_epoch))
 
 
 def _shares(scheduler: Any) -> list[float]:

@@ -24,7 +24,7 @@ def check_scalable(optimizer: Optimizer, schedulers: Sequence[Any]) -> None:
     other than base rates that could be scaled, so that it would undo the change at its next step."""
     if any(group.get("lr") is None for group in optimizer.param_groups):
         raise ConfigurationError(f"learning_rate: {type(optimizer).__name__} computes its own; there is none to change")
-    for scheduler in _flat(schedulers):
+    for scheduler in flat(schedulers):
         if not (hasattr(scheduler, "base_lrs") or isinstance(scheduler, ReduceLROnPlateau) or _is_composite(scheduler)):
             raise ConfigurationError(
                 f"learning_rate: the schedule {type(scheduler).__name__} has no base_lrs that could be scaled, and "
@@ -43,20 +43,20 @@ def scale_rates(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) 
     Absolute bounds of a schedule are scaled too (the maximum of a cycle, the minimum of a cosine), except the minimum
     of ``ReduceLROnPlateau``, which limits only its own reductions.
     """
-    flat = [each for each in _flat(schedulers) if not _is_composite(each)]
+    simple = [each for each in flat(schedulers) if not _is_composite(each)]
     names = {"lr", "initial_lr"}
-    if any(isinstance(each, OneCycleLR) for each in flat):
+    if any(isinstance(each, OneCycleLR) for each in simple):
         names |= {"max_lr", "min_lr"}  # from which it interpolates
     for group in optimizer.param_groups:
         for name in names & group.keys():
             group[name] = _scaled(group[name], factor)
-    for scheduler in flat:
+    for scheduler in simple:
         for name in ("base_lrs", "max_lrs"):
             if hasattr(scheduler, name):
                 setattr(scheduler, name, [_scaled(rate, factor) for rate in getattr(scheduler, name)])
         if isinstance(scheduler, CosineAnnealingLR | CosineAnnealingWarmRestarts):
             scheduler.eta_min = _scaled(scheduler.eta_min, factor)
-    for scheduler in _flat(schedulers):
+    for scheduler in flat(schedulers):
         if hasattr(scheduler, "_last_lr"):
             scheduler._last_lr = [copied(group["lr"]) for group in optimizer.param_groups]
 
@@ -82,12 +82,12 @@ def copied(rate: Any) -> Any:
     return rate.clone() if isinstance(rate, torch.Tensor) else rate
 
 
-def _flat(schedulers: Iterable[Any]) -> Iterator[Any]:
+def flat(schedulers: Iterable[Any]) -> Iterator[Any]:
     """The schedules, and those inside composite ones."""
     for scheduler in schedulers:
         yield scheduler
         if _is_composite(scheduler):
-            yield from _flat(scheduler._schedulers)
+            yield from flat(scheduler._schedulers)
 
 
 def _is_composite(scheduler: Any) -> bool:

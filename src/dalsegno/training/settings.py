@@ -131,6 +131,12 @@ class RecordedSettings:
 
     def apply_overrides(self, changes: Iterable[Change]) -> None:
         """Set the hyperparameters that the user has changed since the save: loading the optimizer restored the old."""
+        if self._initial.follow_groups() and self._supplied.schedule and collectives.rank() == 0:
+            logger.warning(
+                "lr_scheduler: the checkpoint has a parameter group that the training has added, and no functions; its "
+                "factors are those of the group before. If your callback has appended another function, pass the "
+                "schedule one for each group from the beginning"
+            )
         changed = {change.setting for change in changes}
         names = {_OPTIMIZER_SETTINGS[setting] for setting in changed & _OPTIMIZER_SETTINGS.keys()}
         if "optim_args" in changed:

@@ -25,6 +25,7 @@ from dalsegno.events.table import Event
 from dalsegno.stateful.component import Stateful
 
 from .accumulation import Accumulation
+from .hyperparameters import follow_groups
 from .parts import RunParts
 
 
@@ -85,8 +86,7 @@ class TrainStep:
         self._scaler = scaler
         self._scale = 1.0  # the scaler's, as of the last step
         self._max_grad_norm = parts.args.max_grad_norm
-        parameters = [parameter for group in parts.optimizer.param_groups for parameter in group["params"]]
-        self._totals = parallel.totals(parameters)
+        self._follow_groups()
 
     @property
     def stateful(self) -> dict[str, Stateful]:
@@ -113,6 +113,8 @@ class TrainStep:
             self._scaler.unscale_(optimizer)
         if dispatcher.gradients_ready:
             dispatcher.gradients_ready.fire()
+        if len(optimizer.param_groups) != self._groups:  # the training has added one, or a load removed it
+            self._follow_groups()
         loss, grad_norm = self._totals(own_loss, self._max_grad_norm if self._wants_norm() else None)
         if dispatcher.pre_optimizer_step:
             dispatcher.pre_optimizer_step.fill(grad_norm)
@@ -135,6 +137,13 @@ class TrainStep:
         if stepped:
             self._schedule()
         return StepResult(loss, grad_norm, lr)
+
+    def _follow_groups(self) -> None:
+        """Clip the gradients, and schedule the rates, of the groups that the optimizer has now."""
+        groups = self._optimizer.param_groups
+        self._groups = len(groups)
+        self._totals = self._parallel.totals([parameter for group in groups for parameter in group["params"]])
+        follow_groups(self._optimizer, self._schedulers)
 
     def _update(self) -> tuple[float | torch.Tensor, bool]:
         """Step the optimizer. Returns the learning rate that it used, and whether the weights were changed."""

@@ -68,6 +68,7 @@ class OptimizerRest(TypedDict):
     tied: NotRequired[dict[str, dict[str, tuple[str, str]]]]
     other: dict[str | int, Any]
     further: NotRequired[dict[str, Any]]
+    built: NotRequired[int]
     groups: list[Annotated[dict[str, Any], Must("a group with the names of its params", _names_params)]]
 
 

@@ -7,7 +7,7 @@ codec.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,9 @@ from .optimizer_rows import OptimizerRows
 from .placement import Moved, cast_as, exactly, like, placed_like
 from .stages import of_all_stages
 from .wrapped import parts_of
+
+Groups = Sequence[Sequence[torch.Tensor]]
+"""The parameters of each group of the optimizer."""
 
 
 class _Numbered(NamedTuple):
@@ -72,6 +75,7 @@ class OptimizerState:
         self._loss_fn = loss_fn
         self._others = others or {}
         self.optimizer: torch.optim.Optimizer = optimizer
+        self._built = len(optimizer.param_groups)  # the others have been added by the training
 
     @property
     def class_name(self) -> str:
@@ -84,7 +88,7 @@ class OptimizerState:
                 f"{self.key}: the state_dict of {self.class_name} has {', '.join(map(str, packed))}, and needs "
                 "state and param_groups, as torch's have"
             )
-        named = [each for group in self._named_groups() for each in group]
+        named = [each for group in self._named(self._present()) for each in group]
         tensors: Tensors = {}
         rows = OptimizerRows()
         first: dict[int, tuple[str, str]] = {}
@@ -118,6 +122,7 @@ class OptimizerState:
             **rows.by_kind(),
             "other": {key: value for key, value in packed["state"].items() if key not in range(len(named))},
             **({"further": further} if (further := _further(packed)) else {}),
+            **({"built": self._built} if self._built < len(packed["param_groups"]) else {}),
             "groups": [
                 {**group, "params": [named[number][0] for number in group["params"]]}
                 for group in packed["param_groups"]
@@ -127,13 +132,12 @@ class OptimizerState:
 
     def check_rest(self, stored: Index, rest: State, where: str) -> None:
         check_optimizer_rest(rest, self.optimizer, where)
-        groups = [[name for name, _ in group] for group in self._named_groups(rest)]
-        positions.check_order(
-            rest, groups, sum(each.numel() for group in self._named_groups() for _, each in group), where
-        )
+        loaded = self._loaded(rest)
+        groups = [[name for name, _ in group] for group in self._named(loaded, rest)]
+        positions.check_order(rest, groups, sum(each.numel() for group in loaded for each in group), where)
 
     def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
-        groups = [[name for name, _ in group] for group in self._named_groups(rest)]
+        groups = [[name for name, _ in group] for group in self._named(self._loaded(rest), rest)]
         saved = [group["params"] for group in rest["groups"]]
         lines = []
         if len(groups) != len(saved):
@@ -147,7 +151,7 @@ class OptimizerState:
         lines += [f"listed, but its tensor is missing: {name}" for name in wanted - own.keys()]
         lines += [f"tensor that is not listed: {name}" for name in own.keys() - wanted]
         if positions.are_all(saved) and not lines:
-            parameters = dict(each for group in self._named_groups(rest) for each in group)
+            parameters = dict(each for group in self._named(self._loaded(rest), rest) for each in group)
             lines += positions.differences(parameters, own, rows.sharded)
         if rows.wrapped and not lines:
             fitting = self._fitting(stored, rest, rows)
@@ -193,6 +197,7 @@ class OptimizerState:
                 for name in fitting
             }
             state = {fitting[name].number: values for name, values in saved.items()} | rest["other"]
+            self._set_groups(self._loaded(rest), rest["groups"])
             packed = {"state": state, "param_groups": self._groups(rest["groups"])}
             here, moved = _further(self.optimizer.state_dict()), Moved()
             self.optimizer.load_state_dict(packed | here | exactly(rest.get("further", {}), here, moved))
@@ -207,8 +212,9 @@ class OptimizerState:
 
     def _fitting(self, stored: Index, rest: State, rows: OptimizerRows) -> dict[str, _Numbered]:
         """By stored name, the parameters with a stored state. That of one whose shape has changed is dropped."""
-        named = [each for group in self._named_groups(rest) for each in group]
-        fqns = [name for group in self._named_groups() for name, _ in group]
+        loaded = self._loaded(rest)
+        named = [each for group in self._named(loaded, rest) for each in group]
+        fqns = [name for group in self._named(loaded) for name, _ in group]
         weights = _weights(stored)
         return {
             name: _Numbered(number, parameter, fqn)
@@ -227,7 +233,35 @@ class OptimizerState:
             groups.append(here | placed | names | {"params": [next(position) for _ in here["params"]]})
         return groups
 
-    def _named_groups(self, saved: State = None) -> list[list[tuple[str, torch.Tensor]]]:
+    def _present(self) -> Groups:
+        return [group["params"] for group in self.optimizer.param_groups]
+
+    def _loaded(self, saved: State) -> Groups:
+        """The parameters of each group once the stored rest is loaded: with the groups that training had added by then,
+        and without those that it has added here."""
+        groups, names = self._present(), [group["params"] for group in saved["groups"]]
+        if self._built <= len(names) < len(groups):
+            return groups[: len(names)]
+        if saved.get("built", len(names)) <= len(groups) < len(names):
+            parameters = {name: each for each, name in self._parameters()}
+            taken = {id(each) for group in groups for each in group}
+            added = [[parameters.get(name) for name in group] for group in names[len(groups) :]]
+            if all(each is not None and id(each) not in taken for group in added for each in group):
+                return [*groups, *added]  # type: ignore[list-item]
+        return groups
+
+    def _set_groups(self, groups: Groups, saved: list[dict[str, Any]]) -> None:
+        del self.optimizer.param_groups[len(groups) :]
+        for number in range(len(self.optimizer.param_groups), len(groups)):
+            self.optimizer.add_param_group({**saved[number], "params": groups[number]})
+
+    def _parameters(self) -> Iterator[tuple[torch.Tensor, str]]:
+        """The parameters of model and loss function, and their names."""
+        yield from ((each, strip_wrappers(name)) for name, each in self._model.named_parameters())
+        for name, each in () if self._loss_fn is None else self._loss_fn.named_parameters():
+            yield each, _of_loss(strip_wrappers(name))
+
+    def _named(self, groups: Groups, saved: State = None) -> list[list[tuple[str, torch.Tensor]]]:
         """Name and parameter of each group, in the order in which the optimizer's ``state_dict`` numbers them.
 
         ``saved``: the stored rest. If it names all parameters by position, so does the result; and so it does for one
@@ -236,22 +270,16 @@ class OptimizerState:
         names: dict[int, str] = {}
         stored = [] if saved is None else [group["params"] for group in saved["groups"]]
         if not positions.are_all(stored):
+            for each, name in self._parameters():
+                names.setdefault(id(each), name)
             placed = {name for group in stored for name in group}
-            names = {
-                id(each): self._others[id(each)]
-                for number, group in enumerate(self.optimizer.param_groups)
-                for position, each in enumerate(group["params"])
-                if id(each) in self._others and positions.name_of(number, position) not in placed
-            }
-            names |= {id(each): strip_wrappers(name) for name, each in self._model.named_parameters()}
-            for name, each in () if self._loss_fn is None else self._loss_fn.named_parameters():
-                names.setdefault(id(each), _of_loss(strip_wrappers(name)))
+            for number, group in enumerate(groups):
+                for position, each in enumerate(group):
+                    if id(each) in self._others and positions.name_of(number, position) not in placed:
+                        names.setdefault(id(each), self._others[id(each)])
         return [
-            [
-                (names.get(id(each), positions.name_of(number, position)), each)
-                for position, each in enumerate(group["params"])
-            ]
-            for number, group in enumerate(self.optimizer.param_groups)
+            [(names.get(id(each), positions.name_of(number, position)), each) for position, each in enumerate(group)]
+            for number, group in enumerate(groups)
         ]
 
 

@@ -39,6 +39,9 @@ class Parallel:
     def synchronize(self, wanted: bool) -> None:
         """Set whether the next backward pass reduces gradients over the ranks (only a step's last needs to)."""
 
+    def finish_backward(self) -> None:
+        """To be called after the last backward pass of a step: complete what that leaves undone."""
+
     def rebind(self, optimizer: Optimizer) -> None:
         """Replace the parameters of an optimizer that was built before the model was distributed."""
 

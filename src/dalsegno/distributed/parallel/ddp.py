@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,7 +42,17 @@ class DataParallel(Parallel):
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         devices = [device] if device.type != "cpu" else None
+        self._left_out = [each for each in model.parameters() if not each.requires_grad]
         self.module = _SameBuckets(model, devices)
 
     def synchronize(self, wanted: bool) -> None:
         self.module.require_backward_grad_sync = wanted  # as no_sync() does, without a context per micro-batch
+
+    def finish_backward(self) -> None:
+        """Average the gradients of parameters that are trained only since the model was distributed: DDP's buckets do
+        not have them."""
+        for parameter in self._left_out:
+            if parameter.requires_grad:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(gradient)
+                parameter.grad = gradient.div_(dist.get_world_size())

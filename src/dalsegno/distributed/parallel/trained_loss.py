@@ -31,6 +31,10 @@ class WithTrainedLoss(Parallel):
         for part in self._parts:
             part.synchronize(wanted)
 
+    def finish_backward(self) -> None:
+        for part in self._parts:
+            part.finish_backward()
+
     def rebind(self, optimizer: Optimizer) -> None:
         for part in self._parts:
             part.rebind(optimizer)
