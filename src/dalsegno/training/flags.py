@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -224,13 +225,21 @@ class _Small:
     __hash__ = None  # type: ignore[assignment]
 
 
-class _Other(NamedTuple):
-    """Anything else, which is not saved. ``contents``: the sum of a tensor's bytes; ``size``: their number."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Other:
+    """Anything else, which is not saved. ``contents``: the sum of a tensor's bytes; ``size``: their number, else 0."""
 
     identity: int
     version: int = 0
     contents: int = 0
     size: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Other) or self.size != other.size:
+            return False
+        return self.contents == other.contents if self.size else self.identity == other.identity
+
+    __hash__ = None  # type: ignore[assignment]
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         return (self.identity, self.version) == (id(tensor), _version(tensor))

@@ -251,8 +251,12 @@ class OptimizerState:
         return groups
 
     def _set_groups(self, groups: Groups, saved: list[dict[str, Any]]) -> None:
-        del self.optimizer.param_groups[len(groups) :]
-        for number in range(len(self.optimizer.param_groups), len(groups)):
+        """Add the groups that are missing, and remove those that are too many, with their state."""
+        own = self.optimizer.param_groups
+        for parameter in (each for group in own[len(groups) :] for each in group["params"]):
+            self.optimizer.state.pop(parameter, None)
+        del own[len(groups) :]
+        for number in range(len(own), len(groups)):
             self.optimizer.add_param_group({**saved[number], "params": groups[number]})
 
     def _parameters(self) -> Iterator[tuple[torch.Tensor, str]]:
