@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import dalsegno as ds
 from dalsegno.checkpoint import Checkpoint, saved_states
 from dalsegno.errors import StateMismatch
-from dalsegno.testing import compare_runs, run_ranks
+from dalsegno.testing import DataOrder, compare_runs, run_ranks
 from support.flagged import CHANGES, Flagged, add_group, at_step, flagged, train
 from support.listeners import Listener
 from support.own_loops import OwnLoop
@@ -189,36 +190,36 @@ def test_a_large_unsaved_buffer_that_changes_is_named_once(tmp_path: Path, caplo
     assert "the training changes model.table (2.1 MB), which no checkpoint contains" in warning
 
 
+class Interruptible(OwnFlagged):
+    """Its evaluation can be left between two batches, and then leaves the model in evaluation mode."""
+
+    asks = False
+
+    def run(self) -> ds.Run:
+        self.current = super().run()
+        return self.current
+
+    def evaluate(self) -> dict[str, float]:
+        was_training = self.model.training
+        self.model.eval()
+        for _ in range(2):
+            self.current.between_batches()
+            if self.asks:
+                signal.raise_signal(signal.SIGTERM)
+        self.model.train(was_training)
+        return {"eval_loss": float(was_training)}
+
+
 def test_a_mode_that_an_interrupted_evaluation_leaves_behind_is_not_the_trainings(tmp_path: Path) -> None:
-    class Interrupted(OwnFlagged):
-        def evaluate(self) -> dict[str, float]:
-            was_training = self.model.training
-            self.model.eval()
-            current.between_batches()
-            self.model.train(was_training)
-            return {"eval_loss": 1.0}
-
-        def train(self) -> ds.TrainResult | None:
-            nonlocal current
-            with self.run() as current:
-                self.model.train()
-                for batch in current.batches():
-                    current.step_end(loss=self.update(batch))
-            return current.result
-
-    current: Any = None
-    settings = {"max_steps": 12, "save_steps": 50, "eval_steps": 5}
-
-    def stop(ctx: Any) -> None:
-        ctx.control.stop("in an evaluation")
-
-    stopper = Listener({"on_evaluate_begin": stop}, name="Stop")
-    change = at_step(3, lambda ctx: None)
-    Interrupted(tmp_path / "whole", change, **settings).train()
-    Interrupted(tmp_path / "parts", change, stopper, **settings).train()
-    assert current.state.global_step == 5
-    Interrupted(tmp_path / "parts", change, **settings).train()
-    assert compare_runs(tmp_path / "whole", tmp_path / "parts").identical
+    settings = {"max_steps": 12, "save_steps": 5, "eval_steps": 5}
+    Interruptible(tmp_path / "whole", DataOrder(), **settings).train()
+    stopped = Interruptible(tmp_path / "parts", DataOrder(), **settings)
+    stopped.asks = True
+    result = stopped.train()
+    assert result is not None and (result.global_step, result.stopped_by) == (5, "signal")
+    Interruptible(tmp_path / "parts", DataOrder(), **settings).train()
+    comparison = compare_runs(tmp_path / "whole", tmp_path / "parts")
+    assert comparison.identical, f"\n{comparison.table()}"
 
 
 def test_a_value_that_cannot_replace_the_present_one_is_refused(tmp_path: Path) -> None:
