@@ -121,8 +121,12 @@ class OwnFlagged(OwnLoop):
 def test_in_a_loop_of_ones_own_that_sets_the_mode_itself(tmp_path: Path) -> None:
     settings = {"max_steps": 12, "save_steps": 50}
 
+    def freeze(ctx: Any) -> None:
+        ctx.model.norm.eval()
+        ctx.model.dropout.p = 0.5
+
     def run(folder: str, *callbacks: ds.Callback) -> None:
-        change = at_step(3, lambda ctx: (ctx.model.norm.eval(), setattr(ctx.model.dropout, "p", 0.5)) and None)
+        change = at_step(3, freeze)
         OwnFlagged(tmp_path / folder, change, *callbacks, **settings).train()
 
     run("whole")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -33,6 +34,7 @@ LARGEST = 1 << 20
 
 _MOST_ITEMS = 256
 _PLAIN = {bool, int, float, str, type(None), torch.dtype}
+_UNCHANGING = {*_PLAIN, tuple}
 _NUMBERS = (int, float)
 _OF_MODULE = vars(nn.Module()).keys() - {"training"}
 _OF_OPTIMIZER = vars(torch.optim.SGD([torch.zeros(1)])).keys()
@@ -62,7 +64,7 @@ class Flags:
     def __init__(self, modules: Mapping[str, nn.Module], optimizer: Optimizer) -> None:
         self._modules = modules
         self._optimizer = optimizer
-        self._former: Reading | None = None  # the newest reading
+        self._places: dict[str, _Place] = {}
         self._built: Reading = {}  # of what the training has changed: the value before
         self._caches: set[tuple[str, str]] = set()  # what modules make in each leg, and keep
         self._loaded: Reading = {}
@@ -72,25 +74,21 @@ class Flags:
 
     def begin_leg(self) -> None:
         """What has changed until here is the script's."""
-        self._former = self._read()
+        self._changed()
 
     def resume(self) -> None:
         """Before the first step: set what was loaded again. A leg puts all modules into training mode, and handlers of
         on_train_begin prepare the model as for a new run."""
-        self._former = self._read()
+        self._changed()
         self._set(self._loaded)
 
-    def note_changes(self, *, by_modules: bool = False) -> Reading:
-        """Note what has changed since the last call, or since the leg began. Returns the present flags.
+    def note_changes(self, *, by_modules: bool = False) -> None:
+        """Note what has changed since the last call, or since the leg began.
 
         Args:
             by_modules: the leg's first step has changed it.
         """
-        now, former = self._read(), self._former or {}
-        for path, values in now.items():
-            before = former.get(path, values)
-            if values == before:
-                continue
+        for path, before, values in self._changed():
             noted = self._built.setdefault(path, {})
             for name in sorted(values):
                 value, was = values[name], before.get(name)
@@ -100,8 +98,6 @@ class Flags:
                     self._caches.add((path, name))
                 elif not by_modules or _is_mode(name) or _is_state(was, value):
                     noted.setdefault(name, was)
-        self._former = now
-        return now
 
     def keep(self) -> None:
         """The next leg continues from the present flags."""
@@ -110,10 +106,11 @@ class Flags:
     # -- the component ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> Reading:
-        now, state, lost = self.note_changes(), dict[str, Values](), list[str]()
+        self.note_changes()
+        state, lost = Reading(), list[str]()
         with_caches = {path for path, _ in self._caches}
         for path, built in self._built.items():
-            values = now.get(path, {})
+            values = self._places[path].values if path in self._places else {}
             present = {name: values[name] for name in built if name in values}
             replaced = [name for name, value in present.items() if not _is_saved(built[name], value)]
             is_whole = not replaced and path not in with_caches
@@ -129,12 +126,12 @@ class Flags:
     def check_state(self, state: Reading) -> None:
         """Raises StateMismatch if a value cannot replace the present one."""
         holders = dict(self._holders())
-        for path, values in state.items():
-            here = _values(holders[path]) if path in holders else {}
-            for name, value in values.items():
+        for path in state.keys() & holders.keys():
+            here = _values(holders[path])
+            for name, value in state[path].items():
                 there = here.get(name)
                 fits = type(value) is bool if _is_mode(name) else _is_state(there, value) or _is_like(there, value)
-                if not fits or (name not in here and path in holders and hasattr(holders[path], name)):
+                if not fits or (name not in here and hasattr(holders[path], name)):
                     raise StateMismatch(f"flags: {path}.{name}: {_short(value)} cannot replace {_short(there)}")
 
     def load_state_dict(self, state: Reading) -> None:
@@ -151,10 +148,10 @@ class Flags:
                 for path, values in built.items()
             }
         )
-        self._former = self._read()
-        here = self._former
+        self._changed()
+        here = {path: self._places[path].values if path in self._places else {} for path in state}
         self._built = {
-            path: {name: built.get(path, {}).get(name, here.get(path, {}).get(name)) for name in values}
+            path: {name: built.get(path, {}).get(name, here[path].get(name)) for name in values}
             for path, values in state.items()
         }
         self._loaded = state
@@ -190,9 +187,30 @@ class Flags:
         if not type(self._optimizer).__module__.startswith("torch.optim."):  # those keep all in groups and state
             yield "optimizer", self._optimizer
 
-    def _read(self) -> Reading:
-        former = self._former or {}
-        return {path: _values(holder, former.get(path)) for path, holder in self._holders()}
+    def _changed(self) -> list[tuple[str, Values, Values]]:
+        """Paths whose flags differ from those at the last call, with the former and the present ones."""
+        changed, has_all = [], bool(self._places)
+        for path, place in self._places.items():
+            if place.is_same():
+                continue
+            has_all &= place.has_children()
+            before, place.values = place.values, _values(place.holder, place.values)
+            place.expect()
+            if before != place.values:
+                changed.append((path, before, place.values))
+        if has_all:
+            return changed
+        former, self._places = self._places, {}
+        for path, holder in self._holders():
+            known = former.get(path)
+            if known is not None and known.holder is holder:
+                self._places[path] = known
+                continue
+            values = _values(holder)
+            self._places[path] = _Place(holder, values)
+            if known is not None and known.values != values:
+                changed.append((path, known.values, values))
+        return changed
 
     def _set(self, state: Reading) -> list[str]:
         """Returns the paths that are not here."""
@@ -211,6 +229,58 @@ class Flags:
                 else:
                     setattr(holder, name, value.copy() if isinstance(value, list | dict) else value)
         return [f"{path}.{name}" for path in state.keys() - holders.keys() for name in state[path]]
+
+
+class _Place:
+    """A module or the optimizer, with its flags at the last reading."""
+
+    __slots__ = ("_children", "_count", "_get", "_is_simple", "_plain", "_trained", "holder", "values")
+
+    def __init__(self, holder: nn.Module | Optimizer, values: Values) -> None:
+        self.holder = holder
+        self.values = values
+        self.expect()
+
+    def expect(self) -> None:
+        """Prepare the comparison with ``values``, of which thousands are made at each save."""
+        held = vars(self.holder)
+        plain = [name for name, value in self.values.items() if type(value) in _UNCHANGING and name in held]
+        others = [value for name, value in self.values.items() if name not in held or type(value) not in _UNCHANGING]
+        is_module = {"_parameters", "_modules"} <= held.keys()
+        self._is_simple = (
+            is_module and bool(plain) and all(type(each) is bool or _is_untouched(each) for each in others)
+        )
+        self._get = itemgetter(*plain) if plain else None
+        self._plain = None if self._get is None else self._get(held)
+        self._count = len(held)
+        self._trained = _trained(held) if self._is_simple else []
+        self._children = [*held.get("_modules", {}).values()]
+
+    def is_same(self) -> bool:
+        """Whether nothing has changed, as far as a glance tells."""
+        held = vars(self.holder)
+        if not self._is_simple or self._get is None or len(held) != self._count:
+            return False
+        try:
+            is_equal = self._get(held) == self._plain
+        except (KeyError, RuntimeError, ValueError):  # it is gone, or a tensor or an array now
+            return False
+        if not is_equal or ((held["_modules"] or self._children) and not self.has_children()):
+            return False
+        return not held["_parameters"] or _trained(held) == self._trained
+
+    def has_children(self) -> bool:
+        """Whether its submodules are the same."""
+        return [*vars(self.holder).get("_modules", {}).values()] == self._children
+
+
+def _trained(held: Mapping[str, Any]) -> list[bool]:
+    return [each is not None and each.requires_grad for each in held["_parameters"].values()]
+
+
+def _is_untouched(value: object) -> bool:
+    """Whether this is an object, which matters only once a flag beside it changes."""
+    return isinstance(value, _Other) and not value.size
 
 
 class _Small:
