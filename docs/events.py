@@ -29,11 +29,21 @@ reduced over all ranks.
 
 The end of a step fires `on_step_end`, `on_train_metrics`, `on_log_step`, `on_log`; then for each evaluation set
 `on_evaluate_begin`, its batches, `on_evaluate_end`, `on_log_step`, `on_log` (kind `eval`), `on_evaluate`; then
-`on_before_save`; then the state is captured; then `on_step_done`. So a checkpoint contains everything that happened in
-its step except `on_step_done`. `on_save` fires once the checkpoint is durable and published: at the end of a later step
-for a background save, else at the end of this one. Its `ctx.state` is that of the checkpoint. A resumed run does not
-repeat `on_save` and `on_step_done`, so no state should depend on them. A save [in memory](saving.md#in-memory) fires
-`on_before_save`, and no `on_save`.
+`on_step_done`; after an epoch's last step `on_epoch_end`; then `on_before_save`; then the state is captured. So a
+checkpoint contains everything that happened in its step, and a resumed run repeats no event of it.
+
+`on_save` fires once the checkpoint is durable and published: at the end of a later step for a background save, which
+one depends on the disk, else at the end of this one. Its `ctx.state` is that of the checkpoint. It comes after the
+capture: whatever it changes or logs is not in this checkpoint, so a run that resumes from there fires it once more, as
+its first event of a step. Not for a checkpoint that only the end of a leg has caused (a signal, a time limit), since a
+run without interruption has none there. A handler that needs what `on_before_save` has left for it keeps that in its
+state. A save [in memory](saving.md#in-memory) fires `on_before_save`, and no `on_save`.
+
+**Random numbers.** Some events come at other places in a run that is interrupted, or not at all: all before the first
+`on_epoch_begin` or `on_step_begin` of a leg, `on_rollback`, `on_before_save`, `on_save`, and all after the last step.
+So do `state_dict` and `load_state_dict`, the lines before the loop of `ds.Run`, and what the program does between two
+calls of `train()`. Whatever they draw from the generators of Python, NumPy, torch and the accelerator leaves these as
+they were for the steps. Other events draw from the generators of the run, and a resumed run draws the same.
 
 If an evaluation is interrupted, by an exception or a stop, `on_evaluate_end` still fires: undo there what
 `on_evaluate_begin` has changed. `on_predict` belongs to `trainer.predict`. `on_rollback` fires once the

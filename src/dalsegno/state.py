@@ -137,6 +137,7 @@ class SavedTrainerState(TypedDict):
     evaluations_owed: list[str]
     given_up: NotRequired[GivenUp | None]
     """Not in checkpoints of the first versions."""
+    save_owed: NotRequired[Count | None]
 
 
 @dataclass(slots=True)
@@ -164,6 +165,9 @@ class TrainerState:
     """Evaluation sets that this step left out because the leg was ending; the next leg evaluates them first."""
     given_up: GivenUp | None = None
     """Set once all ranks have agreed to stop because of it, so that the checkpoint of that step contains it."""
+    save_owed: int | None = None
+    """Step of a checkpoint whose on_save has not fired yet, although an uninterrupted run saves there, too; a leg that
+    resumes from here fires it. None in the checkpoint that only the end of a leg has caused."""
 
     max_steps: int = -1
     """-1 if neither ``max_steps`` nor the length of the data determines it."""
@@ -198,8 +202,7 @@ class TrainerState:
         return {name: getattr(self, name) for name in SavedTrainerState.__annotations__}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.given_up = None
-        for name, value in state.items():
+        for name, value in {"given_up": None, "save_owed": None, **state}.items():
             setattr(self, name, value)
 
 

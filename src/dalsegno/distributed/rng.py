@@ -175,20 +175,52 @@ class RandomState:
         self._random_rank = collectives.rank() if layout is None else layout.random_rank
         self._stage = (0, 1) if layout is None else layout.stage
         self._finished_steps = finished_steps
+        self._kept: tuple[GeneratorStates, AcceleratorStates | None] | None = None  # None: the steps draw
 
     def start(self) -> None:
-        """Seed this rank's generators for the start of a run."""
+        """Seed this rank's generators for the start of a run, and keep that state until its first batch."""
         self._seed(mix(RANK, self.seed, self._random_rank, 0))
+        self._kept = _present()
+
+    def keep(self) -> None:
+        """Keep the present state, unless one is kept, until :meth:`give_back`: what draws meanwhile is no part of the
+        steps, and is not drawn at the same place in a run that is never interrupted."""
+        self._kept = self._kept or _present()
+
+    def give_back(self) -> None:
+        """Put the state that is kept, if any, back into the generators."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            generators, devices = kept
+            restore_generators(generators)
+            restore_accelerator(devices)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep the state inside the context, between two steps or outside of them."""
+        is_outermost = self._kept is None
+        self.keep()
+        try:
+            yield
+        finally:
+            if is_outermost:
+                self.give_back()
 
     def state_dict(self) -> SavedRandomState:
-        state: dict[str, Any] = {"seed": self.seed, "step": self._finished_steps(), **capture_generators(), "cuda": []}
-        if (devices := capture_accelerator()) is not None:
+        generators, devices = self._kept or _present()
+        state: dict[str, Any] = {"seed": self.seed, "step": self._finished_steps(), **generators, "cuda": []}
+        if devices is not None:
             state |= {"cuda": devices["states"]} if devices["type"] == "cuda" else {"accelerator": devices}
         if self._stage != (0, 1):
             state["stage"] = self._stage
         return cast(SavedRandomState, state)
 
     def load_state_dict(self, state: SavedRandomState | DerivedState) -> None:
+        """Also keep the loaded state: what is loaded after it, and the events before the first batch, may draw."""
+        self._load(state)
+        self._kept = _present()
+
+    def _load(self, state: SavedRandomState | DerivedState) -> None:
         derived = mix(RANK, state["seed"], self._random_rank, state["step"])
         if "torch" not in state or state.get("stage", (0, 1)) != self._stage:
             self._seed(derived)
@@ -207,3 +239,7 @@ class RandomState:
     def _seed(self, seed: int) -> None:
         seed_generators(seed)
         seed_accelerator(seed)
+
+
+def _present() -> tuple[GeneratorStates, AcceleratorStates | None]:
+    return capture_generators(), capture_accelerator()

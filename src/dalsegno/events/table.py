@@ -79,13 +79,13 @@ class Event(Enum):
     EVALUATE_END = "on_evaluate_end", EvaluateEndContext, "after the set's last batch, or when it is interrupted"
     EVALUATE = "on_evaluate", EvaluateContext, "reduced metrics, already logged; the best metric is updated after it"
     PREDICT = "on_predict", MetricsContext, "metrics of a prediction run"
+    STEP_DONE = "on_step_done", StepDoneContext, "last event of a step: after logs and evaluation, before its save"
     BEFORE_SAVE = (
         "on_before_save",
         BeforeSaveContext,
         "last chance to change state or to cancel the save; then the state is captured",
     )
     SAVE = "on_save", SaveContext, "the checkpoint is durable and published"
-    STEP_DONE = "on_step_done", StepDoneContext, "last event of a step: after logs, evaluation and save"
     EPOCH_END = "on_epoch_end", EpochContext, "after an epoch's last step; once per epoch of the run"
     ROLLBACK = "on_rollback", RollbackContext, "returned to a checkpoint within a leg"
     EXCEPTION = "on_exception", ExceptionContext, "training ends with this exception"

@@ -375,7 +375,7 @@ class Leg:
         self._step_is_open = True
 
     def finish(self) -> None:
-        """Fire on_step_done, once the library has done all that was due at the end of the step."""
+        """Fire on_step_done, once the library has done all that was due at the end of the step, except for a save."""
         if self._step_is_open:
             self._step_is_open = False
             self.events.step_done.fire_with(self.state.global_step)
@@ -451,6 +451,7 @@ class Leg:
             SaveFailed: on every rank, if the states could not be written. No partial folder remains.
         """
         step = self.state.global_step
+        self.finish()
         self.announce_save()
         self._progress.timeline = timeline
         folder = self._manager.path_of(step)

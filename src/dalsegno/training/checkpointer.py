@@ -123,7 +123,8 @@ class Checkpointer:
             CannotSave: on every rank, if a state contains what cannot be saved.
         """
         if self._parts.args.saving:
-            self._manager.check_serializable(self._contents.sharded(), self._contents.components())
+            with self._parts.random_state.kept():
+                self._manager.check_serializable(self._contents.sharded(), self._contents.components())
 
     def prepare(self) -> None:
         """Allocate the memory for the first save, on another thread. To be called once the optimizer has its state.

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from dalsegno.checkpoint.save.async_save import AsyncSave
 from dalsegno.distributed import collectives
@@ -24,6 +26,19 @@ logger = logging.getLogger("dalsegno")
 _SAVE_DONE = ControlRequests(save_done=True)
 
 
+@dataclass(frozen=True, slots=True)
+class _PublishedSave:
+    """The save of a checkpoint that the leg resumes from: as an :class:`AsyncSave` that is done."""
+
+    step: int
+    path: Path
+    is_best: bool
+    done: ClassVar = True
+    failure: ClassVar = None
+
+    def wait(self) -> None: ...
+
+
 class SaveCoordinator:
     """Runs requested saves one at a time, fires on_before_save and on_save, and counts failed saves."""
 
@@ -33,8 +48,9 @@ class SaveCoordinator:
         self._state = parts.state
         self._control = parts.control
         self._witness = parts.witness
+        self._random_state = parts.random_state
         self._checkpointer = checkpointer
-        self._current: AsyncSave | None = None  # in progress, or done and not yet finalized
+        self._current: AsyncSave | _PublishedSave | None = None  # in progress, or done and not yet finalized
         self._captured_state = parts.state  # as of the save in progress
         self._best_before: str | None = None  # the best checkpoint before the save in progress
         self.set_latest(None)
@@ -50,10 +66,17 @@ class SaveCoordinator:
         self._memory_is_prepared = not self._args.saving_in_memory
 
     def set_latest(self, checkpoint: Path | None, step: int = 0) -> None:
-        """Set the run's newest checkpoint."""
+        """Set the run's newest checkpoint. Its on_save fires again, where it would without an interruption, if that
+        came after the restored state: so what handlers logged there, and the rewind has cut off, is logged again."""
         self.newest = checkpoint
         """The newest published checkpoint."""
         self._published_step = self._requested_step = None if checkpoint is None else step
+        self._current = None
+        if checkpoint is not None and self._state.save_owed == step:
+            is_best = self._state.best_model_checkpoint == self._relative(checkpoint)
+            self._current, self._captured_state = _PublishedSave(step, checkpoint, is_best), self._state.copy()
+        else:
+            self._state.save_owed = None
 
     def is_on_disk(self) -> bool:
         """Whether the newest published checkpoint contains every finished step; one in memory may contain more."""
@@ -67,10 +90,12 @@ class SaveCoordinator:
         """Allocate save buffers once in a leg, after its first step, when the optimizer has state. Collective."""
         if not self._is_prepared:
             self._is_prepared = True
-            self._checkpointer.prepare()
+            with self._random_state.kept():
+                self._checkpointer.prepare()
         if not self._memory_is_prepared:
             self._memory_is_prepared = True
-            self._checkpointer.memory.prepare()
+            with self._random_state.kept():
+                self._checkpointer.memory.prepare()
 
     def save_in_memory(self, metrics: Mapping[str, float]) -> ControlRequests:
         """Save this step in shared memory, unless it is saved to disk or a handler of on_before_save calls it off.
@@ -90,19 +115,21 @@ class SaveCoordinator:
         if self._requested_step == step:
             return NO_REQUESTS
         self._memory_is_prepared = True
-        called_off = self._announce(memory.checkpoints.path_of(step))
-        if not (called_off.abort or called_off.roll_back):
-            memory.capture(step, metrics=metrics)
-            self.captured_step = step
-            if self._current is None:
-                memory.checkpoints.publish()
+        with self._random_state.kept():
+            called_off = self._announce(memory.checkpoints.path_of(step))
+            if not (called_off.abort or called_off.roll_back):
+                memory.capture(step, metrics=metrics)
+                self.captured_step = step
+                if self._current is None:
+                    memory.checkpoints.publish()
         return called_off
 
-    def save(self, metrics: Mapping[str, float]) -> ControlRequests:
+    def save(self, metrics: Mapping[str, float], *, is_planned: bool = True) -> ControlRequests:
         """Save this step, unless that was requested before or a handler of on_before_save calls it off. Collective.
 
         Args:
             metrics: of the evaluation at this step.
+            is_planned: whether a run that is not interrupted here saves this step, too.
 
         Returns:
             The requests that have called the save off.
@@ -116,11 +143,13 @@ class SaveCoordinator:
         self.finalize()
         self._is_prepared = True
         is_best = self._mark_if_best()
-        called_off = self._announce(self._checkpointer.path_of(step))
-        if called_off.abort or called_off.roll_back:
-            return called_off
-        self._captured_state = self._state.copy()
-        self._current = self._checkpointer.save(step, metrics=metrics, is_best=is_best)
+        with self._random_state.kept():
+            called_off = self._announce(self._checkpointer.path_of(step))
+            if called_off.abort or called_off.roll_back:
+                return called_off
+            self._state.save_owed = step if is_planned else None
+            self._captured_state = self._state.copy()
+            self._current = self._checkpointer.save(step, metrics=metrics, is_best=is_best)
         self._requested_step = self.captured_step = step
         self._witness.note_captured(step)
         if not self._args.save_in_background:
@@ -160,7 +189,7 @@ class SaveCoordinator:
         if save is None:
             return
         save.wait()
-        self._current = None
+        self._current = self._state.save_owed = None
         if save.failure is not None:
             self._checkpointer.memory.checkpoints.drop()  # that has the failed one as its best, perhaps
             expect_lease(self._checkpointer.lease_loss())
@@ -172,7 +201,8 @@ class SaveCoordinator:
         if dispatcher.save:
             state = self._state if self._state.global_step == save.step else self._captured_state
             dispatcher.save.fill(save.path, save.step, save.is_best, state)
-            dispatcher.save.fire()
+            with self._random_state.kept():  # the step at which it fires depends on the disk
+                dispatcher.save.fire()
 
     def tolerate_failed_save(self) -> None:
         """All ranks have agreed to end the leg without a checkpoint: do not raise if the last save failed."""
@@ -206,13 +236,13 @@ class SaveCoordinator:
         elif collectives.rank() == 0:
             logger.error("%s", failure)
 
-    def _note_success(self, save: AsyncSave) -> None:
+    def _note_success(self, save: AsyncSave | _PublishedSave) -> None:
         self._failures.clear()
         if self._published_step is not None:
             self._witness.note_published(self._published_step)
         self.newest, self._published_step = save.path, save.step
 
-    def _note_failure(self, save: AsyncSave, failure: SaveFailed) -> None:
+    def _note_failure(self, save: AsyncSave | _PublishedSave, failure: SaveFailed) -> None:
         self._failures.append(failure)
         self._requested_step = self._published_step
         if self._state.best_model_checkpoint == self._relative(save.path):

@@ -75,6 +75,7 @@ class Session:
         self._loader = parts.loader
         self._buffers = parts.buffers
         self._flags = parts.flags
+        self._random_state = parts.random_state
         self._boundary = boundary
         self._recorder = boundary.recorder
         self._checkpointer = checkpointer
@@ -122,6 +123,7 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._commands.close()
+        self._random_state.keep()
         if error is None:
             try:
                 if self._boundary.rollback is not None:  # the loop was left at the step that decided to go back
@@ -196,10 +198,14 @@ class Session:
             EmptyDataset: if the training data contains no batch.
         """
         self._flags.resume()
-        yield self._steps()
-        while self._boundary.rollback is not None:
-            self._roll_back(self._boundary.rollback)
+        try:
             yield self._steps()
+            while self._boundary.rollback is not None:
+                self._roll_back(self._boundary.rollback)
+                yield self._steps()
+        finally:
+            if self.result is None:  # else this is collected after the leg, perhaps during another one
+                self._random_state.keep()
 
     def _roll_back(self, recovery: Recovery) -> None:
         self._restore(recovery)
@@ -209,12 +215,15 @@ class Session:
     def _steps(self) -> Iterator[StepBatch]:
         loader = self._loader
         self._position = agreed_position(loader, self._layout)
+        self._random_state.give_back()
         if self._boundary.should_stop_now():
             return
         if self._args.recovery is not None and self._state.global_step == 0:
             self._boundary.save()  # to which a rollback before the first regular save goes back
         if self._state.evaluations_owed:
-            self._boundary.run_due_actions(DueActions(evaluate=True))
+            self._boundary.run_due_actions(DueActions(evaluate=True), ends_step=loader.started)
+        if not (self._args.save_in_background or self._epoch_is_used_up()):
+            self._boundary.saves.finalize()  # of the checkpoint that the leg resumes from
         while not self._is_over():
             if not loader.started:
                 self._state.epoch_is_cut = False  # a request at the previous epoch's end does not cut this one
@@ -301,10 +310,7 @@ class Session:
             dispatcher.step_end.fill(loss, grad_norm, lr)
             dispatcher.step_end.fire()
         self._recorder.report_step(loss, grad_norm, step_batch.tokens)
-        self._boundary.run_due_actions(self._due, epoch_ends=self._ends_epoch, replan=self._replan)
-        if dispatcher.step_done:
-            dispatcher.step_done.fill(state.global_step)
-            dispatcher.step_done.fire()
+        self._boundary.run_due_actions(self._due, epoch_ends=self._ends_epoch, replan=self._replan, ends_step=True)
         self._commands.end_step()
 
     def _plan_step(self, step_batch: StepBatch) -> None:
@@ -348,8 +354,11 @@ class Session:
         """Whether the run ends here, within an epoch, so that on_epoch_end does not fire."""
         if not self._schedule.is_last(self._state.global_step, self._position):
             return False
-        epoch_is_used_up = self._loader.started and self._position >= self._loader.epoch + 1
-        return not epoch_is_used_up
+        return not self._epoch_is_used_up()
+
+    def _epoch_is_used_up(self) -> bool:
+        """Whether only on_epoch_end is left of the epoch, if the length of the data is known."""
+        return self._loader.started and self._position >= self._loader.epoch + 1
 
     def _is_over(self) -> bool:
         return self._boundary.leaving or self._ends_inside_epoch()

@@ -40,9 +40,9 @@ class StateSnapshot:
 
     def restore(self) -> None:
         """Load the snapshot."""
-        self._generators.load_state_dict(self._numbers)
         for each, state in self._states:
             each.load_state_dict(state)
+        self._generators.load_state_dict(self._numbers)
 
 
 def _copied(leaf: Any) -> Any:

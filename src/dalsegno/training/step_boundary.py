@@ -4,10 +4,12 @@
 
     (session: step_end, train_metrics) → log_step → log
              → for each evaluation set: its events and batches
-             → save (of the previous save) → before_save → capture → (session: step_done)
+             → step_done
+             → save (of the previous save) → before_save → capture
 
-So the captured state includes the step's logs and evaluation results. It is written to disk while the next steps
-run, and on_save fires at a boundary after the checkpoint is published.
+So the captured state includes everything that happened in the step, and a leg that resumes from it repeats no event of
+the step. It is written to disk while the next steps run, and on_save fires at a boundary after the checkpoint is
+published.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from dalsegno.distributed import collectives
 from dalsegno.logs.recoveries import Recovery
@@ -105,7 +108,12 @@ class StepBoundary:
         return self.stopping
 
     def run_due_actions(
-        self, due: DueActions, *, epoch_ends: bool = False, replan: Callable[[], DueActions] | None = None
+        self,
+        due: DueActions,
+        *,
+        epoch_ends: bool = False,
+        replan: Callable[[], DueActions] | None = None,
+        ends_step: bool = False,
     ) -> None:
         """Run what is ``due``, and what callbacks request as far as the ranks agree on it here. Collective.
 
@@ -115,6 +123,7 @@ class StepBoundary:
                 on_epoch_end, so that one checkpoint contains both.
             replan: what is due after commands have changed the schedules. None: no command acts here, since a resumed
                 leg could not repeat it at the same place.
+            ends_step: fire on_step_done before the save, unless an evaluation is left to the next leg.
         """
         control_sync = self._control_sync
         if due.log:
@@ -132,14 +141,15 @@ class StepBoundary:
             requests = requests.merge(control_sync.after_record())
         if requests.roll_back:
             requests = self._recover(requests)
-            if self.rollback is not None:
-                return
-        if due.evaluate or requests.evaluate:
+        if self.rollback is None and (due.evaluate or requests.evaluate):
             if self.evaluations.evaluate_step(control_sync.stop_requested_at_batch):
                 self.saves.amend(self.evaluations.metrics())
             requests = self._recover(requests.merge(control_sync.sync()))
-            if self.rollback is not None:
-                return
+        if ends_step and (step_done := self._dispatcher.step_done) and not self._state.evaluations_owed:
+            step_done.fill(self._state.global_step)
+            step_done.fire()
+        if self.rollback is not None:
+            return
         if requests.stop or requests.abort:
             self._stop()
         if requests.abort:
@@ -148,10 +158,11 @@ class StepBoundary:
             self._state.epoch_is_cut = True
         if requests.save_done:
             self.saves.finalize()
-        save = due.save or requests.save or self._save_is_held or self.stopping
+        is_planned = due.save or requests.save or self._save_is_held
+        save = is_planned or self.stopping
         self._save_is_held = save and epoch_ends and not self.stopping
         if save and not self._save_is_held and not requests.abort:
-            self.save()
+            self.save(is_planned=is_planned)
         elif not self.stopping:
             self.saves.prepare()
             if due.save_in_memory and not epoch_ends:
@@ -195,10 +206,13 @@ class StepBoundary:
             self._save_is_held = False
             self.save()
 
-    def save(self) -> None:
-        """Save this step, unless a handler of on_before_save calls that off. Collective."""
+    def save(self, *, is_planned: bool = True) -> None:
+        """Save this step, unless a handler of on_before_save calls that off. Collective.
+
+        ``is_planned``: not only because the leg ends here.
+        """
         self._saved_at = time.monotonic()
-        self._unless_called_off(self.saves.save)
+        self._unless_called_off(partial(self.saves.save, is_planned=is_planned))
 
     def _unless_called_off(self, save: Callable[[Mapping[str, float]], ControlRequests]) -> None:
         """Save this step; or stop without a checkpoint, if a handler of on_before_save asks for that."""
@@ -206,6 +220,7 @@ class StepBoundary:
         requested, control.stop_request = control.stop_request, None  # so that who calls the save off is named
         called_off = self._recover(save(self.evaluations.metrics()), may_save=False)
         if called_off.abort and self.rollback is None:
+            control.stop_request = control.stop_request or requested  # which on_step_done has made
             self._stop()
             self.saves.tolerate_failed_save()
         else:

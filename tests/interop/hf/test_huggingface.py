@@ -88,7 +88,7 @@ def test_a_leg_that_begins_inside_an_epoch_begins_it(tmp_path: Path) -> None:
     play(tmp_path, Recorder(), stop_at=4)
     recorder = Recorder()
     play(tmp_path, recorder)
-    begin = [("init_end", 0), ("train_begin", 4), ("epoch_begin", 4)]
+    begin = [("init_end", 0), ("train_begin", 4), ("epoch_begin", 4), ("save", 4)]
     assert recorder.seen == [*begin, *step(5, 1), *step(6, 0, *RECORD, *EVALUATION), *END]
 
 

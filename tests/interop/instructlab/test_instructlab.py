@@ -72,7 +72,7 @@ def step(number: int, passes: int, *boundary: str) -> list[tuple[str, int]]:
 
 
 FIRST_EPOCH = [("epoch_begin", 0), *step(1, 2), *step(2, 2, "log"), *step(3, 1, "evaluate"), ("epoch_end", 3)]
-SECOND_EPOCH = [("epoch_begin", 3), *step(4, 2, "log", "save"), *step(5, 2), *step(6, 1, "log", "evaluate")]
+SECOND_EPOCH = [("epoch_begin", 3), *step(4, 2, "log"), ("save", 4), *step(5, 2), *step(6, 1, "log", "evaluate")]
 SECOND_EPOCH += [("epoch_end", 6)]
 
 
@@ -85,7 +85,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
 def test_a_run_that_is_stopped(tmp_path: Path) -> None:
     callback = journal()
     play(tmp_path, callback, stop_at=2)
-    expected = [("train_begin", 0), ("epoch_begin", 0), *step(1, 2), *step(2, 2, "log", "save"), ("train_end", 2)]
+    expected = [("train_begin", 0), ("epoch_begin", 0), *step(1, 2), *step(2, 2, "log"), ("save", 2), ("train_end", 2)]
     assert callback.seen == expected
 
 
@@ -244,7 +244,6 @@ def test_nothing_of_an_older_step_lingers(tmp_path: Path) -> None:
             assert (context.batch_metrics, context.val_metrics, context.checkpoint_path) == ({}, {}, None)
     assert at(callback, "step_end", 5).val_metrics == {}
     assert at(callback, "step_end", 5).checkpoint_path is None
-    assert at(callback, "step_end", 4).checkpoint_path is not None
 
 
 def test_each_callback_has_a_context_of_its_own(tmp_path: Path) -> None:

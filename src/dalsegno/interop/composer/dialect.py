@@ -46,7 +46,6 @@ class Composer(TableAdapter):
 
     def __init__(self, foreign: object, name: str | None = None) -> None:
         self._is_initialised = False
-        self._checkpointed: int | None = None  # the last step for which batch_checkpoint was called
         super().__init__(foreign, name)
 
     def arguments(self, method: str) -> tuple[Sequence[str], Sequence[str]]:
@@ -73,10 +72,5 @@ class Composer(TableAdapter):
                 self._is_initialised = True
                 call(adapted, ctx)
 
-        def checkpoint(adapted: Any, ctx: Any) -> None:
-            if self._checkpointed != ctx.state.global_step:
-                self._checkpointed = ctx.state.global_step
-                call(adapted, ctx)
-
-        special = {"init": initialise, "batch_checkpoint": checkpoint, "post_close": lambda adapted, ctx: close()}
+        special = {"init": initialise, "post_close": lambda adapted, ctx: close()}
         return special.get(method, call)

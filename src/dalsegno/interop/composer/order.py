@@ -38,7 +38,6 @@ ROWS = (
     Row(Event.EVALUATE, "eval_end"),
     Row(Event.EVALUATE, "eval_after_all", when="an evaluation ends"),
     Row(Event.EVALUATE, "eval_standalone_end", when="an evaluation outside training ends"),
-    Row(Event.BEFORE_SAVE, "batch_checkpoint"),  # so that the checkpoint has what it changes
     Row(Event.STEP_DONE, "batch_checkpoint"),
     Row(Event.EPOCH_END, "epoch_end"),
     Row(Event.EPOCH_END, "epoch_checkpoint"),

@@ -2,8 +2,8 @@
 
 Each callback has a separate thread, so a slow one delays neither the training nor another callback. The run waits up to
 10 seconds for ``on_train_end``. What a callback raises is logged and counted; training continues. A callback with
-``state_dict`` and ``load_state_dict`` is called synchronously, on the training thread, and its ``on_step_end`` comes
-before the step's checkpoint, so that the checkpoint contains its state after the step.
+``state_dict`` and ``load_state_dict`` is called synchronously, on the training thread, so that a checkpoint has its state
+after the step.
 
 In addition to the thirteen methods of InstructLab's class, those of its first proposal are called.
 """
@@ -52,7 +52,6 @@ class InstructLab(CallbackAdapter):
         (Event.TRAIN_METRICS, "on_step_end"),  # where the loss over all ranks is known
         (Event.LOG, "on_log"),
         (Event.EVALUATE, "on_evaluate"),
-        (Event.BEFORE_SAVE, "on_step_end"),  # for stateful callbacks: else the checkpoint lacks the step's change
         (Event.SAVE, "on_save"),
         (Event.STEP_DONE, "on_step_end"),
         (Event.EPOCH_END, "on_epoch_end"),
@@ -63,7 +62,6 @@ class InstructLab(CallbackAdapter):
     def __init__(self, foreign: object, name: str | None = None) -> None:
         super().__init__(foreign, name)
         self._worker = Worker(f"{self.key}, in the background")
-        self._last_ended: object = None  # the last step for which on_step_end was called
 
     @property
     def _has_state(self) -> bool:
@@ -76,9 +74,6 @@ class InstructLab(CallbackAdapter):
 
     def arguments(self, method: str) -> tuple[Sequence[str], Sequence[str]]:
         return ("context",), ()
-
-    def overridden_calls(self) -> list[tuple[Event, str]]:
-        return [call for call in super().overridden_calls() if self._has_state or call[0] is not Event.BEFORE_SAVE]
 
     def handled_events(self) -> list[Event]:
         return list(dict.fromkeys([*super().handled_events(), Event.TRAIN_END]))
@@ -93,16 +88,10 @@ class InstructLab(CallbackAdapter):
         def learn(_: Any, ctx: Any) -> None:
             shared.learn(ctx.metrics)
 
-        def has_just_ended(ctx: Any) -> bool:
-            ended, self._last_ended = self._last_ended, shared.step
-            return ended is not shared.step
-
         conditions: dict[Event, Callable[[Any], bool]] = {
             Event.BEFORE_FORWARD: lambda ctx: shared.in_update,
             Event.AFTER_FORWARD: lambda ctx: shared.in_update,
             Event.LOG: lambda ctx: ctx.kind == "train",
-            Event.BEFORE_SAVE: has_just_ended,
-            Event.STEP_DONE: has_just_ended,
         }
         is_due = conditions.get(event, lambda ctx: True)
 

@@ -61,7 +61,6 @@ class SharedState(Callback):
         self._epoch = 0
         self.in_update = False
         """Whether the run is between a step's begin and its update, where forward passes are for training."""
-        self.step: object = None
         """A new object for each step; None before the first step of a leg."""
         self._tokens_agreed = False
         self._of_step: dict[str, Any] = {}
@@ -108,9 +107,9 @@ class SharedState(Callback):
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._epoch = int(ctx.state.epoch)
-        self.step = None
         self._logged = time.monotonic_ns(), ctx.state.samples_seen
         self._reset()
+        self._captured = self.context("on_save")  # of the checkpoint that the leg resumes from
 
     def on_epoch_begin(self, ctx: EpochContext) -> None:
         self._epoch = ctx.epoch
@@ -119,7 +118,7 @@ class SharedState(Callback):
     def on_step_begin(self, ctx: Context) -> None:
         self._reset()
         self._minibatches, self._length, self._counted_tokens = 0, None, None
-        self.in_update, self.step = True, object()
+        self.in_update = True
         self._began, self._samples_before = time.monotonic(), ctx.state.samples_seen
 
     def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:

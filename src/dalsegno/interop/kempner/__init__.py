@@ -41,8 +41,8 @@ _METHODS = {
     "on_train_end": (Event.TRAIN_END, ("step", "tokens_seen")),
 }
 
-_AFTER_RECORD = (Event.LOG, Event.BEFORE_SAVE, Event.STEP_DONE)
-"""Events of which the first calls ``on_step_end`` of a step that has a record; the others, if no record came."""
+_AFTER_RECORD = (Event.LOG, Event.STEP_DONE)
+"""Events of which the first calls ``on_step_end`` of a step that has a record; the other, if no record came."""
 
 Call = Callable[[Any, Any], Answer]
 
