@@ -2,8 +2,8 @@
 
 Each callback has a separate thread, so a slow one delays neither the training nor another callback. The run waits up to
 10 seconds for ``on_train_end``. What a callback raises is logged and counted; training continues. A callback with
-``state_dict`` and ``load_state_dict`` is called synchronously, on the training thread, so that a checkpoint has its state
-after the step.
+``state_dict`` and ``load_state_dict`` is called synchronously, on the training thread, so that a checkpoint has its
+state after the step.
 
 In addition to the thirteen methods of InstructLab's class, those of its first proposal are called.
 """
