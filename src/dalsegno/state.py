@@ -27,6 +27,7 @@ class Clock:
     """Seconds of training over all legs. The ranks' clocks differ slightly; rank 0's is saved."""
 
     state_compared = False
+    state_varies = ("seconds",)
     state_schema = ClockState
 
     def __init__(self) -> None:

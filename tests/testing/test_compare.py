@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import dalsegno as ds
+from dalsegno.callbacks import DiLoCoCallback, TBLogger, WandbLogger
+from dalsegno.diloco import DiLoCoServer
 from dalsegno.testing import compare_runs
 from support.small import small_trainer
 
@@ -55,3 +59,47 @@ def test_sparse_and_quantized_tensors_are_compared_by_their_values(
 ) -> None:
     assert difference_of(tensor(), tensor(), tmp_path / "equal") is None
     assert where in (difference_of(tensor(), other(), tmp_path / "different") or "")
+
+
+class Registered(ds.Callback):
+    """Its id, and its place in a file of ids, are those of this run."""
+
+    state_varies = ("id", "file.length")
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"id": uuid.uuid4().hex, "file": {"length": uuid.uuid4().int % 1000, "records": 0}}
+
+    def on_step_end(self, ctx: Any) -> None:
+        self.state["file"]["records"] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_what_a_callback_declares_as_varying_is_not_compared(tmp_path: Path) -> None:
+    for folder, steps in (("one", 4), ("other", 4), ("longer", 5)):
+        small_trainer(tmp_path / folder, Registered(), max_steps=steps, save_steps=steps).train()
+    assert compare_runs(tmp_path / "one", tmp_path / "other").identical
+    rows = {row.what: row.difference for row in compare_runs(tmp_path / "one", tmp_path / "longer").rows}
+    assert rows["callbacks.Registered"] == "callbacks.Registered[0].file.records: 4 and 5"
+    small_trainer(
+        tmp_path / "one", max_steps=6, save_steps=6
+    ).train()  # without the callback, whose state is carried on
+    small_trainer(tmp_path / "other", max_steps=6, save_steps=6).train()
+    assert compare_runs(tmp_path / "one", tmp_path / "other").identical
+
+
+def test_ids_of_trackers_and_of_diloco_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for folder in ("one", "other"):
+        with DiLoCoServer(tmp_path / f"{folder}-server", 1) as server:
+            monkeypatch.setenv("DILOCO_TOKEN", server.token)
+            callbacks = [WandbLogger("tests", mode="offline", wait_s=60), TBLogger(), DiLoCoCallback(server.address, 2)]
+            small_trainer(tmp_path / folder, *callbacks, max_steps=4, save_steps=2, logging_steps=1).train()
+    comparison = compare_runs(tmp_path / "one", tmp_path / "other")
+    assert comparison.identical, comparison.table()
+    assert "callbacks.DiLoCoCallback" in {row.what for row in comparison.rows}, "the rest of its state is compared"

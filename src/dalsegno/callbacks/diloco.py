@@ -61,6 +61,7 @@ class DiLoCoCallback(Callback):
 
     sets_control_flags = False
     background_safe = False
+    state_varies = ("run_id", "worker_id")
     state_schema = WorkerState | None
 
     def __init__(

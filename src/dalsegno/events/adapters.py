@@ -37,6 +37,7 @@ _STATE_ATTRIBUTES = (
     "state_scope",
     "state_version",
     "state_compared",
+    "state_varies",
     "state_schema",
     "check_state",
     "aliases",

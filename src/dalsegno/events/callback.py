@@ -98,6 +98,8 @@ class Callback:
     """Earlier keys of the state, such as the class's old name."""
     state_scope: Scope = "replicated"
     """``"replicated"``: rank 0's state is saved and loaded by every rank. ``"per_rank"``: each rank has its own."""
+    state_varies: Collection[str] = ()
+    """Fields of the state in which two equal runs may differ, such as a random id: ``compare_runs`` leaves them out."""
     state_version: int = 1
     """Increase it when the state's schema changes, and upgrade older ones in ``migrate(state, from_version)``."""
     sets_control_flags: bool = True

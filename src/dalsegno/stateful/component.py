@@ -22,6 +22,8 @@ attributes of the object control how its state is saved and loaded:
 ``state_compared``   False: only rank 0 knows the state (e.g. of a file it writes), so it is not compared either.
 ``state_rehearsed``  False: calling ``state_dict`` has side effects, as in some dialects, so it is not called before
                      training to find out whether the state can be saved.
+``state_varies``     names of fields in which two equal runs may differ, such as random ids; ``"writer.id"`` is a field
+                     in a field. ``dalsegno.testing`` does not compare them.
 ``make_durable``     ``make_durable()``: fsyncs what the state refers to, such as a file that the object wrote.
                      Called on another thread, after ``state_dict`` and before the checkpoint is published; training
                      does not wait for it. Not called for a memory checkpoint: ``state_dict`` flushes to the kernel.
@@ -135,6 +137,10 @@ class Component:
         return self.scope == "replicated" and asked
 
     @property
+    def varies(self) -> tuple[str, ...]:
+        return varying_fields(self.target)
+
+    @property
     def rehearsed(self) -> bool:
         """Whether ``state_dict`` may be called without a save."""
         return bool(getattr(self.target, "state_rehearsed", True))
@@ -196,6 +202,11 @@ class Component:
                 f"give {self.class_name} a classmethod reshard(states, world_size), or resume with {len(states)}"
             )
         return list(reshard(states, world_size))
+
+
+def varying_fields(target: object) -> tuple[str, ...]:
+    """Return the fields of the target's state in which two equal runs may differ."""
+    return tuple(getattr(target, "state_varies", ()))
 
 
 def declared_schema(target: object) -> schema.Form:

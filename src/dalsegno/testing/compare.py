@@ -1,7 +1,8 @@
 """compare_runs: compare every tensor, every component's state and every log record of two runs.
 
 Only wall-clock values may differ: ``timestamp``, ``tok_per_sec``, ``mfu``, ``peak_mem``, ``*_runtime``,
-``*_per_second``, the training time, and the length of the logs in bytes, since logs contain these as text.
+``*_per_second``; the length of the logs in bytes, since logs contain these as text; and what a component declares in
+``state_varies``: the training time, random ids.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dalsegno.callbacks.trackers.outbox import OUTBOXES
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, read_tensors, saved_states
 from dalsegno.checkpoint.format.composites import is_composite, take_apart
 from dalsegno.checkpoint.format.names import CHECKPOINTS
@@ -24,7 +26,6 @@ from dalsegno.errors import NotFound
 from dalsegno.logs import EventPosition, Position, is_wall_clock, read_records
 from dalsegno.witness import WITNESS
 
-_CLOCK = "clock"  # component with the training time
 _TITLES = {
     "model": "weights",
     "optimizer": "optimizer",
@@ -39,10 +40,11 @@ _TITLES = {
 """Titles of components, whose rows come first, in this order."""
 _BYTES = {
     frozenset(Position.__dataclass_fields__): {"offset", "tail"},
-    frozenset(EventPosition.__dataclass_fields__): {"files"},
+    frozenset(EventPosition.__dataclass_fields__): {"files", "log_dir"},
 }
-"""Fields of saved log positions that are not compared: byte counts, which depend on wall-clock values and legs."""
-
+"""Fields of saved log positions that are not compared: byte counts, which depend on wall-clock values and legs, and the
+place of the files."""
+_SENT = Path("logs") / OUTBOXES  # what trackers get: in which order, with which times and repeats, depends on the legs
 
 Tensors = dict[str, dict[str, torch.Tensor]]
 
@@ -137,16 +139,22 @@ def _tensors(ours: Tensors, theirs: Tensors) -> Iterator[Row]:
 
 def _states(ours: Checkpoint, theirs: Checkpoint, ignoring: Collection[str]) -> Iterator[Row]:
     mine, yours = saved_states(ours), saved_states(theirs)
-    for key in sorted({*mine, *yours} - {_CLOCK}):
-        here, there = ([_without(state, key, ignoring) for state in saved.get(key, [])] for saved in (mine, yours))
+    for key in sorted({*mine, *yours}):
+        varies = {
+            name for run in (ours, theirs) if (record := run.manifest.components.get(key)) for name in record.varies
+        }
+        varies |= {name.removeprefix(f"{key}.") for name in ignoring}
+        here, there = ([_without(state, varies) for state in saved.get(key, [])] for saved in (mine, yours))
         if size := max(_size(here), _size(there)):
             yield Row(key, size, "values", _first_difference(here, there, key))
 
 
-def _without(state: Any, key: str, ignoring: Collection[str]) -> Any:
+def _without(state: Any, varies: Collection[str], within: str = "") -> Any:
+    """``state`` without these fields; ``within``: the fields that lead to it."""
     if not isinstance(state, Mapping):
         return state
-    return {name: value for name, value in state.items() if f"{key}.{name}" not in ignoring}
+    paths = {name: f"{within}{name}" for name in state}
+    return {name: _without(state[name], varies, f"{path}.") for name, path in paths.items() if path not in varies}
 
 
 def _logs(ours: Path, theirs: Path) -> Iterator[Row]:
@@ -160,7 +168,8 @@ def _logs(ours: Path, theirs: Path) -> Iterator[Row]:
 def _log_names(output_dir: Path) -> set[str]:
     """Paths of all logs of a run, without those in ``rewound/`` and the witness, which is each leg's own."""
     names = {path.relative_to(output_dir) for path in output_dir.rglob("*.json*")} - {Path("run.json"), Path(JOURNAL)}
-    return {name.as_posix() for name in names if not {"rewound", CHECKPOINTS, INBOX, WITNESS} & set(name.parts)}
+    others = (name for name in names if not name.is_relative_to(_SENT))
+    return {name.as_posix() for name in others if not {"rewound", CHECKPOINTS, INBOX, WITNESS} & set(name.parts)}
 
 
 def _record_difference(mine: Mapping[str, Any] | None, yours: Mapping[str, Any] | None, where: str) -> str | None:

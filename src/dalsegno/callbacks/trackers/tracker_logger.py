@@ -69,6 +69,7 @@ class TrackerLogger(RewoundWriter):
     ranks = "zero"
     sets_control_flags = False
     state_compared = False  # the length of the outbox, which only rank 0 knows
+    state_varies = ("run_id", "position")
     state_schema: Any = TrackerState | None
 
     def __init__(

@@ -6,7 +6,8 @@
      "metrics": {"eval_loss": 2.5}, "best": true,
      "finite": false,     only if NaN or infinity is in the weights
      "files": {"model/shard-00000.safetensors": {"size": 8192, "xxh3": "…32 hex digits…"}, …},
-     "components": {"model": {"class": "torch.nn.Linear", "version": 1, "scope": "sharded"}, …},
+     "components": {"model": {"class": "torch.nn.Linear", "version": 1, "scope": "sharded"},
+                    "callbacks.WandbLogger": {"class": …, "version": 1, "scope": "replicated", "varies": ["run_id"]}, …},
      "xxh3": "…of all the above…"}
 """
 
@@ -21,7 +22,7 @@ import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,12 @@ class FileRecord:
 @dataclass(frozen=True, slots=True)
 class ComponentRecord:
     """A saved component: its class name, for people; the version of its state; ``scope`` as in Component, or
-    ``"sharded"`` for model and optimizer."""
+    ``"sharded"`` for model and optimizer; ``varies``: the fields of its state in which equal runs may differ."""
 
     class_name: str
     version: int
     scope: str
+    varies: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ class Manifest:
             "files": {name: {"size": file.size, "xxh3": file.xxh3} for name, file in self.files.items()},
             "components": {
                 key: {"class": each.class_name, "version": each.version, "scope": each.scope}
+                | ({"varies": each.varies} if each.varies else {})
                 for key, each in self.components.items()
             },
         }
@@ -330,7 +333,8 @@ def _file_record(name: str, entry: Any) -> FileRecord:
 def _component_record(entry: Any) -> ComponentRecord:
     scope = _text(entry["scope"])
     _expect(scope in ("replicated", "per_rank", "sharded"), f"{scope!r} is not a scope")
-    return ComponentRecord(_text(entry["class"]), _whole(entry["version"], "a version"), scope)
+    varies = tuple(_text(name) for name in entry.get("varies", ()))
+    return ComponentRecord(_text(entry["class"]), _whole(entry["version"], "a version"), scope, varies)
 
 
 def _reason(error: Exception) -> str:

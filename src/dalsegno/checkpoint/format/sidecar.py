@@ -127,8 +127,8 @@ def read_sidecar(checkpoint: Checkpoint, name: str) -> dict[str, SavedState]:
     check(content, SidecarFile, str(path), DamagedCheckpoint)
     found = {}
     for key, entry in content["states"].items():
-        record = ComponentRecord(entry["class"], entry["version"], entry["scope"])
-        if checkpoint.manifest.components.get(key) != record:
+        record = checkpoint.manifest.components.get(key)
+        if record is None or record != ComponentRecord(entry["class"], entry["version"], entry["scope"]):
             raise DamagedCheckpoint(f"{path}: {key} differs from its record in the manifest")
         states = [decoded(each, key, number) for number, each in enumerate(entry["states"])]
         found[key] = SavedState(record, states)

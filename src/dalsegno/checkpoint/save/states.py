@@ -12,7 +12,7 @@ from dalsegno.checkpoint.format.manifest import ComponentRecord
 from dalsegno.checkpoint.format.sidecar import Encoded, SavedState
 from dalsegno.checkpoint.state.contract import Capturable, TensorsByComponent
 from dalsegno.distributed import collectives
-from dalsegno.stateful.component import Component
+from dalsegno.stateful.component import Component, varying_fields
 
 from . import planning
 from .base import Checksums, FrozenBase
@@ -52,10 +52,10 @@ def _encode_into(
 ) -> None:
     for each in sharded:
         states.tensors[each.key], rest, states.frozen[each.key] = each.capture()
-        record = ComponentRecord(each.class_name, 1, "sharded")
+        record = ComponentRecord(each.class_name, 1, "sharded", varying_fields(each))
         states.shared[each.key] = states.compared[each.key] = Encoded.of(each.key, SavedState(record, [rest]))
     for component in components:
-        record = ComponentRecord(component.class_name, component.version, component.scope)
+        record = ComponentRecord(component.class_name, component.version, component.scope, component.varies)
         if record.scope == "per_rank":
             states.own[component.key] = _encoded(component, record)
         elif (is_compared := component.compared) or collectives.rank() == 0:

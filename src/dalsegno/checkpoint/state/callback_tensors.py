@@ -7,7 +7,7 @@ from torch import nn
 from dalsegno.checkpoint.format.index import Index
 from dalsegno.distributed.stage_places import is_elsewhere, like_parameter
 from dalsegno.errors import CannotSave, ConfigurationError
-from dalsegno.stateful.component import State, Stateful, TensorHolder, declared_schema
+from dalsegno.stateful.component import State, Stateful, TensorHolder, declared_schema, varying_fields
 from dalsegno.stateful.schema import check
 
 from .contract import Captured, LoadTarget, class_name_of
@@ -45,6 +45,10 @@ class CallbackTensors:
     @property
     def class_name(self) -> str:
         return class_name_of(self._holder)
+
+    @property
+    def state_varies(self) -> tuple[str, ...]:
+        return varying_fields(self._holder)
 
     def capture(self) -> Captured:
         tensors, rest = self._holder.sharded_state(self._model)
