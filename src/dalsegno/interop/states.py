@@ -24,11 +24,14 @@ FOLDER = "dalsegno"
 """Folder of the callbacks' states inside a checkpoint of the library."""
 
 
-def states_in(checkpoint: Path) -> Path | None:
+def states_in(checkpoint: Path, *, mark: str | None = None) -> Path | None:
     """The folder of states in the library's checkpoint; None if it was saved without a Bridge. Collective.
 
+    Args:
+        mark: where in the library's own files it is written that a Bridge took part; None if it is not, or cannot be.
+
     Raises:
-        DamagedCheckpoint: if it has none, although an earlier checkpoint beside it has one.
+        DamagedCheckpoint: if it has none, although a Bridge took part or an earlier checkpoint beside it has one.
     """
     folder = checkpoint / FOLDER
     if collectives.from_rank_zero(folder.exists):
@@ -39,6 +42,12 @@ def states_in(checkpoint: Path) -> Path | None:
             f"{checkpoint}: contains no states of callbacks, although {earlier} does; probably the job was killed "
             f"while it saved {checkpoint.name}. Delete {checkpoint.name}, and resume from {earlier.name}. To resume "
             f"here nevertheless, with new states, delete {earlier.name}/{FOLDER}"
+        )
+    if mark is not None:
+        raise DamagedCheckpoint(
+            f"{checkpoint}: contains no states of callbacks, although a Bridge took part; probably the job was killed "
+            f"while it saved {checkpoint.name}. Delete {checkpoint.name}, and start again: it is the first checkpoint. "
+            f"To resume here nevertheless, with new states, delete {mark}"
         )
     warn_of_new_states(str(checkpoint))
     return None

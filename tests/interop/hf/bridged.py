@@ -84,13 +84,13 @@ class At(transformers.TrainerCallback):
         setattr(self, event, handler)
 
 
-def train_until_killed(output_dir: Path, step: int) -> None:
+def train_until_killed(output_dir: Path, step: int, event: str = "on_step_end") -> None:
     def kill(control: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # of a job of one rank; accelerate would start a process group
         del os.environ[name]
-    with_bridge(output_dir, several(), At("on_step_end", step, kill)).train()
+    with_bridge(output_dir, several(), At(event, step, kill)).train()
 
 
 def records(output_dir: Path) -> dict[str, list[dict[str, Any]]]:

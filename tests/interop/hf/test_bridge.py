@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,35 @@ def test_a_checkpoint_that_was_not_completed_is_refused(tmp_path: Path, uninterr
     incomplete.rename(tmp_path / "elsewhere")
     with_bridge(tmp_path, several()).train(resume_from_checkpoint=True)
     assert_same(tmp_path, uninterrupted)
+
+
+def test_a_first_checkpoint_that_was_not_completed_is_refused_too(
+    tmp_path: Path, uninterrupted: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is no earlier one to tell that a Bridge took part."""
+    (outcome,) = start_ranks(train_until_killed, 1, tmp_path, 4, "on_save").wait(300)
+    assert outcome.was_killed
+    incomplete = tmp_path / "checkpoint-4"
+    with pytest.raises(
+        ds.DamagedCheckpoint, match=r"although a Bridge took part; .* Delete checkpoint-4, and start again"
+    ):
+        with_bridge(tmp_path, several()).train(resume_from_checkpoint=True)
+    assert "saved without a Bridge" not in caplog.text
+    incomplete.rename(tmp_path / "elsewhere")
+    with_bridge(tmp_path, several()).train()
+    assert_same(tmp_path, uninterrupted)
+
+
+def test_a_checkpoint_saved_after_the_bridge_was_taken_out_is_one_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hugging Face's state still has the mark, of an earlier step."""
+    hf_trainer(tmp_path, Bridge([Trace()]), max_steps=4).train()
+    hf_trainer(tmp_path, max_steps=8).train(resume_from_checkpoint=True)
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    with caplog.at_level(logging.WARNING, "dalsegno"):
+        hf_trainer(tmp_path, Bridge([Trace()]), max_steps=9).train(resume_from_checkpoint=True)
+    assert "checkpoint-8 was saved without a Bridge" in caplog.text
 
 
 def test_states_of_another_timeline_are_refused(tmp_path: Path) -> None:

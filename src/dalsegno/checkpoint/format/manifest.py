@@ -7,7 +7,7 @@
      "finite": false,     only if NaN or infinity is in the weights
      "files": {"model/shard-00000.safetensors": {"size": 8192, "xxh3": "…32 hex digits…"}, …},
      "components": {"model": {"class": "torch.nn.Linear", "version": 1, "scope": "sharded"},
-                    "callbacks.WandbLogger": {"class": …, "version": 1, "scope": "replicated", "varies": ["run_id"]}, …},
+                    "callbacks.WandbLogger": {…, "scope": "replicated", "varies": ["run_id"]}, …},
      "xxh3": "…of all the above…"}
 """
 

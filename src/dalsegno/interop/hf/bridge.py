@@ -47,6 +47,9 @@ from .translation import due_at_next_step, kind_of, mirror, partial_mean_after, 
 
 logger = logging.getLogger("dalsegno")
 
+_MARK = "dalsegno"
+"""Name in ``stateful_callbacks`` of Hugging Face's state. No callback's class has it, so Hugging Face restores none."""
+
 _GIVE_TRAINER = "trainer.add_callback(Bridge([…], trainer=trainer))"
 
 UNSUPPORTED_EVENTS = dict.fromkeys(
@@ -149,7 +152,7 @@ class Bridge(transformers.TrainerCallback):
         )
         mirror(leg.state, args, state)
         resumed_from = self._resumed_checkpoint(args, state)
-        folder = None if resumed_from is None else states_in(resumed_from)
+        folder = None if resumed_from is None else states_in(resumed_from, mark=_mark_in(state))
         leg.begin(folder, timeline_of(state), saves=args.save_strategy != "no")
         self._leg, self._metrics, self._is_stopping = leg, {}, False
         if self._trainer is not None:
@@ -231,6 +234,7 @@ class Bridge(transformers.TrainerCallback):
             leg.step_end(_unknown("loss"), _unknown("grad_norm"), self._lr)
         else:
             leg.step_end(self._inside.loss, self._inside.grad_norm, self._lr)
+        state.stateful_callbacks[_MARK] = _mark_of(state)  # in the files that Hugging Face writes before on_save
         is_due = control.should_log or control.should_evaluate or control.should_save or control.should_training_stop
         return self._passed_on(control) if is_due or leg.may_request_each_step() else control
 
@@ -313,6 +317,17 @@ class Bridge(transformers.TrainerCallback):
                 "the checkpoint: Bridge([…], resume_from_checkpoint=…)"
             )
         return path
+
+
+def _mark_of(state: Any) -> dict[str, Any]:
+    """That a Bridge takes part in this step, in Hugging Face's form of a callback's state."""
+    return {"args": {}, "attributes": {"step": state.global_step}}
+
+
+def _mark_in(state: Any) -> str | None:
+    """Where the loaded ``state`` has the mark of its own step; None if it was saved without a Bridge."""
+    is_marked = state.stateful_callbacks.get(_MARK) == _mark_of(state)
+    return f'"{_MARK}" from "stateful_callbacks" in its trainer_state.json' if is_marked else None
 
 
 def _unknown(name: str) -> Unknown:
