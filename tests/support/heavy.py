@@ -135,10 +135,10 @@ def growth_in_the_first_save(output_dir: Path, save_at: int) -> int:
                 thread.join()
         before.append(resident())
 
-    def on_step_done(ctx: Any) -> None:
-        if ctx.step == save_at:
+    def on_step_begin(ctx: Any) -> None:
+        if ctx.state.global_step == save_at:
             growth.append(resident() - before[0])
 
-    listener = Listener({"on_before_save": on_before_save, "on_step_done": on_step_done})
+    listener = Listener({"on_before_save": on_before_save, "on_step_begin": on_step_begin})
     heavy_trainer(output_dir, listener, megabytes=128, max_steps=save_at + 1, save_steps=save_at).train()
     return growth[0]
