@@ -34,7 +34,7 @@ def name_evaluated_weights(ctx: EvaluateBeginContext) -> None:
 class Averages:
     """Averages of all trained parameters, a tied one once; in fp32 for parameters of fewer than 32 bits.
 
-    Tensors are allocated by :meth:`follow` or :meth:`begin`, not before.
+    Tensors are allocated by :meth:`expect` or :meth:`begin`, not before.
     """
 
     def __init__(self) -> None:
@@ -43,6 +43,8 @@ class Averages:
         self._model: nn.Module | None = None
         self._weights: list[Tensor] = []  # this rank's shard of each parameter, and of its average
         self._local: list[Tensor] = []
+        self._parameters: list[nn.Parameter] = []  # of the model
+        self._followed: list[bool] = []  # which of them have an average
         self._kept: list[Tensor] | None = None  # the weights, while the averages are swapped in
 
     @property
@@ -51,14 +53,22 @@ class Averages:
         return self._model is not None
 
     def follow(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return an average for each parameter that is now trained, by name; a new one has no valid value yet."""
+        """Return the averages by name; before they are bound, those of :meth:`expect`."""
+        return self._averages if self._model is model else self.expect(model)
+
+    def expect(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return an average for each parameter that is now trained, by name, to be restored. A new one has no valid
+        value yet; if the parameters are others than those before, :meth:`begin` binds them."""
         trained = {name: each for name, each in named_parameters(model) if each.requires_grad}
+        if trained.keys() != self._averages.keys():
+            self._model = None
         for name, parameter in trained.items():
             known = self._averages.get(name)
             if known is None or known.shape != parameter.shape:
                 self._averages[name] = _like(parameter)
                 self._unbegun.add(name)
         self._averages = {name: self._averages[name] for name in trained}
+        self._unbegun &= trained.keys()
         return self._averages
 
     def note_restored(self, names: Collection[str]) -> None:
@@ -71,15 +81,20 @@ class Averages:
         Args:
             model: whose parameters are averaged.
             key: of the callback, for the warning.
-            were_saved: whether averages have been restored. A new one then lacks its past: that is logged.
+            were_saved: whether averages have been restored. A new one then lacks its past: that is logged, and it
+                begins with the next update, as that of a parameter which is trained only since the save.
         """
-        averages = self.follow(model)
+        if self._model is not model:
+            self.expect(model)
+        begun, self._unbegun = self._unbegun, set()
+        if were_saved:
+            self._averages = {name: each for name, each in self._averages.items() if name not in begun}
         parameters = dict(named_parameters(model))
         self._model = model
-        here = {name: average for name, average in averages.items() if not is_elsewhere(average)}
+        here = {name: average for name, average in self._averages.items() if not is_elsewhere(average)}
         self._weights = [_part(parameters[name]) for name in here]
         self._local = [_part(average) for average in here.values()]
-        begun, self._unbegun = self._unbegun & here.keys(), set()
+        self._parameters, self._followed = [*parameters.values()], [name in self._averages for name in parameters]
         for name, weight, average in zip(here, self._weights, self._local, strict=True):
             if name in begun:
                 average.copy_(weight)
@@ -91,9 +106,17 @@ class Averages:
                 min(begun),
             )
 
+    def follow_trained(self, model: nn.Module, key: str) -> None:
+        """Begin averages of parameters that are trained only now, with the weights; end those of frozen ones. To be
+        called before each update."""
+        if [each.requires_grad for each in self._parameters] != self._followed:
+            self._model = None
+            self.begin(model, key, were_saved=False)
+
     def end(self) -> None:
         """Release all tensors."""
         self._averages, self._unbegun, self._model, self._weights, self._local = {}, set(), None, [], []
+        self._parameters, self._followed = [], []
 
     @torch.no_grad()
     def approach(self, share: float) -> None:

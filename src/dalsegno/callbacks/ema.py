@@ -82,12 +82,14 @@ class EMA(Callback):
         self._averages.begin(ctx.model, self.key, were_saved=self._updates > 0)
 
     on_train_begin = _begin
+    on_rollback = _begin
     on_load = _begin  # so that a finished run's averages can be evaluated: it begins no training
 
     def on_step_end(self, ctx: StepEndContext) -> None:
         if not self._averages.have_begun:  # added in the middle of a leg
             self._begin(ctx)
         if ctx.step % self._every == 0:
+            self._averages.follow_trained(ctx.model, self.key)
             decay = min(self._decay, (1 + self._updates) / (10 + self._updates)) if self._warmup else self._decay
             self._averages.approach(1 - decay)
             self._updates += 1
@@ -104,6 +106,9 @@ class EMA(Callback):
     def sharded_state(self, model: nn.Module) -> tuple[dict[str, Tensor], EMAState]:
         """Return the averages by parameter name."""
         return self._averages.follow(model), {"updates": self._updates}
+
+    def tensors_to_load(self, model: nn.Module, rest: Any) -> dict[str, Tensor]:
+        return self._averages.expect(model)
 
     def load_sharded_state(self, names: Collection[str], rest: Any) -> None:
         self._averages.note_restored(names)

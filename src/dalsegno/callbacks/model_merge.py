@@ -109,6 +109,7 @@ class ModelMerge(Callback):
             self._merge_step, self._merged = merge_step, 0
         if not self._means.have_begun:
             self._bind(ctx.model)
+        self._means.follow_trained(ctx.model, self.key)
         self._merged += 1
         self._means.approach(1 / self._merged)
         if ctx.step == merge_step:
@@ -120,10 +121,10 @@ class ModelMerge(Callback):
     def sharded_state(self, model: nn.Module) -> tuple[dict[str, Tensor], ModelMergeState]:
         """Return the means by parameter name; none before the first window."""
         rest: ModelMergeState = {"merge_step": self._merge_step, "merged": self._merged}
-        return self.tensors_to_load(model, rest), rest
+        return self._means.follow(model) if self._merged else {}, rest
 
     def tensors_to_load(self, model: nn.Module, rest: Any) -> dict[str, Tensor]:
-        return self._means.follow(model) if rest["merged"] else {}
+        return self._means.expect(model) if rest["merged"] else {}
 
     def load_sharded_state(self, names: Collection[str], rest: Any) -> None:
         self._merge_step, self._merged = rest["merge_step"], rest["merged"]

@@ -17,6 +17,7 @@ attributes of the object control how its state is saved and loaded:
                      world size. Without it, a per-rank state cannot be loaded at another world size. Ranks that read
                      the same data count as one.
 ``reshard_note``     describes the effect of ``reshard`` in the report.
+``precedes_tensors`` True: loaded before all tensors, since it determines which there are.
 ``aliases``          earlier keys of the same object.
 ``ranks``            ``"zero"``: active on rank 0 only, so its state is not compared across ranks.
 ``state_compared``   False: only rank 0 knows the state (e.g. of a file it writes), so it is not compared either.
@@ -144,6 +145,11 @@ class Component:
     def rehearsed(self) -> bool:
         """Whether ``state_dict`` may be called without a save."""
         return bool(getattr(self.target, "state_rehearsed", True))
+
+    @property
+    def precedes_tensors(self) -> bool:
+        """Whether the state is loaded before all tensors."""
+        return bool(getattr(self.target, "precedes_tensors", False))
 
     def capture(self) -> State:
         return self.target.state_dict()

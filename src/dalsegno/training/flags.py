@@ -58,6 +58,7 @@ class Flags:
     """
 
     state_scope = "per_rank"  # a rank of a pipeline runs its own stages only
+    precedes_tensors = True  # averages are of the parameters that are trained
     state_schema = dict[str, dict[str, Any]]
     reshard_note = "those of the first rank"
 

@@ -95,9 +95,10 @@ def _restore(
     known = [each for each in sharded if each.key in stored.rests and each.key not in replaced]
     report.fresh.extend(each.key for each in sharded if each not in known)
     prepared = prepare_components(saved, components, report, adapt)
+    restore_components(saved, [each for each in prepared if each[0].precedes_tensors], report)
     report.notes.extend(restore_sharded(stored, known))
     report.restored.extend(each.key for each in known)
-    restore_components(saved, prepared, report)
+    restore_components(saved, [each for each in prepared if not each[0].precedes_tensors], report)
 
 
 def _check_scopes(saved: SavedStates, sharded: Sequence[ShardedState], components: Sequence[Component]) -> None:
