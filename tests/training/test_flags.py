@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import dalsegno as ds
+from dalsegno.callbacks import EMA
 from dalsegno.checkpoint import Checkpoint, saved_states
 from dalsegno.errors import StateMismatch
 from dalsegno.testing import DataOrder, compare_runs, run_ranks
@@ -334,3 +335,19 @@ def test_a_group_with_a_function_of_its_own(tmp_path: Path, caplog: pytest.LogCa
     build(stop_after(5)).train()
     build().train()
     assert "its factors are those of the group before" in caplog.text
+
+
+# -- averages ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["thawed", "frozen", "a group"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_averages_are_of_the_parameters_that_are_trained(tmp_path: Path, what: str, is_first: bool) -> None:
+    def build(folder: Path, *callbacks: Any) -> ds.Trainer:
+        trainer = flagged(folder, *callbacks, what=what)
+        change = trainer.remove_callback("Changes")
+        for each in [EMA(decay=0.9), change][:: 1 if is_first else -1]:
+            trainer.add_callback(each)
+        return trainer
+
+    assert_resumes(build, tmp_path, 3, 5)

@@ -71,7 +71,8 @@ class MicrobatchAccumulation(Accumulation[Parallel]):
                     outputs["loss"].detach(), outputs, batch, index, microbatch.samples, index == last
                 )
                 dispatcher.microbatch_end.fire()
-        self._parallel.finish_backward()
+        if self._parallel.complete_gradients is not None:
+            self._parallel.complete_gradients()
         assert total is not None, "a step is never empty"
         return total
 

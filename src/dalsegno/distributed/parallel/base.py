@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -25,6 +25,8 @@ class Parallel:
     """The module to call with a batch."""
     loss_fn: nn.Module | None = None
     """Computes the loss from the output, if it is trained too."""
+    complete_gradients: Callable[[], None] | None = None
+    """To be called after the last backward pass of a step, if that leaves gradients that are not reduced."""
     entries: Collection[nn.Module] = ()
     """Modules at which another rank continues the forward pass: the first of each pipeline stage but the first."""
 
@@ -38,9 +40,6 @@ class Parallel:
 
     def synchronize(self, wanted: bool) -> None:
         """Set whether the next backward pass reduces gradients over the ranks (only a step's last needs to)."""
-
-    def finish_backward(self) -> None:
-        """To be called after the last backward pass of a step: complete what that leaves undone."""
 
     def rebind(self, optimizer: Optimizer) -> None:
         """Replace the parameters of an optimizer that was built before the model was distributed."""

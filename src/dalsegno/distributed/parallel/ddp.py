@@ -43,12 +43,14 @@ class DataParallel(Parallel):
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         devices = [device] if device.type != "cpu" else None
         self._left_out = [each for each in model.parameters() if not each.requires_grad]
+        if self._left_out:
+            self.complete_gradients = self._average_thawed
         self.module = _SameBuckets(model, devices)
 
     def synchronize(self, wanted: bool) -> None:
         self.module.require_backward_grad_sync = wanted  # as no_sync() does, without a context per micro-batch
 
-    def finish_backward(self) -> None:
+    def _average_thawed(self) -> None:
         """Average the gradients of parameters that are trained only since the model was distributed: DDP's buckets do
         not have them."""
         for parameter in self._left_out:

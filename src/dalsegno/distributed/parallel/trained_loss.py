@@ -20,6 +20,8 @@ class WithTrainedLoss(Parallel):
     def __init__(self, model: Parallel, loss_fn: Parallel) -> None:
         self.module, self.loss_fn = model.module, loss_fn.module
         self._parts = [model, loss_fn]
+        if any(part.complete_gradients for part in self._parts):
+            self.complete_gradients = self._complete_gradients
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -31,9 +33,10 @@ class WithTrainedLoss(Parallel):
         for part in self._parts:
             part.synchronize(wanted)
 
-    def finish_backward(self) -> None:
+    def _complete_gradients(self) -> None:
         for part in self._parts:
-            part.finish_backward()
+            if part.complete_gradients is not None:
+                part.complete_gradients()
 
     def rebind(self, optimizer: Optimizer) -> None:
         for part in self._parts:
