@@ -238,7 +238,7 @@ class SaveCoordinator:
 
     def _note_success(self, save: AsyncSave | _PublishedSave) -> None:
         self._failures.clear()
-        if self._published_step is not None:
+        if self._published_step not in (None, save.step):
             self._witness.note_published(self._published_step)
         self.newest, self._published_step = save.path, save.step
 
