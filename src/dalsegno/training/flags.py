@@ -90,9 +90,9 @@ class Flags:
             by_modules: the leg's first step has changed it.
         """
         for path, before, values in self._changed():
-            noted = self._built.setdefault(path, {})
+            noted, its_class = self._built.setdefault(path, {}), type(self._places[path].holder)
             for name in sorted(values):
-                value, was = values[name], before.get(name)
+                value, was = values[name], before[name] if name in before else _value_of(its_class, name)
                 if value == was or (path, name) in self._caches:
                     continue
                 if isinstance(value, _Small | _Other) and not isinstance(was, _Small | _Other):
@@ -130,9 +130,9 @@ class Flags:
         for path in state.keys() & holders.keys():
             here = _values(holders[path])
             for name, value in state[path].items():
-                there = here.get(name)
+                there = here[name] if name in here else _value_of(holders[path], name)
                 fits = type(value) is bool if _is_mode(name) else _is_state(there, value) or _is_like(there, value)
-                if not fits or (name not in here and hasattr(holders[path], name)):
+                if not fits:
                     raise StateMismatch(f"flags: {path}.{name}: {_short(value)} cannot replace {_short(there)}")
 
     def load_state_dict(self, state: Reading) -> None:
@@ -361,6 +361,12 @@ def _has_plain_items(value: Any) -> bool:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _value_of(holder: object, name: str) -> Any:
+    """What an attribute is that the holder does not have as a flag: a value of its class, a method, a submodule."""
+    value = getattr(holder, name, None)
+    return value if type(value) in _PLAIN else _Other(id(value))
 
 
 def _is_mode(name: str) -> bool:
