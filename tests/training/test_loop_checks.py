@@ -220,7 +220,8 @@ def test_what_a_checkpoint_misses_is_said_once(
     (warning,) = said(caplog)
     assert SAID[kind] in warning
     caplog.clear()
-    assert not is_exact(tmp_path, kind), "else the warning is not true"
+    if kind is not LeavesEvaluation:  # the checkpoint contains the mode; it is the wrong one all the same
+        assert not is_exact(tmp_path, kind), "else the warning is not true"
 
 
 def test_a_log_record_behind_the_step_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -140,8 +140,8 @@ class LoopChecks:
             mode = "training" if self._model.training else "evaluation"
             self._warn(
                 "mode",
-                f"evaluate= has left the model in {mode} mode, and step {self._step + 1} is trained in it. No "
-                "checkpoint contains the mode, so a resumed run differs; restore it at the end of evaluate=",
+                f"evaluate= has left the model in {mode} mode, and step {self._step + 1} is trained in it, with the "
+                "dropout and normalization of that mode; restore it at the end of evaluate=",
             )
 
     def evaluated(self, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
