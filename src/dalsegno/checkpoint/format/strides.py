@@ -97,7 +97,11 @@ class Overlap:
 def overlaps(values: Sequence[Value]) -> Iterator[Overlap]:
     """Values that share memory, except those that have more bytes between them than they have themselves, such as two
     columns of a wide table: they seldom have a common element, and the table may be large."""
-    places = sorted((*_addresses(value), number) for number, value in enumerate(values))
+    begins, ends = np.array([_addresses(value) for value in values], np.int64).reshape(-1, 2).T
+    order = begins.argsort()
+    if not (np.maximum.accumulate(ends[order])[:-1] > begins[order][1:]).any():  # the usual case, of thousands
+        return
+    places = sorted(zip(begins.tolist(), ends.tolist(), range(len(values)), strict=True))
     run: list[int] = []
     first, last = 0, 0
     for begin, end, number in [*places, (sys.maxsize, sys.maxsize, -1)]:

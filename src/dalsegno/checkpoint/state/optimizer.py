@@ -91,19 +91,16 @@ class OptimizerState:
         named = [each for group in self._named(self._present()) for each in group]
         tensors: Tensors = {}
         rows = OptimizerRows()
-        first: dict[int, tuple[str, str]] = {}
         for number, (name, parameter) in enumerate(named):  # this order, independent of which was updated first
             if number not in packed["state"]:
                 continue
-            plain = rows.plain[name] = {}
+            plain, usual = rows.plain.setdefault(name, {}), parameter.stride()
             for kind, value in packed["state"][number].items():
                 if is_sharded(value, parameter):
                     tensors[f"{name}.{kind}"] = like_parameter(value, parameter)
                     rows.sharded.setdefault(name, []).append(kind)
-                    if (other := first.setdefault(id(value), (name, kind))) != (name, kind):
-                        rows.tied.setdefault(name, {})[kind] = other
-                    if not isinstance(value, DTensor) and (strides := value.stride()) != parameter.stride():
-                        rows.strides.setdefault(name, {})[kind] = [*strides]
+                    if type(value) is not DTensor and value.stride() != usual:
+                        rows.strides.setdefault(name, {})[kind] = [*value.stride()]
                     continue
                 if wrapped_states.is_wrapped(value, parameter):
                     parts, form = parts_of(value, f"{self.key}.{name}.{kind}")
@@ -116,6 +113,8 @@ class OptimizerState:
                 plain[kind] = value
                 if isinstance(value, torch.Tensor) and value.is_cpu and not parameter.is_cpu:
                     rows.on_cpu.setdefault(name, []).append(kind)
+        if len({*map(id, tensors.values())}) < len(tensors):
+            _tie(rows, tensors)
         if is_cut(self._model):
             tensors, rows = of_all_stages(named, tensors, rows)
         rest = {
@@ -285,6 +284,16 @@ class OptimizerState:
             [(names.get(id(each), positions.name_of(number, position)), each) for position, each in enumerate(group)]
             for number, group in enumerate(groups)
         ]
+
+
+def _tie(rows: OptimizerRows, tensors: Tensors) -> None:
+    """Name in ``rows`` the kinds that are the same of ``tensors`` as one before."""
+    first: dict[int, tuple[str, str]] = {}
+    for name, kinds in rows.sharded.items():
+        for kind in kinds:
+            other = first.setdefault(id(tensors[f"{name}.{kind}"]), (name, kind))
+            if other != (name, kind):
+                rows.tied.setdefault(name, {})[kind] = other
 
 
 def _further(packed: dict[str, Any]) -> dict[str, Any]:

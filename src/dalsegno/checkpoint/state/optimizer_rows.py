@@ -58,13 +58,14 @@ class OptimizerRows:
         columns: dict[tuple[Any, ...], tuple[list[str], list[torch.Tensor]]] = {}
         plain: dict[str, dict[str, Any]] = {}
         on_cpu: dict[str, list[str]] = {}
-        uses = Counter(id(value) for values in self.plain.values() for value in values.values())
+        ids = [id(value) for values in self.plain.values() for value in values.values()]
+        shared = {each for each, count in Counter(ids).items() if count > 1} if len({*ids}) < len(ids) else ()
         for name, values in self.plain.items():
             if not values and name not in self.sharded:
                 plain[name] = {}
             for kind, value in values.items():
                 is_on_cpu = kind in self.on_cpu.get(name, ())
-                if _is_scalar(value) and uses[id(value)] == 1:
+                if _is_scalar(value) and (not shared or id(value) not in shared):
                     names, scalars = columns.setdefault((kind, is_on_cpu, value.dtype, value.device), ([], []))
                     names.append(name)
                     scalars.append(value)
