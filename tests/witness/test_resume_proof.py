@@ -64,12 +64,11 @@ def resumed(build: Build, output_dir: Path, after: int = 7) -> ResumeProof:
     return proof_of(last)
 
 
-def from_here(value: Any) -> Build:
-    """Runs in which a callback calls ``value(ctx)``: the same function in both legs, with a state that none saves."""
-    event, function = value
+def from_here(handlers: dict[str, Callable[[Any], None]]) -> Build:
+    """Runs of a callback with these handlers: the same functions in both legs, with a state that none saves."""
 
     def build(output_dir: Path, *callbacks: Any) -> ds.Trainer:
-        return trainer(output_dir, Listener({event: function}, name="caller"), *callbacks)
+        return trainer(output_dir, Listener(handlers, name="caller"), *callbacks)
 
     return build
 
@@ -124,12 +123,19 @@ def other_data(ctx: Any) -> None:
     ctx.batch["x"].add_(next(LAST_STEP) / 100)
 
 
-def other_numbers(draw: Callable[[], object]) -> Callable[[Any], None]:
-    def call(ctx: Any) -> None:
-        if ctx.resumed_from is not None:
+def other_numbers(draw: Callable[[], object]) -> dict[str, Callable[[Any], None]]:
+    """Draws at the end of the first step of each leg that resumes: events outside of the steps shift no numbers."""
+    waiting = []
+
+    def begin(ctx: Any) -> None:
+        waiting[:] = [ctx.resumed_from] * (ctx.resumed_from is not None)
+
+    def step(ctx: Any) -> None:
+        if waiting:
+            waiting.clear()
             draw()
 
-    return call
+    return {"on_train_begin": begin, "on_step_end": step}
 
 
 def other_gradients(ctx: Any) -> None:
@@ -151,29 +157,28 @@ def other_loss(ctx: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("event", "function", "what", "step", "words"),
+    ("handlers", "what", "step", "words"),
     [
-        ("on_train_begin", other_numbers(lambda: torch.rand(1)), "random numbers", 5, "from torch's generator; "),
-        ("on_train_begin", other_numbers(np.random.random), "random numbers", 5, "from NumPy's generator; "),
-        ("on_train_begin", other_numbers(random.random), "random numbers", 5, "from Python's generator; "),
-        ("on_before_backward", other_loss, "loss", 5, r"\d\S+ before, \d\S+ now; "),
-        ("on_gradients_ready", other_gradients, "gradient norm", 5, r"\d\S+ before, \d\S+ now; "),
-        ("on_step_begin", other_rate, "learning rate", 5, r"0\.002 before, 0\.0011\d* now; "),
-        ("on_log_step", other_record, "record", 6, r"calls in train\.jsonl 3 before, 4 now; "),
+        (other_numbers(lambda: torch.rand(1)), "random numbers", 6, "from torch's generator; "),
+        (other_numbers(np.random.random), "random numbers", 6, "from NumPy's generator; "),
+        (other_numbers(random.random), "random numbers", 6, "from Python's generator; "),
+        ({"on_before_backward": other_loss}, "loss", 5, r"\d\S+ before, \d\S+ now; "),
+        ({"on_gradients_ready": other_gradients}, "gradient norm", 5, r"\d\S+ before, \d\S+ now; "),
+        ({"on_step_begin": other_rate}, "learning rate", 5, r"0\.002 before, 0\.0011\d* now; "),
+        ({"on_log_step": other_record}, "record", 6, r"calls in train\.jsonl 3 before, 4 now; "),
     ],
 )
 def test_what_differs_first(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    event: str,
-    function: Callable[[Any], None],
+    handlers: dict[str, Callable[[Any], None]],
     what: str,
     step: int,
     words: str,
 ) -> None:
     monkeypatch.setitem(globals(), "LAST_STEP", itertools.count(1))
-    proof = resumed(from_here((event, function)), tmp_path)
+    proof = resumed(from_here(handlers), tmp_path)
     assert (proof.verdict, proof.what, proof.differs_at, proof.first_step) == ("differs", what, step, 5)
     assert proof.why is not None and re.fullmatch(words + re.escape(CAUSES[what]), proof.why)
     assert re.match(f"not resumed exactly: {what} of step {step} differs?: ", proof.line)
@@ -206,7 +211,7 @@ def test_after_the_first_difference_steps_are_recorded_anew(tmp_path: Path) -> N
     def scaled(ctx: Any) -> None:
         ctx.outputs["loss"] = ctx.outputs["loss"] * scale["loss"]
 
-    build = from_here(("on_before_backward", scaled))
+    build = from_here({"on_before_backward": scaled})
     crash(build, tmp_path)
     scale["loss"] = 2.0
     crash(build, tmp_path)
@@ -221,7 +226,7 @@ def test_after_the_first_difference_steps_are_recorded_anew(tmp_path: Path) -> N
 
 
 def drawing(output_dir: Path, *callbacks: Any, on_resume: str = "stop", draws: bool = True) -> ds.Trainer:
-    draw = Listener({"on_train_begin": other_numbers(lambda: draws and torch.rand(1))}, name="draws")
+    draw = Listener(other_numbers(lambda: draws and torch.rand(1)), name="draws")
     return trainer(output_dir, draw, *callbacks, on_resume=on_resume)
 
 
@@ -233,7 +238,7 @@ def test_stopped_if_it_differs(tmp_path: Path) -> None:
         leg = drawing(run)
         result = leg.train()
         assert (result.stopped_by, result.exit_status) == ("on_resume", ExitStatus.ERROR), f"attempt {attempt}"
-        assert result.global_step == 5 and result.why == proof_of(leg).line
+        assert result.global_step == 6 and result.why == proof_of(leg).line
         assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
     mended = drawing(run, draws=False)
     assert mended.train().reason == "finished"
@@ -284,15 +289,15 @@ def on_ranks(output_dir: Path, plan: FaultPlan | None, draws_on: int | None) -> 
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dalsegno").addHandler(handler)
 
-    def draw(ctx: Any) -> None:
-        if ctx.resumed_from is not None and collectives.rank() == draws_on:
+    def draw() -> None:
+        if collectives.rank() == draws_on:
             torch.rand(1)
 
     ranks = collectives.world_size()
     parallel = {"parallel": "ddp"} if ranks > 1 else {}
     leg = trainer(
         output_dir,
-        Listener({"on_train_begin": draw}, name="draws"),
+        Listener(other_numbers(draw), name="draws"),
         per_device_train_batch_size=4 // ranks,
         **parallel,
     )
@@ -309,7 +314,7 @@ def test_what_differs_on_one_rank_is_said_and_recorded(tmp_path: Path) -> None:
     (first, logged), (second, logged_there) = run_ranks(on_ranks, 2, tmp_path, None, 1)
     proof = recorded(tmp_path)
     assert proof is not None and first == second == proof.line
-    assert (proof.verdict, proof.what, proof.differs_at) == ("differs", "random numbers", 5)
+    assert (proof.verdict, proof.what, proof.differs_at) == ("differs", "random numbers", 6)
     assert proof.why is not None and proof.why.startswith("on rank 1, from torch's generator; ")
     assert logged_there == [proof.line]
     assert logged == [logged[0], proof.line] and "rank 0" in logged[0], "its gradients differ because of the other's"
@@ -381,7 +386,7 @@ def test_killed_while_it_repeats_and_resumed_again(tmp_path: Path) -> None:
         if ctx.state.global_step == 6:
             ctx.outputs["loss"] = ctx.outputs["loss"] * scale["loss"]
 
-    build = from_here(("on_before_backward", scaled))
+    build = from_here({"on_before_backward": scaled})
     crash(build, tmp_path, after=7)
     crash(build, tmp_path, after=6)
     scale["loss"] = 2.0

@@ -15,7 +15,7 @@ from dalsegno.control import CommandQueue
 from dalsegno.data import NOT_EXACT, TrainingData
 from dalsegno.data.step_batch import LossWeight, agreed_position
 from dalsegno.distributed.sharded_tensors import are_finite
-from dalsegno.logs import RunFile
+from dalsegno.logs import RecordLog, RunFile
 from dalsegno.stateful.component import Stateful
 
 from .checkpointer import Checkpointer
@@ -234,6 +234,8 @@ class RunLifecycle:
         return self._session
 
     def _begin_witness(self, recorder: LegRecorder) -> None:
+        if [leg.by for leg in self._run_file.legs()][-2:-1] == ["on_resume"]:  # its records were the wrong ones
+            RecordLog.stop_comparing(self._parts.args.directory)
         self._parts.witness.begin_leg(
             self._parts.state.global_step,
             self._settings.state_dict(),
