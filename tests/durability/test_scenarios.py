@@ -11,8 +11,10 @@ from durability.scenarios import SCENARIOS
 from durability.scenarios.scenario import CHANGED, HEALTHY, LATE, outcomes, shown
 
 SHOWN = shown()
-KILLED = [*SCENARIOS][::4]
-STOPPED = [name for name in SCENARIOS if SHOWN.get(name, {}).get("stopped") not in ("exact", None)][::12]
+STEADY = [name for name in SCENARIOS if name != "workers out of order"]
+"""Which worker is the first there is a matter of how busy the machine is."""
+KILLED = STEADY[::4]
+STOPPED = [name for name in STEADY if SHOWN.get(name, {}).get("stopped") not in ("exact", None)][::12]
 
 
 @pytest.mark.parametrize("name", KILLED)
