@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Optimizer:
-    """Runs the hooks before a step itself: the closure of Lightning or Composer computes gradients after torch's."""
+    """Runs the hooks before a step itself: Lightning's closure computes gradients after torch's."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
