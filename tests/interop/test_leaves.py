@@ -38,8 +38,8 @@ import hypothesis, pytest, torch._dynamo, torch.distributed.fsdp, torch.utils.da
 
 
 for name in (
-    "accelerate", "boto3", "httpx", "ignite.engine", "matplotlib.pyplot", "peft", "prometheus_client",
-    "pytorch_lightning", "starlette.applications", "torchmetrics", "transformers.trainer_callback", "uvicorn",
+    "accelerate", "boto3", "httpx", "matplotlib.pyplot", "peft", "prometheus_client", "pytorch_lightning",
+    "starlette.applications", "torchmetrics", "transformers.trainer_callback", "uvicorn",
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
