@@ -1,10 +1,11 @@
 """The command line: ``dalsegno COMMAND``.
 
 Each command is a module with ``describe(parser)``, ``run(arguments) -> exit status`` and optionally ``EXIT_STATUSES``,
-the meanings that are its own, and ``suggest(unknown arguments) -> hint``; or a group: a package with its own
-``COMMANDS``. Only the command that is called is imported, or those that a help lists, and each imports what takes long
-inside ``run``: torch takes over a second, and ``dalsegno --help`` must not wait for it. No other package imports inside
-functions for this reason.
+the meanings that are its own, and ``suggest(unknown arguments) -> hint``. Its docstring is the help. A group of
+commands is a module whose ``COMMANDS`` maps each name to a :class:`~dalsegno.cli.command.Command`, or a package whose
+``COMMANDS`` names its modules. Only the command or group that is called is imported, or those that a help lists. Each
+imports what takes long inside ``run``: torch takes over a second, and ``dalsegno --help`` must not wait for it. No
+other package imports inside functions for this reason.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import io
 import keyword
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from dalsegno.cli.command import Command
 from dalsegno.cli.exit_statuses import in_words
 from dalsegno.errors import DalsegnoError, UnknownName
 from dalsegno.system.exit_status import ExitStatus, exit_status_of
@@ -89,32 +91,41 @@ def _add_commands(
     """Add the command of ``group`` that ``words`` start with, or all of its commands if they start with an option;
     those inside a group only if ``words`` name it. None adds everything. Raises UnknownName if they start with another
     word; suggests the nearest command. (argparse would only list them all.)"""
-    names: Sequence[str] = group.COMMANDS
+    names: Sequence[str] = tuple(group.COMMANDS)
     if words and not words[0].startswith("-"):
         if words[0] not in names:
             raise UnknownName(f"{called}command", words[0], names)
         names = words[:1]
     places = parser.add_subparsers(metavar="COMMAND", required=True)
     for name in names:
-        module = importlib.import_module(f"{group.__name__}.{_module_name(name)}")
-        command = places.add_parser(
-            name,
-            help=(module.__doc__ or "").partition("\n")[0],
-            description=module.__doc__,
-            formatter_class=_Help,
-            allow_abbrev=False,
+        command = _command(group, name)
+        text = (command.help if isinstance(command, Command) else command.__doc__) or ""
+        inner = places.add_parser(
+            name, help=text.partition("\n")[0], description=text, formatter_class=_Help, allow_abbrev=False
         )
-        if hasattr(module, "COMMANDS"):
-            command.epilog = f"'dalsegno {called}{name} COMMAND --help' has a command's options and exit statuses."
+        if isinstance(command, Command):
+            inner.epilog = in_words(command.exit_statuses)
+            command.describe(inner)
+            inner.set_defaults(run=command.run)
+            if command.suggest is not None:
+                inner.set_defaults(suggest=command.suggest)
+        else:
+            inner.epilog = f"'dalsegno {called}{name} COMMAND --help' has a command's options and exit statuses."
             if words is None or name in words:
                 rest = None if words is None else words[words.index(name) + 1 :]
-                _add_commands(command, module, rest, f"{called}{name} ")
-        else:
-            command.epilog = in_words(getattr(module, "EXIT_STATUSES", {}))
-            module.describe(command)
-            command.set_defaults(run=module.run)
-            if hasattr(module, "suggest"):
-                command.set_defaults(suggest=module.suggest)
+                _add_commands(inner, command, rest, f"{called}{name} ")
+
+
+def _command(group: ModuleType, name: str) -> Command | ModuleType:
+    """The command of that name, or the module of a group."""
+    if isinstance(group.COMMANDS, Mapping):
+        command: Command = group.COMMANDS[name]
+        return command
+    module = importlib.import_module(f"{group.__name__}.{_module_name(name)}")
+    if hasattr(module, "COMMANDS"):
+        return module
+    suggest = getattr(module, "suggest", None)
+    return Command(module.run, module.describe, getattr(module, "EXIT_STATUSES", {}), suggest, module.__doc__ or "")
 
 
 def _module_name(command: str) -> str:

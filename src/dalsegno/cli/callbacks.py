@@ -1,6 +1,6 @@
-"""Show the description of a callback and its arguments.
+"""List the available callbacks and show their arguments.
 
-NAME is a name from 'dalsegno callbacks list', or module:Class; the module is searched in the current directory first.
+A configuration file uses the same names: see 'dalsegno train --help'.
 """
 
 from __future__ import annotations
@@ -8,28 +8,53 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dalsegno.cli.arguments import add_json
-from dalsegno.cli.tables import Column, print_json, print_table
+from dalsegno.cli.command import Command
+from dalsegno.cli.tables import Column, print_json, print_rows, print_table
+from dalsegno.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from dalsegno.config import NamedCallback
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
+def _list(arguments: argparse.Namespace) -> int:
+    """List every callback with a short name: built-in ones, and those that installed packages provide."""
+    from dalsegno.config import named_callbacks
+
+    rows = [_row(each) for each in named_callbacks()]
+    columns = [Column("name", "callback"), Column("origin", "from"), Column("summary", "")]
+    print_rows(columns, rows, as_json=arguments.json)
+    return 0
+
+
+def _row(entry: NamedCallback) -> dict[str, Any]:
+    """A callback that cannot be imported is listed with the error."""
+    from dalsegno.config import summary
+
+    try:
+        text = summary(entry.load())
+    except ConfigurationError as error:
+        text = str(error)
+    return {"name": entry.name, "origin": entry.origin, "summary": text}
+
+
+def _describe_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name", metavar="NAME", help="callback, say DivergenceDetector or my_package.callbacks:MyCallback"
     )
     add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """
-    Raises:
-        UnknownName: if there is no such callback; suggests the nearest.
-        ConfigurationError: if it cannot be imported.
+def _show(arguments: argparse.Namespace) -> int:
+    """Show the description of a callback and its arguments.
+
+    NAME is a name from 'dalsegno callbacks list', or module:Class; the module is searched in the current directory
+    first.
     """
     sys.path.insert(0, str(Path.cwd()))
-
-    shown = _describe(arguments.name)
+    shown = _facts(arguments.name)
     if arguments.json:
         print_json(shown)
     else:
@@ -37,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _describe(name: str) -> dict[str, Any]:
+def _facts(name: str) -> dict[str, Any]:
     from dalsegno.config import describe, find_callback, prose, signature_of
 
     made = find_callback(name)
@@ -80,3 +105,7 @@ def _handlers(made: Any) -> list[str]:
     own = [cls for cls in made.__mro__ if cls.__module__.partition(".")[0] == package and cls.__name__ != "Callback"]
     found = {name for cls in own for name in vars(cls) if name.startswith("on_")}
     return [*(name for name in HANDLERS if name in found), *sorted(found - set(HANDLERS))]
+
+
+COMMANDS = {"list": Command(_list, add_json), "show": Command(_show, _describe_show)}
+"""In the order of the help."""
