@@ -11,8 +11,6 @@
     PUT  /submissions/WORKER/NUMBER         frame: the submission
     GET  /results/WORKER/NUMBER[?wait=S]    what became of it
     GET  /status
-    GET  /feed[?after=VERSION]              status, and the records of outer steps after it: for the live page
-    GET  /                                  the live page, without a token
 
 A frame's size is checked before its body is read; the body goes to disk as it arrives.
 """
@@ -23,7 +21,6 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 from starlette.applications import Starlette
@@ -88,9 +85,7 @@ def build_app(
     bell.open()
     api = _Api(coordinator, bell, stopping)
     routes = [
-        Route("/", answer_page),
         Route("/status", api.status),
-        Route("/feed", api.feed),
         Route("/register", api.register, methods=["POST"]),
         Route("/heartbeat", api.heartbeat, methods=["POST"]),
         Route("/deregister", api.deregister, methods=["POST"]),
@@ -105,13 +100,7 @@ def build_app(
         exception_handlers={HTTPException: answer_error},
     )
     app.router.redirect_slashes = False
-    return Gate(app, host=host, token=token, open_paths=("/",))
-
-
-async def answer_page(request: Request) -> Response:
-    """The live page. Its module is imported when a browser asks for it."""
-    page = await off_loop(lambda: import_module(".page", __package__).live_page())
-    return Response(page.content, headers=page.headers)
+    return Gate(app, host=host, token=token, open_paths=())
 
 
 def _explaining(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -139,12 +128,6 @@ class _Api:
 
     async def status(self, request: Request) -> Response:
         return Answer(await off_loop(self._coordinator.status))
-
-    async def feed(self, request: Request) -> Response:
-        after = request.query_params.get("after", "0")
-        if not (after.isdecimal() and len(after) < 19):
-            raise ConfigurationError("after: an integer")
-        return Answer(await off_loop(partial(self._coordinator.feed, int(after))))
 
     async def register(self, request: Request) -> Response:
         body = await read_json(request, LARGEST_DESCRIPTION)

@@ -387,9 +387,3 @@ class Coordinator:
         """The run, for people: JSON values."""
         with self._lock:
             return status_of(self._run, self.rules, self._presence, self.failure, self._patience.obstacle)
-
-    def feed(self, after: int) -> dict[str, Any]:
-        """The status, and the records of the outer steps after version ``after``, the newest ones."""
-        with self._lock:
-            rounds = [record for record in self._run.records if record["global_step"] > after]
-            return {"status": self.status(), "rounds": rounds}

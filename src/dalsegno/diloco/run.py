@@ -10,7 +10,6 @@ import copy
 import logging
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,6 @@ from .versions import Version
 
 logger = logging.getLogger("dalsegno")
 
-MOST_RECORDS = 2000
-"""Records of outer steps that the live page shows."""
-
 
 class OuterRun:
     """The run in ``folder``; a new one has no parameters until :meth:`begin`. Used by one thread at a time, except
@@ -45,8 +41,8 @@ class OuterRun:
 
     def __init__(self, folder: Path, make_optimizer: MakeOptimizer, save_every: int) -> None:
         self.store = ServerStore(folder)
-        self.records: deque[dict[str, Any]] = deque(maxlen=MOST_RECORDS)
-        """The newest ones of the log."""
+        self.newest_record: dict[str, Any] | None = None
+        """Of the newest outer step."""
         self._make_optimizer = make_optimizer
         self._save_every = save_every
         self._state: ServerState | None = None
@@ -109,7 +105,7 @@ class OuterRun:
             )
         self._take(state, parts)
         self.store.load(checkpoint, parts)
-        self.records.extend(self.store.records())
+        self.newest_record = self.store.newest_record()
         events = self.store.journal.recover(state.events)
         self.store.release_submissions(except_for=_submissions_after(state, events))
         self.store.versions.release_damaged()
@@ -229,7 +225,7 @@ class OuterRun:
             "round_runtime": now - self._opened,
         }
         self._opened = now
-        self.records.append(record)
+        self.newest_record = record
         self.store.log(record)
 
     def state_to_save(self) -> ServerState | None:

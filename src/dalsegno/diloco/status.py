@@ -33,7 +33,7 @@ def status_of(
         "bytes_received": 0 if state is None else state.bytes_received,
         "failure": None if failure is None else str(failure),
         "obstacle": obstacle,
-        "newest": run.records[-1] if run.records else None,
+        "newest": run.newest_record,
         "workers": [
             {
                 "worker_id": name,

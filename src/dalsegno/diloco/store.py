@@ -117,9 +117,12 @@ class ServerStore:
 
     # -- records, checkpoints ---------------------------------------------------------------------------------------
 
-    def records(self) -> list[dict[str, Any]]:
-        """The log's records of outer steps."""
-        return [record for record in read_records(self._log.path) if "kind" not in record]
+    def newest_record(self) -> dict[str, Any] | None:
+        """The log's record of the newest outer step."""
+        newest = None
+        for record in read_records(self._log.path):
+            newest = newest if "kind" in record else record
+        return newest
 
     def log(self, record: dict[str, Any]) -> None:
         """Take a record, which :meth:`write_log` appends to the log."""

@@ -112,8 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     arrived = _signals_arrive()
     with server:
         print(f"serving  {server.address}")
-        print(f"token    {'none' if server.token is None else server.token_file}")
-        print(f"page     {server.address}/", flush=True)
+        print(f"token    {'none' if server.token is None else server.token_file}", flush=True)
         threading.Thread(target=_end_at, args=(arrived, server.end), daemon=True).start()
         server.wait()
     print("saved; the same command continues the run")
