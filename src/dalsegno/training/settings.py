@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dalsegno.checkpoint.interchange.adapters import settings_of
+import torch
+from torch import nn
+
+from dalsegno.checkpoint.format.keys import ADAPTERS
 from dalsegno.checkpoint.load.compatibility import END_OF_SCHEDULE, Change, reasons_to_differ
 from dalsegno.data import NOT_EXACT, TrainingData
 from dalsegno.data.digest import digest
@@ -99,7 +104,7 @@ class RecordedSettings:
         self._loader = parts.loader
         self._data = data
         self._model = parts.model
-        self._adapters = settings_of(parts.model)
+        self._adapters = adapter_settings(parts.model)
         self._device = device_of(parts.model)
         self._order = _order(parts)
         self._fingerprint: dict[str, Any] | None = None
@@ -207,3 +212,32 @@ def _order(parts: RunParts) -> str:
     names = {id(each): strip_wrappers(name) for module in modules for name, each in module.named_parameters()}
     order = [names.get(id(each), "") for group in parts.optimizer.param_groups for each in group["params"]]
     return f"{order[0]} … {order[-1]} ({digest(order)[:8]})"
+
+
+def adapter_settings(model: nn.Module) -> dict[str, Any]:
+    """Configuration of each of peft's adapters in a model, as plain values by ``adapters.<adapter>.<name>``."""
+    configurations = next((found for each in model.modules() if (found := getattr(each, "peft_config", None))), None)
+    if not isinstance(configurations, Mapping):
+        return {}
+    return {
+        f"{ADAPTERS}{adapter}.{name}": _plain(value)
+        for adapter, configuration in configurations.items()
+        for name, value in configuration.to_dict().items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A configuration value as JSON; None if it cannot be represented."""
+    if isinstance(value, enum.Enum):
+        return _plain(value.value)
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(_plain, value), key=str)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain(dataclasses.asdict(value))
+    return str(value) if isinstance(value, torch.dtype) else None

@@ -18,9 +18,9 @@ import dalsegno as ds
 from checkpoint.sameness import assert_same
 from dalsegno.checkpoint import CheckpointManager, ModelState
 from dalsegno.checkpoint.format.keys import SETTINGS
-from dalsegno.checkpoint.interchange.adapters import settings_of
 from dalsegno.cli import main
 from dalsegno.stateful.component import Component
+from dalsegno.training.settings import adapter_settings
 from support.small import ByteLines, arguments
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -155,7 +155,7 @@ def test_modules_may_have_the_name_of_the_adapter(tmp_path: Path) -> None:
     adapted = get_peft_model(net, settings, adapter_name="policy")
     adapted.save_pretrained(str(tmp_path / "theirs"))
     model = nn.ModuleDict({"policy": adapted, "value": nn.Linear(4, 1)})
-    save(tmp_path / "run", model, settings_of(model))
+    save(tmp_path / "run", model, adapter_settings(model))
     ds.export_adapters(tmp_path / "run", tmp_path / "ours")
     ours, theirs = (load_file(tmp_path / each / "policy" / "adapter_model.safetensors") for each in ("ours", "theirs"))
     assert len(ours) == 4

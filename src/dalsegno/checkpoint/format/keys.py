@@ -13,3 +13,6 @@ LOSS = "loss_fn"
 
 SETTINGS = "settings"
 """Key of the run's settings."""
+
+ADAPTERS = "adapters."
+"""Prefix of the settings that have the configurations of a model's adapters: ``adapters.<adapter>.<name>``."""

@@ -1,4 +1,4 @@
-"""Adapters of peft (LoRA, DoRA, IA³, …): their configuration, and their export as a folder for ``PeftModel``.
+"""Adapters of peft (LoRA, DoRA, IA³, …): export as a folder for ``PeftModel``.
 
 A checkpoint has the adapters' tensors under the names of the whole model, and their configuration among the run's
 settings. peft's own files have neither the adapter's name in their tensors' names nor the base::
@@ -10,19 +10,14 @@ settings. peft's own files have neither the adapter's name in their tensors' nam
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from dalsegno.checkpoint.format.index import Index
-from dalsegno.checkpoint.format.keys import MODEL, SETTINGS
+from dalsegno.checkpoint.format.keys import ADAPTERS, MODEL, SETTINGS
 from dalsegno.checkpoint.format.manifest import Checkpoint
 from dalsegno.checkpoint.format.stored_tensors import StoredTensor
 from dalsegno.checkpoint.load.states import SavedStates
@@ -34,7 +29,6 @@ from .export import Exported, averages, check_types, checkpoint_to_export, size_
 CONFIGURATION = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 
-_SETTING = "adapters."
 _DEFAULT = "default"
 _ROOT = "base_model.model."
 """Prefix of all names in peft's files."""
@@ -43,18 +37,6 @@ _MAGNITUDE = "lora_magnitude_vector"
 """DoRA's vector, whose name in peft's files ends here."""
 _PREFIXES = ("lora_", "hada_", "trainable_tokens_", _OF_TRAINED_MODULE)
 """Of the modules that contain an adapter under its name; besides them, a tuner's own are prefixed with its type."""
-
-
-def settings_of(model: nn.Module) -> dict[str, Any]:
-    """Configuration of each adapter of a model as plain values, by ``adapters.<adapter>.<name>``; empty without any."""
-    configurations = next((found for each in model.modules() if (found := getattr(each, "peft_config", None))), None)
-    if not isinstance(configurations, Mapping):
-        return {}
-    return {
-        f"{_SETTING}{adapter}.{name}": _plain(value)
-        for adapter, configuration in configurations.items()
-        for name, value in configuration.to_dict().items()
-    }
 
 
 def export_adapters(
@@ -128,8 +110,8 @@ def _configurations(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Configuration of each adapter, from a run's settings."""
     found: dict[str, dict[str, Any]] = {}
     for setting, value in settings.items():
-        if setting.startswith(_SETTING):
-            adapter, _, name = setting.removeprefix(_SETTING).partition(".")
+        if setting.startswith(ADAPTERS):
+            adapter, _, name = setting.removeprefix(ADAPTERS).partition(".")
             found.setdefault(adapter, {})[name] = value
     return found
 
@@ -159,20 +141,3 @@ def _exported_name(name: str, adapter: str, prefixes: tuple[str, ...]) -> str | 
     if before[-1] == _MAGNITUDE:
         after = []
     return _ROOT + ".".join([*before, *after])
-
-
-def _plain(value: Any) -> Any:
-    """A configuration value as JSON; None if it cannot be represented."""
-    if isinstance(value, enum.Enum):
-        return _plain(value.value)
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted(map(_plain, value), key=str)
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _plain(dataclasses.asdict(value))
-    return str(value) if isinstance(value, torch.dtype) else None
