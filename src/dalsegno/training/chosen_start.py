@@ -26,7 +26,6 @@ from dalsegno.stateful.schema import Must, check
 from dalsegno.system import archive, filesystem
 
 from .resume_options import ResumeOptions
-from .run_dir import name_in
 
 logger = logging.getLogger("dalsegno")
 
@@ -149,3 +148,9 @@ class ChosenStart:
                 "False to start anew"
             ) from error
         return choice
+
+
+def name_in(directory: Path, path: Path) -> str:
+    """``path`` relative to the run's directory, if it is inside: then it stays valid when the run is moved."""
+    path, home = path.resolve(), directory.resolve()
+    return path.relative_to(home).as_posix() if path.is_relative_to(home) else str(path)

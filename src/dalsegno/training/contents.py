@@ -10,10 +10,10 @@ from dalsegno.checkpoint import CALLBACKS, LOSS, SETTINGS, ModelState, Optimizer
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.stateful.component import Component, Stateful
 
-from .equal_ranks import Comparison, expect_equal_ranks
+from .equal_ranks import expect_equal_ranks
 from .hyperparameters import form_check
 from .optimizers import expect_optimizer
-from .parts import RunParts
+from .parts import Comparison, RunParts
 from .settings import RecordedSettings
 from .trained_parameters import names_of_others
 

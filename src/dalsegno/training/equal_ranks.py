@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import Enum
 
 import torch
 import xxhash
-from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from dalsegno.checkpoint import ShardedState
-from dalsegno.checkpoint.format.layout import as_bytes
 from dalsegno.distributed import collectives
 from dalsegno.distributed.stage_places import place_of
 from dalsegno.errors import CannotSave
 
-
-class Comparison(Enum):
-    """When the ranks' copies of the model are compared."""
-
-    NEVER = "never"
-    """DDP or another mode averages the gradients."""
-    AT_SAVES = "at saves"
-    """A loop of the user's own averages gradients, or now and then weights."""
-    FROM_FIRST_STEP = "from the first step"
-    """Nothing is known to average anything."""
-
-    @classmethod
-    def of_own_loop(cls, model: nn.Module) -> Comparison:
-        """``model``: as the loop calls it."""
-        is_averaged = any(isinstance(each, DistributedDataParallel) for each in model.modules())
-        return cls.NEVER if is_averaged else cls.AT_SAVES
+from .flags import sum_of_bytes
 
 
 def expect_equal_ranks(states: Iterable[ShardedState]) -> None:
@@ -64,10 +45,3 @@ def expect_equal_ranks(states: Iterable[ShardedState]) -> None:
         "own DistributedDataParallel or an all_reduce; or average the weights before each save. To train several "
         "models, start a job of one rank for each, with its own output_dir"
     )
-
-
-def sum_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of the tensor's bytes, as integers of 32 bits where there are as many: computed where the tensor is."""
-    raw = as_bytes(tensor.detach())
-    is_whole = len(raw) % 4 == 0 and raw.data_ptr() % 4 == 0
-    return (raw.view(torch.int32) if is_whole else raw).sum(dtype=torch.int64)

@@ -18,14 +18,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dalsegno.checkpoint.format.layout import is_plain
+from dalsegno.checkpoint.format.layout import as_bytes, is_plain
 from dalsegno.data import NOT_EXACT
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import strip_wrappers
 from dalsegno.errors import StateMismatch
 from dalsegno.system.byte_sizes import format_bytes
-
-from .equal_ranks import sum_of_bytes
 
 logger = logging.getLogger("dalsegno")
 
@@ -417,3 +415,10 @@ def _listed(names: Sequence[str]) -> str:
 
 def _short(value: object) -> str:
     return repr(value) if type(value) in _PLAIN else f"a {type(value).__name__.strip('_')}"
+
+
+def sum_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of the tensor's bytes, as integers of 32 bits where there are as many: computed where the tensor is."""
+    raw = as_bytes(tensor.detach())
+    is_whole = len(raw) % 4 == 0 and raw.data_ptr() % 4 == 0
+    return (raw.view(torch.int32) if is_whole else raw).sum(dtype=torch.int64)

@@ -12,9 +12,9 @@ from dalsegno.errors import SaveFailed
 from dalsegno.logs import PreviousLeg, RunFile
 from dalsegno.state import GivenUp, ResumeProof
 
+from .chosen_start import name_in
 from .parts import RunParts
 from .result import TrainResult
-from .run_dir import name_in
 
 
 class LegRecorder:

@@ -25,6 +25,7 @@ from .contents import CheckpointContents
 from .evaluation import Evaluation
 from .last_leg import LastLeg
 from .leg_recorder import LegRecorder
+from .lr_schedule import planned_steps
 from .metric_checks import expect_evaluations
 from .parts import RunParts
 from .requeue import Requeue
@@ -33,7 +34,6 @@ from .resume import Resumer
 from .resume_options import ResumeOptions
 from .rollback import Rollbacks
 from .run_dir import locked_run_dir
-from .schedule import planned_steps
 from .session import Session
 from .settings import RecordedSettings, UserSupplied
 from .signals import SignalWatcher

@@ -16,8 +16,6 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import EvaluateContext
 
-from .schedule import planned_steps
-
 
 def build_schedulers(given: Any, optimizer: Optimizer, args: TrainingArguments, loader: ResumableLoader) -> list[Any]:
     """The learning rate schedules that the user passes, one or several; None: the one from ``args``.
@@ -69,6 +67,24 @@ def scheduler_from_args(optimizer: Optimizer, args: TrainingArguments, max_steps
         return lowest + (1 - lowest) * left
 
     return LambdaLR(optimizer, factor)
+
+
+def planned_steps(args: TrainingArguments, loader: ResumableLoader) -> int:
+    """Steps of the whole run; -1 if ``max_steps`` is not set and the length of the data is unknown."""
+    if args.max_steps > 0:
+        return args.max_steps
+    microbatches = loader.microbatches_per_epoch()
+    if microbatches is None:
+        return -1
+    accumulation, epochs, step = args.accumulation, 0, 0
+    while step < accumulation.last_change and epochs + 1 <= args.num_train_epochs:
+        step += accumulation.steps_to_consume(microbatches, step)
+        epochs += 1
+    if step < accumulation.last_change:
+        left = math.ceil(args.num_train_epochs * microbatches) - epochs * microbatches
+        return step + accumulation.steps_to_consume(left, step)
+    each = accumulation.steps_to_consume(microbatches, step)  # of all later epochs
+    return step + math.ceil(args.num_train_epochs * each) - epochs * each
 
 
 class PlateauStep(Callback):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dalsegno.args import TrainingArguments
@@ -24,10 +26,26 @@ from dalsegno.state import TrainerControl, TrainerState
 from dalsegno.witness import Witness
 
 from .callback_set import CallbackSet
-from .equal_ranks import Comparison
 from .flags import Flags
 from .metrics import MetricAccumulator
 from .recoveries import Recoveries
+
+
+class Comparison(Enum):
+    """When the ranks' copies of the model are compared."""
+
+    NEVER = "never"
+    """DDP or another mode averages the gradients."""
+    AT_SAVES = "at saves"
+    """A loop of the user's own averages gradients, or now and then weights."""
+    FROM_FIRST_STEP = "from the first step"
+    """Nothing is known to average anything."""
+
+    @classmethod
+    def of_own_loop(cls, model: nn.Module) -> Comparison:
+        """``model``: as the loop calls it."""
+        is_averaged = any(isinstance(each, DistributedDataParallel) for each in model.modules())
+        return cls.NEVER if is_averaged else cls.AT_SAVES
 
 
 @dataclass(frozen=True, slots=True)

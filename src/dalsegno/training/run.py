@@ -56,12 +56,11 @@ from dalsegno.events.table import Event
 from dalsegno.state import TrainerControl, TrainerState
 from dalsegno.system.tracebacks import short_traceback
 
-from .equal_ranks import Comparison
 from .evaluation import UserEvaluation
 from .learning_rate import copied
 from .lifecycle import RunLifecycle
 from .loop_checks import LoopChecks
-from .parts import build_parts
+from .parts import Comparison, build_parts
 from .result import TrainResult
 from .resume_options import ResumeOptions
 from .session import Session

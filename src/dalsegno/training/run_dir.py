@@ -51,12 +51,6 @@ def check_writable(directory: Path) -> None:
         raise ConfigurationError(f"output_dir={str(directory)!r}: {existing} is not a folder that can be written to")
 
 
-def name_in(directory: Path, path: Path) -> str:
-    """``path`` relative to the run's directory, if it is inside: then it stays valid when the run is moved."""
-    path, home = path.resolve(), directory.resolve()
-    return path.relative_to(home).as_posix() if path.is_relative_to(home) else str(path)
-
-
 def _check_is_shared(directory: Path, token: str) -> None:
     """Raises ConfigurationError on all ranks, if one does not see what rank 0 has written. Else each host would have a
     part of every checkpoint."""

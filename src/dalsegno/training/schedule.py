@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from dalsegno.args import TrainingArguments
-from dalsegno.data import ResumableLoader
 
 
 class DueActions(NamedTuple):
@@ -68,21 +66,3 @@ class ActionSchedule:
     def at_data_end(self) -> DueActions:
         """Actions due when the data ends before the run does."""
         return DueActions(save=self._saves)
-
-
-def planned_steps(args: TrainingArguments, loader: ResumableLoader) -> int:
-    """Steps of the whole run; -1 if ``max_steps`` is not set and the length of the data is unknown."""
-    if args.max_steps > 0:
-        return args.max_steps
-    microbatches = loader.microbatches_per_epoch()
-    if microbatches is None:
-        return -1
-    accumulation, epochs, step = args.accumulation, 0, 0
-    while step < accumulation.last_change and epochs + 1 <= args.num_train_epochs:
-        step += accumulation.steps_to_consume(microbatches, step)
-        epochs += 1
-    if step < accumulation.last_change:
-        left = math.ceil(args.num_train_epochs * microbatches) - epochs * microbatches
-        return step + accumulation.steps_to_consume(left, step)
-    each = accumulation.steps_to_consume(microbatches, step)  # of all later epochs
-    return step + math.ceil(args.num_train_epochs * each) - epochs * each

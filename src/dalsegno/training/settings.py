@@ -24,9 +24,9 @@ from dalsegno.distributed.sharded_tensors import device_of, strip_wrappers
 from dalsegno.logs.values import decode, encode
 
 from .hyperparameters import InitialHyperparameters
+from .lr_schedule import planned_steps
 from .optimizers import takes_adam_settings
 from .parts import RunParts
-from .schedule import planned_steps
 
 logger = logging.getLogger("dalsegno")
 

@@ -28,11 +28,10 @@ from dalsegno.system.tracebacks import short_traceback
 
 from . import loop
 from .build_step import build_step, unsupported_events
-from .equal_ranks import Comparison
 from .forward import LossFunction
 from .lifecycle import RunLifecycle
 from .lr_schedule import PlateauStep, build_schedulers
-from .parts import RunParts, build_parts
+from .parts import Comparison, RunParts, build_parts
 from .placement import PlacedModel, place
 from .result import TrainResult
 from .resume_options import ResumeOptions
