@@ -37,7 +37,7 @@ STEP = [
     Stop("training.session:Session.timelines", "epochs; what the next step's end will do"),
     Stop("data.step_batch:iter_steps", "which samples a step takes"),
     Stop("witness:Witness.begin_step", "digests of what goes in, to prove the next resume"),
-    Stop("training.step:TrainStep", "accumulate, clip, update, schedule"),
+    Stop("training.train_step:TrainStep", "accumulate, clip, update, schedule"),
     Stop("training.session:Session.step_end", "count the step; on_step_end"),
     Stop("training.step_boundary:StepBoundary.run_due_actions", "log, evaluate, save, stop: all ranks together"),
 ]

@@ -20,7 +20,7 @@ from dalsegno.distributed.forked import settle_after_fork
 from dalsegno.errors import ConfigurationError, DalsegnoError
 from dalsegno.events.registration import register_global_callback
 from dalsegno.system.exit_status import ExitStatus, exit_status_of
-from dalsegno.training.signals import SIGNALS
+from dalsegno.training.stopping import SIGNALS
 
 from .findings import RankError
 from .heartbeat import HeartbeatCallback, Heartbeats

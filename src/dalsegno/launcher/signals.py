@@ -10,7 +10,7 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from dalsegno.training.signals import SIGNALS
+from dalsegno.training.stopping import SIGNALS
 
 
 class ForwardedSignals:

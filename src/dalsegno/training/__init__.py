@@ -5,15 +5,16 @@ In reading order: no module imports from a line above its own.
 ::
 
     preloaded                               for processes that ranks are forked from
-    trainer · run                           what the user builds
+    trainer · run · loop_checks             what the user builds
     loop                                    the training loop
-    lifecycle · last_leg · run_dir          a run over its legs: lock, restore, start, finish
-    session · leg_recorder                  one leg: epochs, steps, begin and end
-    resume · chosen_start · resume_options  the checkpoint that a leg begins with
+    lifecycle                               a run over its legs: lock, restore, start, finish
+    session                                 one leg: epochs, steps, begin and end
+    resume                                  the checkpoint that a leg begins with
     step_boundary                           between two steps: log, evaluate, save, stop
-    recorder · evaluation_runner · save_coordinator · control_sync
+    commands · rollback · step_log · save_coordinator · control_sync
     checkpointer · contents · settings      saves and loads, what they contain, what is compared
-    step · evaluation · forward · placement
-    parts · callback_set                    what all of these share
-    schedule · hyperparameters · metrics · result · snapshot · signals · time_limit · requeue
+    run_json · chosen_start                 files that say how legs began and ended, and where the next one begins
+    train_step · evaluation · forward · placement
+    parts                                   what all of these share
+    flags · mean_loss · rollback_effects · learning_rate · optimizers · muon · stopping · result
 """

@@ -32,12 +32,11 @@ from dalsegno.system.lock import DirectoryLock
 
 from .chosen_start import ChosenStart
 from .contents import PROGRESS, CheckpointContents
-from .equal_ranks import Comparison
 from .imported_run import ImportedRun
 from .memory_saves import MemorySaves
-from .parts import RunParts
+from .parts import Comparison, RunParts
 from .settings import RecordedSettings
-from .time_limit import TimeLimit
+from .stopping import TimeLimit
 
 logger = logging.getLogger("dalsegno")
 

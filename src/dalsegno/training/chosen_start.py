@@ -1,12 +1,12 @@
-"""ChosenStart: the start that the user has chosen, on disk until every file of ``output_dir`` agrees with it.
+"""How a leg begins: ``ResumeOptions``, as the user asks for it, and ``ChosenStart``, that choice on disk.
 
-``train(False)`` and ``train(path)`` move the files of an abandoned timeline away one by one, and note it in journals. A
-process that is killed meanwhile leaves some of them in their place: commands and rollbacks of a run whose checkpoints
-are gone, say. So the choice is recorded first, and the next start completes it.
+``train(False)`` and ``train(path)`` move the files of an abandoned timeline away one by one. If the process is killed
+meanwhile, some of these files are still in their place: say commands of a run whose checkpoints are gone.
+So the choice is recorded first, in the file ``.start``, and the next start completes it.
 
-The record stays until the run's URL, if it has one, is without the abandoned timeline, too: before that, nothing is
-fetched from there. A run that begins with a checkpoint of another run keeps the record: until its own first checkpoint,
-nothing else says where the run resumes from.
+The record stays until the run's URL, if it has one, has no file of the abandoned timeline any more; until then, nothing
+is fetched from there. A run that begins with a checkpoint of another run keeps the record until its own first
+checkpoint: only this record says where the run resumes from.
 """
 
 from __future__ import annotations
@@ -15,19 +15,58 @@ import contextlib
 import json
 import logging
 import re
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, TypedDict
 
+from dalsegno.checkpoint.load.compatibility import check_allowed
 from dalsegno.distributed import collectives
-from dalsegno.errors import StateMismatch
+from dalsegno.errors import ConfigurationError, StateMismatch
 from dalsegno.stateful.schema import Must, check
 from dalsegno.system import archive, filesystem
 
-from .resume_options import ResumeOptions
-
 logger = logging.getLogger("dalsegno")
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeOptions:
+    """How a leg begins: the arguments of ``Trainer.train`` and ``dalsegno.Run`` about it."""
+
+    origin: bool | str | Path = True
+    """True: the newest checkpoint, if there is one. A path: that one. False: none, whatever there is."""
+    strict: bool = False
+    """Raise if the newest checkpoint is damaged, instead of using an older one."""
+    strict_callbacks: bool = False
+    """Raise if a saved callback is missing here, or one here was not saved."""
+    allow_changes: Collection[str] = ()
+    """What may differ from the checkpoint although its state belongs to it: names from ``compatibility.REFUSED``."""
+
+    load_components: Collection[str] = ()
+    """Load only these, from the path, into a new run that begins at step 0."""
+    continue_stopped: bool = False
+    """Resume a run that a callback has judged to be over."""
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the user selects where to begin, instead of resuming the run where it is."""
+        return self.origin is not True and not self.load_components
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.origin, (bool, str, Path)):
+            raise ConfigurationError(
+                f"resume_from_checkpoint={self.origin!r}; pass True (from the newest checkpoint, if any), False "
+                "(start anew) or a checkpoint's path"
+            )
+        object.__setattr__(self, "allow_changes", check_allowed(self.allow_changes))
+        names = [self.load_components] if isinstance(self.load_components, str) else list(self.load_components)
+        object.__setattr__(self, "load_components", names)
+        if names and isinstance(self.origin, bool):
+            raise ConfigurationError(
+                f"load_components={names}: pass resume_from_checkpoint= the path of a checkpoint, or of a folder of "
+                f"safetensors; it is {self.origin}"
+            )
 
 
 class _Choice(TypedDict):

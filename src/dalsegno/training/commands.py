@@ -1,16 +1,22 @@
-"""CommandExecutor: carries out commands at step boundaries, on all ranks, and repeats them after a resume.
+"""Commands to the running job: carried out at step boundaries, on all ranks, and repeated after a resume.
 
-Rank 0 accepts them. That some are waiting is one flag of the reduction in which the ranks synchronize their requests;
-only then are they recorded in ``control.jsonl``, broadcast, and carried out, before the step's records, evaluations and
-save. A leg that resumes from a checkpoint before that step knows from the start what to repeat, and where.
+``CommandExecutor`` carries them out. Rank 0 accepts commands. That some are waiting is one flag of the reduction in
+which the ranks synchronize their requests. Then rank 0 records the commands in ``control.jsonl``, and broadcasts them;
+all ranks carry them out before the step's records, evaluations and save.
+
+``CommandPlan`` is what the commands of earlier legs mean for the leg that begins. The leg's checkpoint contains the
+effect of all commands up to its step, with two exceptions, which the script sets up anew: settings in
+``TrainingArguments``, and callbacks that are switched off. These take effect again at the leg's begin. Commands of
+later steps are carried out again at their steps.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,12 +28,12 @@ from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, SaveFailed
 from dalsegno.state import NO_REQUESTS, ControlRequests
 
-from .command_plan import CommandPlan, describe_plan, plan_commands
 from .learning_rate import check_scalable, present_rate, scale_rates
 from .parts import RunParts
 from .settings import RecordedSettings
 
 logger = logging.getLogger("dalsegno")
+
 
 _WAITING = ControlRequests(commands=True)
 _REQUESTS = {
@@ -74,7 +80,7 @@ class CommandExecutor:
         """
         rewind_to = step if goes_back else None
         script = self._script_values()
-        plan = self._put_in_force(step, rewind_to)
+        plan = self._apply(step, rewind_to)
         yield
         collectives.from_rank_zero(partial(self._resume, rewind_to))
         if collectives.rank() == 0 and (text := describe_plan(plan, script)):
@@ -85,9 +91,9 @@ class CommandExecutor:
         """Put in force what commands had set by ``step``, to which the leg goes back; later ones are repeated. Commands
         that wait for their effect still do. Collective."""
         self.undo_settings()
-        self._put_in_force(step, None)
+        self._apply(step, None)
 
-    def _put_in_force(self, step: int, rewind_to: int | None) -> CommandPlan:
+    def _apply(self, step: int, rewind_to: int | None) -> CommandPlan:
         plan = self._plan = collectives.from_rank_zero(partial(self._planned, step, rewind_to))
         self._change_settings(plan.settings)
         self._settings.plan_steps()
@@ -237,3 +243,115 @@ class CommandExecutor:
         """The script's value of each setting that a command may change, if it has an effect."""
         names = [*SETTINGS, LEARNING_RATE] if self._settings.sets_learning_rate else [*SETTINGS]
         return {name: self._script.get(name, getattr(self._args, name)) for name in names}
+
+
+Parse = Callable[[JournalEntry, TrainingArguments], Command]
+"""Checks an entry as if it were submitted now. Raises ConfigurationError."""
+
+
+@dataclass(slots=True)
+class CommandPlan:
+    """Equal on all ranks."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    """In force as the leg begins, other than the script's."""
+    switched_off: set[str] = field(default_factory=set)
+    """Keys of callbacks, as the leg begins."""
+    repeated: dict[int, list[JournalEntry]] = field(default_factory=dict)
+    """By the step at whose end they act."""
+    overridden: dict[str, list[str]] = field(default_factory=dict)
+    """Settings that no longer apply since the script has changed them, by the command's id."""
+    notes: list[str] = field(default_factory=list)
+    """Commands that cannot be carried out again, with the reason."""
+
+    def supersede(self, newer: JournalEntry) -> dict[str, list[str]]:
+        """Do not repeat later what ``newer``, which acts now, sets otherwise. Returns this by the commands' ids."""
+        superseded: dict[str, list[str]] = {}
+        for step, entries in self.repeated.items():
+            for entry in entries:
+                if both := _targets(entry) & _targets(newer):
+                    superseded[entry.id] = sorted(both)
+            self.repeated[step] = [kept for entry in entries if (kept := _without(entry, superseded.get(entry.id, ())))]
+        return superseded
+
+
+def plan_commands(
+    entries: Iterable[JournalEntry], step: int, args: TrainingArguments, script: Mapping[str, Any], parse: Parse
+) -> CommandPlan:
+    """
+    Args:
+        entries: commands that have taken effect, in this order.
+        step: of the checkpoint that the leg resumes from.
+        args: as the script gives them.
+        script: the script's values of all settings that commands may change, as far as they have an effect.
+        parse: checks an entry.
+    """
+    plan = CommandPlan()
+    for acted in sorted(entries, key=lambda entry: entry.step or 0):
+        if not acted.is_repeated:
+            continue
+        changed = [name for name, value in acted.script.items() if script.get(name, value) != value]
+        if newly := sorted({*changed} & {*acted.data} - {*acted.overridden}):
+            plan.overridden[acted.id] = newly
+        entry = _without(acted, [*acted.overridden, *changed])
+        is_later = (acted.step or 0) > step
+        if entry is not None and not is_later:
+            entry = _kept_in_force(entry)
+        if entry is None:
+            continue
+        try:
+            command = parse(entry, args)
+            args = with_settings(args, command.data)
+        except ConfigurationError as error:
+            plan.notes.append(f"{_described(entry)} does not take effect again: {error}")
+            continue
+        if is_later:
+            plan.repeated.setdefault(acted.step or 0, []).append(entry)
+        elif entry.command == "set":
+            plan.settings |= command.data
+        elif command.data["on"]:
+            plan.switched_off.discard(command.data["callback"])
+        else:
+            plan.switched_off.add(command.data["callback"])
+    return plan
+
+
+def describe_plan(plan: CommandPlan, script: Mapping[str, Any]) -> str:
+    """The plan in words; empty if nothing is planned."""
+    lines = [
+        f"{name}={value} is in force, by a command (the script: {script[name]}); change the script's value to override"
+        for name, value in plan.settings.items()
+    ]
+    lines += [f"{key} is switched off, by a command" for key in sorted(plan.switched_off)]
+    for entries in plan.repeated.values():
+        lines += [f"{_described(entry)} takes effect again" for entry in entries]
+    for id_, names in plan.overridden.items():
+        lines.append(f"{', '.join(names)}: the script's new value takes effect, not that of command {id_}")
+    return "\n  ".join([*lines, *plan.notes])
+
+
+def _targets(entry: JournalEntry) -> set[str]:
+    """Names that the command sets: settings, or a callback's key."""
+    return {entry.data["callback"]} if entry.command == "switch" else {*entry.data}
+
+
+def _without(entry: JournalEntry, names: Iterable[str]) -> JournalEntry | None:
+    """The command without these targets; None if nothing is left of it."""
+    if entry.command == "switch":
+        return None if entry.data.get("callback") in [*names] else entry
+    if entry.command != "set":
+        return entry
+    data = {name: value for name, value in entry.data.items() if name not in [*names]}
+    return replace(entry, data=data) if data else None
+
+
+def _kept_in_force(entry: JournalEntry) -> JournalEntry | None:
+    """The part of the command that no checkpoint stores; None if there is none."""
+    if entry.command == "switch":
+        return entry
+    data = {name: value for name, value in entry.data.items() if name in SETTINGS}
+    return replace(entry, data=data) if entry.command == "set" and data else None
+
+
+def _described(entry: JournalEntry) -> str:
+    return f"step {entry.step}: {Command(entry.command, entry.data)}, by {entry.by},"

@@ -1,21 +1,31 @@
-"""CheckpointContents: everything that a checkpoint of the run stores."""
+"""CheckpointContents: everything that a checkpoint of the run stores.
+
+Two checks belong to it. Every parameter that the optimizer trains must be in the checkpoint, else a resumed run would
+differ. And the ranks must have equal models where a checkpoint contains one for all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from torch import nn
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from dalsegno.checkpoint import CALLBACKS, LOSS, SETTINGS, ModelState, OptimizerState, ShardedState
-from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.distributed import collectives
+from dalsegno.distributed.stage_places import place_of
+from dalsegno.errors import CannotSave, ConfigurationError, UnknownName
 from dalsegno.stateful.component import Component, Stateful
 
-from .equal_ranks import expect_equal_ranks
-from .hyperparameters import form_check
+from .flags import sum_of_bytes
+from .learning_rate import form_check
 from .optimizers import expect_optimizer
 from .parts import Comparison, RunParts
 from .settings import RecordedSettings
-from .trained_parameters import names_of_others
 
 PROGRESS = ("trainer", "clock", "loader", "rng", "meter", SETTINGS)
 """Keys of the components that record how far a run is: ``load_components`` never loads them into another run."""
@@ -122,3 +132,94 @@ def _check_state(others: Mapping[str, object], *, reserved: Sequence[str]) -> No
                 f"state={{{name!r}: …}}: a {type(thing).__name__} has no state_dict and load_state_dict, so there is "
                 "nothing to save"
             )
+
+
+def names_of_others(
+    optimizer: Optimizer, model: ModelState, loss_fn: Sequence[ModelState], others: Mapping[str, Stateful]
+) -> dict[int, str]:
+    """Names of the parameters that are neither the model's nor the loss function's, by ``id``: ``head/layer.weight``.
+
+    Args:
+        loss_fn: the loss function's state, if it has tensors of its own.
+        others: further objects that are saved, by key.
+
+    Raises:
+        ConfigurationError: if the optimizer trains a parameter that none of these contains, or none of the model's.
+    """
+    of_model, of_loss = model.held(), {each for state in loss_fn for each in state.held()}
+    foreign = {
+        f"group {number}, parameter {position}, of shape {list(parameter.shape)}": parameter
+        for number, group in enumerate(optimizer.param_groups)
+        for position, parameter in enumerate(group["params"])
+        if id(parameter) not in of_model | of_loss
+    }
+    names = {
+        id(parameter): f"{key}/{name}"
+        for key, each in others.items()
+        for name, parameter in parameters_of(each, [*foreign.values()])
+    }
+    unsaved = [place for place, parameter in foreign.items() if id(parameter) not in names]
+    is_built_on_model = any(id(each) in of_model for group in optimizer.param_groups for each in group["params"])
+    if model.is_trained() and not is_built_on_model and len(unsaved) == len(foreign):
+        raise ConfigurationError(
+            f"optimizer: none of the parameters of this {type(optimizer).__name__} is the model's, so the model would "
+            "not be trained; build it on model.parameters(), after whatever replaces them (fully_shard, a new head)"
+        )
+    if unsaved:
+        more = f", and {len(unsaved) - 1} more" if unsaved[1:] else ""
+        raise ConfigurationError(
+            f"optimizer: it trains what no checkpoint of this run would contain ({unsaved[0]}{more}). If the model has "
+            "replaced that parameter, build the optimizer afterwards. Else a Trainer saves the model and, if it is a "
+            'module, loss_fn=: put the parameter into one of them; dalsegno.Run also saves state={"name": module}'
+        )
+    return names
+
+
+def parameters_of(thing: Stateful, foreign: Sequence[Tensor]) -> Iterable[tuple[str, Tensor]]:
+    """Name and parameter of a module; of anything else, those of ``foreign`` in the memory of its state dict."""
+    if isinstance(thing, nn.Module):
+        return thing.named_parameters()
+    leaves, _ = tree_flatten_with_path(thing.state_dict() if foreign else None)
+    return [
+        (keystr(path).strip("."), parameter)
+        for path, leaf in leaves
+        for parameter in foreign
+        if _is_same_memory(parameter, leaf)
+    ]
+
+
+def _is_same_memory(one: Tensor, other: object) -> bool:
+    if not isinstance(other, Tensor) or isinstance(one, DTensor) or isinstance(other, DTensor):
+        return False
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
+
+
+def expect_equal_ranks(states: Iterable[ShardedState]) -> None:
+    """Compare all tensors that are not sharded. Collective: one small reduction, if they are equal.
+
+    Raises:
+        CannotSave: on every rank, if one differs between the ranks; names it.
+    """
+    if collectives.world_size() == 1:
+        return
+    with torch.no_grad():
+        sums = {
+            f"{state.key}: {name}": sum_of_bytes(tensor)
+            for state in states
+            for name, tensor in state.capture().tensors.items()
+            if not isinstance(tensor, DTensor) and place_of(tensor) is None
+        }
+        found = {name: int(each) for name, each in sums.items()}
+    digest = xxhash.xxh3_64_intdigest(repr(found).encode()) >> 1
+    highest, lowest = collectives.all_reduce_max([digest, -digest], "whether the ranks have equal models")
+    if highest == -lowest:
+        return
+    of_ranks = collectives.gather(found, "tensors that differ between the ranks")
+    name = next(name for each in of_ranks for name in each if len({its.get(name) for its in of_ranks}) > 1)
+    odd = [rank for rank, its in enumerate(of_ranks) if its.get(name) != of_ranks[0].get(name)]
+    raise CannotSave(
+        f"{name}: differs between rank 0 and rank {', '.join(map(str, odd))}. A checkpoint contains one model, with "
+        "which all ranks of a resumed run would continue. Average the gradients: parallel='ddp', or in a loop of your "
+        "own DistributedDataParallel or an all_reduce; or average the weights before each save. To train several "
+        "models, start a job of one rank for each, with its own output_dir"
+    )

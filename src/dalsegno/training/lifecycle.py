@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,36 +13,36 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from dalsegno.args import TrainingArguments
 from dalsegno.control import CommandQueue
 from dalsegno.data import NOT_EXACT, TrainingData
 from dalsegno.data.step_batch import LossWeight, agreed_position
+from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import are_finite
+from dalsegno.errors import ConfigurationError, Locked
 from dalsegno.logs import RecordLog, RunFile
 from dalsegno.stateful.component import Stateful
+from dalsegno.system.filesystem import make_directory
+from dalsegno.system.lock import DirectoryLock, is_visible
 
 from .checkpointer import Checkpointer
-from .chosen_start import ChosenStart
+from .chosen_start import ChosenStart, ResumeOptions
 from .commands import CommandExecutor
 from .contents import CheckpointContents
-from .evaluation import Evaluation
-from .last_leg import LastLeg
-from .leg_recorder import LegRecorder
-from .lr_schedule import planned_steps
-from .metric_checks import expect_evaluations
+from .evaluation import Evaluation, expect_evaluations
+from .learning_rate import planned_steps
 from .parts import RunParts
-from .requeue import Requeue
 from .result import TrainResult
 from .resume import Resumer
-from .resume_options import ResumeOptions
 from .rollback import Rollbacks
-from .run_dir import locked_run_dir
+from .run_json import LastLeg, LegRecorder
 from .session import Session
 from .settings import RecordedSettings, UserSupplied
-from .signals import SignalWatcher
 from .step_boundary import StepBoundary
-from .time_limit import TimeLimit
+from .stopping import Requeue, SignalWatcher, TimeLimit
 
 logger = logging.getLogger("dalsegno")
+
 
 _UNSAVED: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Models whose weights a leg in this process has changed since its last checkpoint; and in which step."""
@@ -242,4 +244,53 @@ class RunLifecycle:
             is_resumed=self._repeats,
             explain=self._settings.differences_from,
             report=recorder.prove,
+        )
+
+
+@contextmanager
+def locked_run_dir(args: TrainingArguments) -> Iterator[None]:
+    """Create ``args.directory`` and hold its lock. Collective.
+
+    Raises:
+        Locked: if another live process holds it.
+        ConfigurationError: if the directory cannot be written to, or is not the same one on all ranks.
+    """
+    directory = args.directory
+    lock = DirectoryLock(directory, take_over=args.take_over_lock)
+
+    def open_directory() -> str:
+        make_directory(directory)
+        return lock.acquire()
+
+    try:
+        token = collectives.from_rank_zero(open_directory)
+    except Locked:
+        raise
+    except OSError as error:
+        raise ConfigurationError(f"output_dir={str(directory)!r}: cannot be written to: {error}") from error
+    try:
+        _check_is_shared(directory, token)
+        yield
+    finally:
+        lock.release()
+
+
+def check_writable(directory: Path) -> None:
+    """Raises ConfigurationError if the directory could not be created or written to: now, not at the first
+    checkpoint."""
+    existing = next(path for path in [directory, *directory.absolute().parents] if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"output_dir={str(directory)!r}: {existing} is not a folder that can be written to")
+
+
+def _check_is_shared(directory: Path, token: str) -> None:
+    """Raises ConfigurationError on all ranks, if one does not see what rank 0 has written. Else each host would have a
+    part of every checkpoint."""
+    me = (socket.gethostname(), collectives.rank() == 0 or is_visible(directory, token))
+    ranks = collectives.gather(me, "who sees output_dir")
+    if blind := [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(ranks) if not sees]:
+        more = f" and {len(blind) - 1} more" if blind[1:] else ""
+        raise ConfigurationError(
+            f"output_dir={str(directory)!r}: what rank 0 on {ranks[0][0]} has written there is not seen by {blind[0]}"
+            f"{more}; name the same folder on all ranks, on a disk that all hosts share (for a URL: local_dir=)"
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from .result import TrainResult
 from .session import Session
-from .step import TrainStep
+from .train_step import TrainStep
 
 
 def train(session: Session, train_step: TrainStep) -> TrainResult:

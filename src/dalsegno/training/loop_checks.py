@@ -27,7 +27,7 @@ from dalsegno.data.batch_digest import add_batch
 from dalsegno.stateful.component import Stateful, is_stateful
 from dalsegno.witness.digests import GENERATORS, generator_digests
 
-from .trained_parameters import parameters_of
+from .contents import parameters_of
 
 logger = logging.getLogger("dalsegno")
 

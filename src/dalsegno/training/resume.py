@@ -11,10 +11,9 @@ from dalsegno.logs.recoveries import Recovery
 from dalsegno.system import archive
 
 from .checkpointer import Checkpointer
-from .chosen_start import ChosenStart
+from .chosen_start import ChosenStart, ResumeOptions
 from .commands import CommandExecutor
 from .parts import RunParts
-from .resume_options import ResumeOptions
 from .rollback import Rollbacks
 from .step_boundary import StepBoundary
 

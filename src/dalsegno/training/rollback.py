@@ -32,7 +32,7 @@ from dalsegno.system import filesystem
 
 from .checkpointer import Checkpointer
 from .parts import RunParts
-from .recoveries import check_has_rates
+from .rollback_effects import check_has_rates
 
 logger = logging.getLogger("dalsegno")
 

@@ -56,13 +56,13 @@ from dalsegno.events.table import Event
 from dalsegno.state import TrainerControl, TrainerState
 from dalsegno.system.tracebacks import short_traceback
 
+from .chosen_start import ResumeOptions
 from .evaluation import UserEvaluation
 from .learning_rate import copied
 from .lifecycle import RunLifecycle
 from .loop_checks import LoopChecks
 from .parts import Comparison, build_parts
 from .result import TrainResult
-from .resume_options import ResumeOptions
 from .session import Session
 from .settings import UserSupplied
 

@@ -33,11 +33,10 @@ from dalsegno.events.failures import note_failures, raise_first
 from dalsegno.logs.recoveries import Recovery
 
 from .checkpointer import Checkpointer
-from .leg_recorder import LegRecorder
 from .parts import RunParts
 from .result import TrainResult, reason_of
-from .schedule import NOTHING_DUE, ActionSchedule, DueActions
-from .step_boundary import StepBoundary
+from .run_json import LegRecorder
+from .step_boundary import NOTHING_DUE, ActionSchedule, DueActions, StepBoundary
 
 logger = logging.getLogger("dalsegno")
 

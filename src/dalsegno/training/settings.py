@@ -23,8 +23,7 @@ from dalsegno.distributed.precision import gathered_dtype
 from dalsegno.distributed.sharded_tensors import device_of, strip_wrappers
 from dalsegno.logs.values import decode, encode
 
-from .hyperparameters import InitialHyperparameters
-from .lr_schedule import planned_steps
+from .learning_rate import InitialHyperparameters, planned_steps
 from .optimizers import takes_adam_settings
 from .parts import RunParts
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import dalsegno as ds
 from dalsegno.testing import run_ranks
 from dalsegno.training import control_sync
-from dalsegno.training.step import TrainStep
+from dalsegno.training.train_step import TrainStep
 from support.exchanges import Exchanges
 from support.small import arguments
 

@@ -1,4 +1,4 @@
-"""Recorder: the records of a run, and the numbers that they are made of.
+"""StepLog: the records of a run, and the numbers that they are made of.
 
 Each record fires on_log_step, whose handlers may add to it, then on_log, whose handlers write it.
 """
@@ -21,7 +21,7 @@ from .parts import RunParts
 logger = logging.getLogger("dalsegno")
 
 
-class Recorder:
+class StepLog:
     """Adds up what each step reports, and makes records of it. Lives as long as the run's parts."""
 
     def __init__(self, parts: RunParts) -> None:

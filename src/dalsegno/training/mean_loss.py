@@ -1,4 +1,4 @@
-"""MetricAccumulator: sums of losses, gradient norms and tokens between two records, without device syncs."""
+"""MetricAccumulator: the mean loss, gradient norms and token counts between two records, without device syncs."""
 
 from __future__ import annotations
 

@@ -1,0 +1,328 @@
+"""TrainStep: one optimizer step. Accumulate the micro-batches' gradients, clip, update, schedule.
+
+::
+
+    for each micro-batch:                                           Accumulation
+        forward; backward of its share of the step's loss
+    unscale; clip to max_grad_norm                                  AgreedGradScaler, under fp16
+    optimizer.step()         (skipped if the gradient scaler found non-finite values)
+    zero_grad(); scheduler.step()
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from dalsegno.data import to_device
+from dalsegno.data.loader import Microbatch
+from dalsegno.data.step_batch import StepBatch
+from dalsegno.distributed.layout import Layout
+from dalsegno.distributed.parallel import Parallel
+from dalsegno.distributed.parallel.pipeline import Pipelined
+from dalsegno.distributed.sharded_tensors import dense
+from dalsegno.events.dispatcher import Dispatcher
+from dalsegno.events.table import Event
+from dalsegno.stateful.component import Stateful
+
+from .forward import ForwardPass, Outputs
+from .learning_rate import follow_groups
+from .parts import RunParts
+
+
+class StepResult(NamedTuple):
+    """Outcome of one step."""
+
+    loss: torch.Tensor
+    """This rank's share of the step's loss, which is the sum over all ranks. 0-dim."""
+    grad_norm: torch.Tensor | None
+    """Total L2 norm before clipping, over all ranks, 0-dim; None if it was not computed."""
+    lr: float | torch.Tensor
+    """Learning rate that the update used, of the first parameter group."""
+
+
+class GradNormDemand:
+    """Whether the step in progress computes the total norm of its gradients; the same answer on all ranks."""
+
+    def __init__(self, parts: RunParts) -> None:
+        self._dispatcher = parts.dispatcher
+        self._state = parts.state
+        self._clips = bool(parts.args.max_grad_norm)
+        self._listens_to_metrics = False
+
+    def begin_leg(self) -> None:
+        """Look whether a callback on any rank handles on_train_metrics."""
+        self._listens_to_metrics = self._dispatcher.listens_anywhere(Event.TRAIN_METRICS)
+
+    def __call__(self) -> bool:
+        return self._clips or self._state.will_log or self._listens_to_metrics
+
+
+class TrainStep:
+    """Runs one step at each call.
+
+    Args:
+        parts: of the run. A ``ReduceLROnPlateau`` among the schedulers is not stepped here.
+        parallel: of the model; knows how to clip its gradients, and which rank has its loss.
+        wants_norm: whether this step needs their total norm.
+    """
+
+    def __init__(
+        self,
+        parts: RunParts,
+        accumulate: Accumulation[Parallel],
+        parallel: Parallel,
+        wants_norm: GradNormDemand,
+        *,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._dispatcher = parts.dispatcher
+        self._accumulate = accumulate
+        self._parallel = parallel
+        self._state = parts.state
+        self._recoveries = parts.recoveries
+        self._optimizer = parts.optimizer
+        self._schedulers = [each for each in parts.schedulers if not isinstance(each, ReduceLROnPlateau)]
+        self._wants_norm = wants_norm
+        self._scaler = scaler
+        self._scale = 1.0  # the scaler's, as of the last step
+        self._max_grad_norm = parts.args.max_grad_norm
+        self._follow_groups()
+
+    @property
+    def stateful(self) -> dict[str, Stateful]:
+        """Objects of this step that a checkpoint must contain, by key."""
+        return {} if self._scaler is None else {"scaler": self._scaler}
+
+    @contextmanager
+    def leg(self) -> Iterator[None]:
+        """Around the steps of a leg: training mode, and no gradients of an interrupted step."""
+        self._parallel.module.train()
+        self._optimizer.zero_grad()
+        self._wants_norm.begin_leg()
+        with self._parallel.training():
+            yield
+
+    def restart(self) -> None:
+        """Prepare for the first step after a restore."""
+        self._scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+
+    def __call__(self, step_batch: StepBatch) -> StepResult:
+        dispatcher, optimizer = self._dispatcher, self._optimizer
+        own_loss = self._accumulate(step_batch)
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+        if dispatcher.gradients_ready:
+            dispatcher.gradients_ready.fire()
+        if len(optimizer.param_groups) != self._groups:  # the training has added one, or a load removed it
+            self._follow_groups()
+        loss, grad_norm = self._totals(own_loss, self._max_grad_norm if self._wants_norm() else None)
+        if dispatcher.pre_optimizer_step:
+            dispatcher.pre_optimizer_step.fill(grad_norm)
+            dispatcher.pre_optimizer_step.fire()
+        if self._recoveries:
+            with self._recoveries.scaled_rates(self._state.global_step):
+                lr, stepped = self._update()
+        else:
+            lr, stepped = self._update()
+        if dispatcher.optimizer_step:
+            dispatcher.optimizer_step.fire()
+        if not stepped and dispatcher.step_skipped:
+            dispatcher.step_skipped.fill("non-finite gradients: the scaler left the weights as they are")
+            dispatcher.step_skipped.fire()
+        if dispatcher.before_zero_grad:
+            dispatcher.before_zero_grad.fire()
+        self._clear_gradients()
+        if dispatcher.after_zero_grad:
+            dispatcher.after_zero_grad.fire()
+        if stepped:
+            self._schedule()
+        return StepResult(loss, grad_norm, lr)
+
+    def _follow_groups(self) -> None:
+        """Clip the gradients, and schedule the rates, of the groups that the optimizer has now."""
+        groups = self._optimizer.param_groups
+        self._groups = len(groups)
+        self._totals = self._parallel.totals([parameter for group in groups for parameter in group["params"]])
+        follow_groups(self._optimizer, self._schedulers)
+
+    def _update(self) -> tuple[float | torch.Tensor, bool]:
+        """Step the optimizer. Returns the learning rate that it used, and whether the weights were changed."""
+        lr = self._optimizer.param_groups[0]["lr"]
+        lr = lr.clone() if isinstance(lr, torch.Tensor) else lr  # without a call: each step comes here
+        if self._scaler is None:
+            self._optimizer.step()
+            return lr, True
+        before = self._scale
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._scale = self._scaler.get_scale()
+        return lr, self._scale >= before  # the scale shrinks if and only if a gradient was not finite
+
+    def _clear_gradients(self) -> None:
+        if type(self._optimizer).zero_grad is not Optimizer.zero_grad:
+            self._optimizer.zero_grad()
+            return
+        # The effect of zero_grad() without its overhead, which is 40 µs a step (python -m benchmarks loop).
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def _schedule(self) -> None:
+        dispatcher = self._dispatcher
+        for scheduler in self._schedulers:
+            if dispatcher.before_scheduler_step:
+                dispatcher.before_scheduler_step.fill(scheduler)
+                dispatcher.before_scheduler_step.fire()
+            scheduler.step()
+            if dispatcher.after_scheduler_step:
+                dispatcher.after_scheduler_step.fill(scheduler)
+                dispatcher.after_scheduler_step.fire()
+
+
+P_co = TypeVar("P_co", bound=Parallel, covariant=True)
+
+
+class Accumulation(ABC, Generic[P_co]):
+    """Adds the gradients of a step's micro-batches.
+
+    Args:
+        data_size: number of ranks with different data. Gradients are averaged over them; shares are to be summed.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        forward: ForwardPass,
+        parallel: P_co,
+        data_size: int,
+        scaler: torch.amp.GradScaler | None,
+        device: torch.device,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._forward = forward
+        self._parallel = parallel
+        self._data_size = data_size
+        self._scaler = scaler
+        self._device = device
+
+    @abstractmethod
+    def __call__(self, step_batch: StepBatch) -> torch.Tensor:
+        """This rank's share of the step's loss, detached, 0-dim; zero if it does not have the last pipeline stage."""
+
+
+class MicrobatchAccumulation(Accumulation[Parallel]):
+    """One forward and backward pass after the other."""
+
+    def __call__(self, step_batch: StepBatch) -> torch.Tensor:
+        dispatcher = self._dispatcher
+        last = len(step_batch.microbatches) - 1
+        total: torch.Tensor | None = None
+        for index, microbatch in enumerate(step_batch.microbatches):
+            self._parallel.synchronize(index == last)
+            batch = to_device(microbatch.batch, self._device)
+            if dispatcher.microbatch_begin:
+                dispatcher.microbatch_begin.fill(batch, index, microbatch.samples)
+                dispatcher.microbatch_begin.fire()
+            loss, outputs = self._forward(batch)
+            loss = self._backward(loss, outputs, step_batch.share(index))
+            total = loss if total is None else total + loss
+            if dispatcher.microbatch_end:
+                dispatcher.microbatch_end.fill(
+                    outputs["loss"].detach(), outputs, batch, index, microbatch.samples, index == last
+                )
+                dispatcher.microbatch_end.fire()
+        if self._parallel.complete_gradients is not None:
+            self._parallel.complete_gradients()
+        assert total is not None, "a step is never empty"
+        return total
+
+    def _backward(self, loss: torch.Tensor, outputs: Outputs, share: float) -> torch.Tensor:
+        """Add this micro-batch's gradients; its share of the step's loss, detached."""
+        dispatcher = self._dispatcher
+        if dispatcher.before_backward:
+            dispatcher.before_backward.fill(outputs, loss.detach())
+            dispatcher.before_backward.fire()
+            loss = outputs["loss"]
+        counted = loss.detach()
+        if share != 1.0:  # padding does not count, not even a NaN
+            counted = counted * share if share else torch.zeros_like(counted)
+        factor = share * self._data_size
+        scaled = loss if factor == 1.0 else loss * factor
+        if self._scaler is not None:
+            scaled = self._scaler.scale(scaled)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        if dispatcher.after_backward:
+            dispatcher.after_backward.fill(outputs, loss.detach())
+            dispatcher.after_backward.fire()
+        return counted
+
+
+class PipelinedAccumulation(Accumulation[Pipelined]):
+    """All micro-batches through all stages, in the order of the pipeline's schedule.
+
+    Their events fire on every rank: ``on_microbatch_begin`` of all of them before the first forward pass,
+    ``on_microbatch_end`` of all of them, with the loss, after the last backward pass.
+    """
+
+    def __call__(self, step_batch: StepBatch) -> torch.Tensor:
+        dispatcher, microbatches = self._dispatcher, step_batch.microbatches
+        batches = [to_device(microbatch.batch, self._device) for microbatch in microbatches]
+        for index, (batch, microbatch) in enumerate(zip(batches, microbatches, strict=True)):
+            if dispatcher.microbatch_begin:
+                dispatcher.microbatch_begin.fill(batch, index, microbatch.samples)
+                dispatcher.microbatch_begin.fire()
+        shares = [step_batch.share(index) for index in range(len(microbatches))]
+        runner = self._parallel.runner
+        losses = runner.train(batches, [self._factor(share) for share in shares], self._forward)
+        self._parallel.finish_backward()
+        if dispatcher.listens_anywhere(Event.MICROBATCH_END):  # the loss of the step reaches all ranks with the norm
+            self._end_microbatches(batches, microbatches, runner.share(losses))
+        counted = [loss * share for loss, share in zip(losses.unbind(), shares, strict=True) if share]
+        return torch.stack(counted).sum() if counted else losses.new_zeros(())
+
+    def _end_microbatches(
+        self, batches: Sequence[Any], microbatches: Sequence[Microbatch], losses: torch.Tensor
+    ) -> None:
+        event, last = self._dispatcher.microbatch_end, len(batches) - 1
+        for index, (batch, microbatch, loss) in enumerate(zip(batches, microbatches, losses.unbind(), strict=True)):
+            if event:
+                event.fill(loss, {"loss": loss}, batch, index, microbatch.samples, index == last)
+                event.fire()
+
+    def _factor(self, share: float) -> float | torch.Tensor:
+        factor = share * self._data_size
+        return factor if self._scaler is None else self._scaler.scale(torch.full((), factor, device=self._device))
+
+
+def grad_scaler(layout: Layout, device: torch.device) -> torch.amp.GradScaler:
+    """The scaler that suits the layout."""
+    return AgreedGradScaler(device.type) if layout.sharing > 1 else torch.amp.GradScaler(device.type)
+
+
+class AgreedGradScaler(torch.amp.GradScaler):
+    """Unscales this rank's shards; an update is skipped if any rank finds NaN or infinity."""
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        kinds: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    kinds[parameter.grad.dtype].append(dense(parameter.grad))
+        found = found_inf.clone()
+        with torch.no_grad():
+            for gradients in kinds.values():
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inv_scale.to(found.device))
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return {found.device: found}
