@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NotRequired, TypedDict, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypedDict, get_args
 
 from .errors import ConfigurationError
 from .policies.recovery import RollbackRequest
@@ -136,9 +136,8 @@ class SavedTrainerState(TypedDict):
     best_model_checkpoint: Annotated[str, Must("checkpoints/step-…", _CHECKPOINT.fullmatch)] | None
     epoch_is_cut: bool
     evaluations_owed: list[str]
-    given_up: NotRequired[GivenUp | None]
-    """Not in checkpoints of the first versions."""
-    save_owed: NotRequired[Count | None]
+    given_up: GivenUp | None
+    save_owed: Count | None
 
 
 @dataclass(slots=True)
@@ -203,7 +202,7 @@ class TrainerState:
         return {name: getattr(self, name) for name in SavedTrainerState.__annotations__}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in {"given_up": None, "save_owed": None, **state}.items():
+        for name, value in state.items():
             setattr(self, name, value)
 
 

@@ -169,13 +169,3 @@ def test_a_position_that_was_loaded_is_compared_in_the_leg_after_too(caplog: pyt
     new.load_state_dict(between.state_dict())
     next(iter(new))
     assert len(said(caplog)) == 1
-
-
-def test_a_checkpoint_from_before_is_not_compared(caplog: pytest.LogCaptureFixture) -> None:
-    old, new = resumable_loader([1, 0]), resumable_loader([2, 0])
-    next(iter(old))
-    state = old.state_dict()
-    del state["read"]
-    new.load_state_dict({**state, "first": {"ranks": 1, "samples": 1, "digest": "0" * 32}})
-    next(iter(new))
-    assert said(caplog) == []

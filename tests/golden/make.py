@@ -1,12 +1,14 @@
-"""Make the checkpoints that are kept for ever: ``python tests/golden/make.py``, once for each version of the format.
+"""Make the checkpoints that the tests resume: ``python tests/golden/make.py``.
 
 Writes ``checkpoints/format-N/<name>`` beside this file: the newest checkpoint of a run, its logs and ``run.json``; and
-``expected.json``, what a resumed run says of itself at its end. What is there is never overwritten.
+``expected.json``, what a resumed run says of itself at its end. Until the first release, make them anew after a change
+of the format; what a released version wrote is never overwritten.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -17,10 +19,13 @@ sys.path.insert(0, str(HERE.parent))
 from dalsegno.checkpoint.format.manifest import FORMAT  # noqa: E402
 from dalsegno.testing import run_ranks  # noqa: E402
 from golden import run  # noqa: E402
-from golden.keep import keep, make_missing  # noqa: E402
+
+RUNS = {"alone": ("none", 1), "sharded": ("fsdp", 2)}
+"""``parallel`` and the number of ranks."""
 
 
 def make(parallel: str, world_size: int, target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
     with tempfile.TemporaryDirectory() as temporary:
         output_dir = Path(temporary) / "run"
         run_ranks(run.first_legs, world_size, output_dir, parallel)
@@ -31,5 +36,17 @@ def make(parallel: str, world_size: int, target: Path) -> None:
     (target / "expected.json").write_text(json.dumps(content) + "\n")
 
 
+def keep(output_dir: Path, step: int, target: Path) -> None:
+    """Copy the checkpoint of ``step``, the logs and ``run.json``."""
+    checkpoint = f"checkpoints/step-{step:08d}"
+    shutil.copytree(output_dir / checkpoint, target / checkpoint)
+    shutil.copytree(output_dir / "logs", target / "logs")
+    record = json.loads((output_dir / "run.json").read_text())
+    for leg in record["legs"]:
+        leg["host"] = "golden"
+    (target / "run.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
 if __name__ == "__main__":
-    make_missing(HERE / f"checkpoints/format-{FORMAT}", make)
+    for name, (parallel, world_size) in RUNS.items():
+        make(parallel, world_size, HERE / f"checkpoints/format-{FORMAT}" / name)

@@ -6,7 +6,7 @@ import logging
 import math
 from typing import Any, Literal
 
-from dalsegno.analysis.stats.divergence import Divergence, DivergenceState, Mode, migrated
+from dalsegno.analysis.stats.divergence import Divergence, DivergenceState, Mode
 from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.contexts import LogContext
@@ -47,7 +47,6 @@ class DivergenceDetector(DivergenceCallback):
         ConfigurationError: for an invalid value.
     """
 
-    state_version = 2
     state_schema = DivergenceState
 
     def __init__(
@@ -107,9 +106,6 @@ class DivergenceDetector(DivergenceCallback):
 
     def load_state_dict(self, state: Any) -> None:
         self._divergence.load_state_dict(state)
-
-    def migrate(self, state: Any, from_version: int) -> Any:
-        return migrated(state)
 
     def _warn_missing(self, ctx: LogContext) -> None:
         if not self._warned_missing:

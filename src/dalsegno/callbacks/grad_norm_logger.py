@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -29,7 +29,7 @@ class GradNormState(TypedDict):
     log: PositionState | None
     of_step: int
     norms: dict[str, float] | None
-    skipped: NotRequired[bool]
+    skipped: bool
 
 
 class GradNormLogger(RecordCallback):
@@ -53,7 +53,6 @@ class GradNormLogger(RecordCallback):
         ConfigurationError: for an invalid value; when training begins, if no name matches ``pattern``.
     """
 
-    state_version = 2
     state_schema = GradNormState
 
     def __init__(self, pattern: str | None = None, *, path: str | Path | None = None, name: str | None = None) -> None:
@@ -106,8 +105,5 @@ class GradNormLogger(RecordCallback):
     def load_state_dict(self, state: Any) -> None:
         super().load_state_dict(state["log"])
         norms, self._of_step = state["norms"], state["of_step"]
-        self._is_skipped = state.get("skipped", False)
+        self._is_skipped = state["skipped"]
         self._norms = None if norms is None else DeviceScalars(list(norms), torch.tensor(list(norms.values())))
-
-    def migrate(self, state: Any, from_version: int) -> Any:
-        return {"log": state, "of_step": 0, "norms": None}

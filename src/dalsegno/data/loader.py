@@ -127,7 +127,7 @@ class EpochPlace(TypedDict):
     microbatches: Count
     samples: Count
     exhausted: bool
-    own_generators: NotRequired[dict[str, Any]]
+    own_generators: dict[str, Any]
     spare: NotRequired[Any]
     """This rank's last batch, if it has finished the epoch and other ranks may not have."""
 

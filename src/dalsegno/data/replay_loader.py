@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, TypedDict
 
-import torch
 import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
@@ -16,7 +15,6 @@ from tqdm import tqdm
 from dalsegno.distributed import collectives
 from dalsegno.distributed.rng import (
     GeneratorStates,
-    TorchState,
     capture_generators,
     preserved_generators,
     restore_generators,
@@ -25,9 +23,7 @@ from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import Stateful
 
 from .batch_digest import add_batch
-from .generators import EpochGenerator
 from .loader import NOT_EXACT, EpochPlace, Microbatch, or_another_kind
-from .stateful_dataloader import StatefulDataLoader
 from .stream import RankShard
 from .user_loader import END, UserLoader
 
@@ -35,8 +31,8 @@ log = logging.getLogger(__name__)
 
 
 class EpochGenerators(GeneratorStates):
-    own: dict[str, Any] | TorchState | None
-    """Those that the data owns, by path; in old checkpoints that of the loader alone."""
+    own: dict[str, Any]
+    """Those that the data owns, by path."""
 
 
 class ReadContents(TypedDict):
@@ -50,9 +46,7 @@ class ReplayedPlace(EpochPlace):
     kind: Literal["replayed"]
     workers: list[int]
     generators: EpochGenerators
-    read: NotRequired[ReadContents | None]
-    first: NotRequired[Any]
-    """The first micro-batch alone, in old checkpoints."""
+    read: ReadContents | None
 
 
 class ReplayLoader(UserLoader):
@@ -191,8 +185,6 @@ class ReplayLoader(UserLoader):
             StateMismatch: if it belongs to another kind of data, or the worker processes of an iterable dataset have
                 changed in number or batch size; on iterating, if the position no longer exists.
         """
-        if state["kind"] == "stateful" and isinstance(self._loader, StatefulDataLoader):
-            state = self._converted(state)
         self._set_position(state, "replayed")
         if list(state["workers"]) != self._worker_layout():
             raise StateMismatch(
@@ -200,31 +192,10 @@ class ReplayLoader(UserLoader):
                 f"{list(state['workers'])}, now it is {self._worker_layout()} (none: []): the order would differ; "
                 "resume with the same numbers, or give the dataset a state_dict"
             )
-        own = self._by_path(state["generators"]["own"])
         if self._microbatches == 0:
-            self.own_generators.load_state_dict(own)
-        self._saved, self._loaded_read = {**state["generators"], "own": own}, state.get("read")
+            self.own_generators.load_state_dict(state["generators"]["own"])
+        self._saved, self._loaded_read = state["generators"], state["read"]
         self._has_loaded_samplers = any(name.endswith("sampler") for name in self.own_generators.parts())
-
-    def _converted(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Convert a position of an old checkpoint, which left it to the loader's own state, without the order."""
-        if state["epoch"] or not self.own_generators.find():
-            raise StateMismatch(
-                f"the checkpoint contains the {type(self._loader).__name__}'s own state, without what its sampler had "
-                "drawn before, so other samples would follow; resume from a checkpoint of the first epoch, or start "
-                "from scratch"
-            )
-        # In the first epoch, the generators at its start are the present ones.
-        return {**state, "kind": "replayed", "workers": self._worker_layout(), "generators": self._generators()}
-
-    def _by_path(self, own: Any) -> Mapping[str, Any]:
-        """Old checkpoints have one state: that of the loader's generator, or else of its sampler's."""
-        if isinstance(own, Mapping):
-            return own
-        holders = self._loader, getattr(self._loader, "sampler", None)
-        meant = [getattr(holder, "generator", None) for holder in holders]
-        meant = [each for each in meant if isinstance(each, torch.Generator) and not isinstance(each, EpochGenerator)]
-        return {way: own for way, each in self.own_generators.find().items() if own is not None and each is meant[0]}
 
 
 def _is_another(expected: ReadContents | None, found: ReadContents) -> bool:

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, Literal, NotRequired, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class StatefulPlace(EpochPlace):
     kind: Literal["stateful"]
     cut: bool
-    stream: NotRequired[str | None]
+    stream: str | None
     loader: Any
 
 
@@ -210,7 +210,7 @@ class StatefulLoader(UserLoader):
             StateMismatch: if it belongs to another kind of data; on iterating, if the loader rejects its state.
         """
         self._set_position(state, "stateful")
-        self._cut, self._saved, self._loaded_stream = state["cut"], state["loader"], state.get("stream")
+        self._cut, self._saved, self._loaded_stream = state["cut"], state["loader"], state["stream"]
         self._left, self._opened, self._resumed_inside, self._first_of_leg = None, False, False, None
 
 

@@ -215,7 +215,7 @@ class UserLoader:
             )
         self.epoch, self._exhausted = state["epoch"], state["exhausted"]
         self._microbatches, self._samples = state["microbatches"], state["samples"]
-        self._iterator, self._loaded_own = None, state.get("own_generators", {})
+        self._iterator, self._loaded_own = None, state["own_generators"]
         self.spare = Microbatch(state["spare"], 0, None) if "spare" in state else None
         self.own_generators.load_state_dict(self._loaded_own)
 

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NotRequired, TypedDict
+from typing import Any, ClassVar, TypedDict
 from weakref import WeakValueDictionary
 
 from torch import nn
@@ -112,7 +112,7 @@ class ProgressState(TypedDict):
     epochs_begun: Count
     epochs_ended: Count
     timeline: str
-    run: NotRequired[str]
+    run: str
 
 
 class _Progress:
@@ -146,7 +146,7 @@ class _Progress:
 
     def load_state_dict(self, state: ProgressState) -> None:
         self.epochs_begun, self.epochs_ended = state["epochs_begun"], state["epochs_ended"]
-        self.run = state.get("run", "")
+        self.run = state["run"]
 
 
 class Leg:

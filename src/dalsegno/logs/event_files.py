@@ -40,7 +40,7 @@ class EventPosition:
     files: Mapping[str, int]
     """File name to length in bytes. Names and headers depend on the number and times of the legs."""
     log_dir: str | None = None
-    """As the writer was given it; None in checkpoints of earlier versions."""
+    """As the writer was given it; None before the first save."""
 
     def to_state(self) -> EventState:
         state: EventState = {"events": self.events, "files": dict(self.files)}

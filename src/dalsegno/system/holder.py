@@ -25,9 +25,9 @@ class Holder:
     token: str
     lives: dict[str, tuple[str, int]]
     lease: float | None = None
-    """Seconds without a renewal after which the entry has expired; None: it never expires, as in former versions."""
+    """Seconds without a renewal after which the entry has expired; None: it never expires."""
     boot: str | None = None
-    """Start of the holder's kernel; None, here and below: unknown, as in former versions, and taken to be the same."""
+    """Start of the holder's kernel; None, here and below: unknown, and taken to be the same."""
     pid_namespace: str | None = None
 
     @classmethod

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dalsegno.analysis.stats.divergence import LOST, NOISE, Divergence, migrated
+from dalsegno.analysis.stats.divergence import LOST, NOISE, Divergence
 from dalsegno.errors import ConfigurationError, StateMismatch
 
 values = st.floats(-20, 20) | st.sampled_from([math.nan, math.inf, -math.inf])
@@ -176,13 +176,6 @@ def test_a_slow_average_forgives_an_old_best() -> None:
     assert any(diverged(Divergence(threshold=1.0), rising))
     assert not any(diverged(Divergence(threshold=1.0, baseline_smoothing=0.05), rising))
     assert any(diverged(Divergence(threshold=1.0, baseline_smoothing=0.05), [*rising, *[9.0] * 5]))
-
-
-def test_the_state_of_a_detector_that_knew_no_noise() -> None:
-    found = Divergence(smoothing=1)
-    found.load_state_dict(migrated({"smoothed": 2.0, "best": 2.0, "observations": 50, "bad_in_a_row": 0}))
-    assert diverged(found, [2.0, 2.1, 2.9, 2.9, 2.9]) == [False] * 5
-    assert diverged(found, [40.0, 40.0, 40.0]) == [False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -211,13 +211,6 @@ class Divergence:
         self._observations, self._bad_in_a_row = state["observations"], state["bad_in_a_row"]
 
 
-def migrated(state: dict[str, Any]) -> dict[str, Any]:
-    """Migrate a state from before the adaptive limit. Without a threshold the detector then fires, as its default was,
-    when the average has risen by 1, until the run has gained more."""
-    best, smoothed = state["best"], state["smoothed"]
-    return {**state, "first": best + 1 / LOST, "newest": math.inf if smoothed is None else smoothed, "step": 0.0}
-
-
 def _check(argument: str, value: Any, kind: type | UnionType, allowed: str, right: Callable[[Any], bool]) -> None:
     fits = isinstance(value, kind) and not isinstance(value, bool)
     if not fits or (value is not None and not right(value)):

@@ -2,7 +2,7 @@
 
 ::
 
-    {"format": 4,
+    {"format": 1,
      "shardings": [{"ranks": [0, 1, 2, 3], "mesh": [2, 2], "cuts": [[1, 0]]}],
      "tensors": {"model.weight": {"dtype": "float32", "shape": [4, 2], "sharding": 0, "replica": 1}}}
 
@@ -27,9 +27,8 @@ import torch
 from dalsegno.errors import DamagedCheckpoint
 from dalsegno.stateful.schema import Must, check
 
-from . import former_index, names
+from . import names
 from .chunks import ListedChunks, ShardedChunks
-from .former_index import FormEntry, FormerIndexFile
 from .layout import DTYPES, Shape, is_shape, name_of
 from .manifest import FORMAT, Checkpoint, read_json
 from .sharding import Sharding
@@ -44,6 +43,11 @@ def _is_ranks(value: object) -> bool:
 
 def _is_cut(value: object) -> bool:
     return is_shape(value) and len(value) == 2  # type: ignore[arg-type]
+
+
+class FormEntry(TypedDict):
+    dtype: Annotated[str, Must(f"one of {', '.join(DTYPES)}", DTYPES.__contains__)]
+    shape: Shape
 
 
 class ShardingEntry(TypedDict):
@@ -61,7 +65,7 @@ class TensorEntry(FormEntry):
 class IndexFile(TypedDict):
     """Content of the file."""
 
-    format: Literal[4]
+    format: Literal[1]
     shardings: list[ShardingEntry]
     tensors: dict[str, TensorEntry]
     absent: NotRequired[dict[str, FormEntry]]
@@ -97,20 +101,19 @@ class Index:
 
     @classmethod
     def read(cls, path: Path) -> Index:
-        """Read the index at ``path``, of this format or a former one.
+        """Read the index at ``path``.
 
         Raises:
-            DamagedCheckpoint: if the file is not an index, or the chunks of a tensor do not cover it exactly once.
+            DamagedCheckpoint: if the file is not an index, or the sharding of a tensor does not fit its shape.
         """
         return cls.parse(read_json(path), path)
 
     @classmethod
     def parse(cls, content: Any, path: Path) -> Index:
         """As :meth:`read`, from the content of a file; ``path`` is for messages only."""
-        is_former = isinstance(content, dict) and content.get("format") == former_index.FORMAT
-        check(content, FormerIndexFile if is_former else IndexFile, str(path), DamagedCheckpoint)
+        check(content, IndexFile, str(path), DamagedCheckpoint)
         try:
-            tensors = former_index.tensors_of(content) if is_former else _tensors_of(content)
+            tensors = _tensors_of(content)
         except ValueError as error:
             raise DamagedCheckpoint(f"{path}: {error}") from error
         absent = {

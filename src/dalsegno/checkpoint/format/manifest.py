@@ -2,7 +2,7 @@
 
 ::
 
-    {"format": 4, "step": 500, "world_size": 2, "torch": "2.13.0", "dalsegno": "0.1.0", "created": "2026-…Z",
+    {"format": 1, "step": 500, "world_size": 2, "torch": "2.13.0", "dalsegno": "0.1.0", "created": "2026-…Z",
      "metrics": {"eval_loss": 2.5}, "best": true,
      "finite": false,     only if NaN or infinity is in the weights
      "files": {"model/shard-00000.safetensors": {"size": 8192, "xxh3": "…32 hex digits…"}, …},
@@ -34,7 +34,7 @@ from dalsegno.policies.retention import CheckpointSummary
 from . import names
 from .file_checksum import checksum_of_file
 
-FORMAT = 4
+FORMAT = 1
 
 _READERS = 4  # files read at once: a network disk gives one reader a fraction of its bandwidth
 _LARGEST = 1 << 28  # bytes; real manifests are far smaller
@@ -66,9 +66,8 @@ class ComponentRecord:
 class Manifest:
     """Content of ``manifest.json``.
 
-    ``metrics``: of the evaluation at its own step, empty if there was none (former versions wrote those of the last
-    evaluation before); ``best``: no earlier one was better; ``finite``: its weights are not known to hold NaN or
-    infinity.
+    ``metrics``: of the evaluation at its own step, empty if there was none; ``best``: no earlier one was
+    better; ``finite``: its weights are not known to hold NaN or infinity.
     """
 
     step: int

@@ -164,6 +164,8 @@ def _components(run: RunState) -> dict[str, SavedState]:
             "best_model_checkpoint": best.as_posix() if run.best_step == run.step > 0 else None,
             "epoch_is_cut": False,
             "evaluations_owed": [],
+            "given_up": None,
+            "save_owed": None,
         },
         "clock": {"seconds": 0.0},
         "loader": {"kind": IMPORTED, **dataclasses.asdict(place)},

@@ -131,9 +131,6 @@ RULES: dict[str, Rule] = {
 }
 """By setting; ``name.*`` covers all with that prefix. The new value of any other setting takes effect."""
 
-_NOT_RECORDED = {"gathered_dtype": "the parameters' own"}
-"""Settings that former versions did not record, with the value that they had then."""
-
 REFUSED = tuple(name for name, rule in RULES.items() if rule.severity == "error")
 """Names that ``allow_changes=`` accepts."""
 
@@ -143,7 +140,6 @@ def compare(saved: Mapping[str, Value], now: Mapping[str, Value]) -> list[Change
     check(saved, dict[str, Plain], "settings")
     if "dataset" in saved:
         check(saved["dataset"], DatasetValue, "settings.dataset")
-    saved = _NOT_RECORDED | dict(saved)
     order: list[Severity] = ["error", "warning", "info"]
     changes = [
         Change(name, _shown(saved[name]), _shown(value), rule.severity, rule.effect)

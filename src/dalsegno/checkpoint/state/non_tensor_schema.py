@@ -58,8 +58,7 @@ class ScalarColumn(TypedDict):
 
 
 class OptimizerRest(TypedDict):
-    scalars: NotRequired[list[Annotated[ScalarColumn, Must("a row of numbers, one per name", _is_column)]]]
-    spread: NotRequired[Names]
+    scalars: list[Annotated[ScalarColumn, Must("a row of numbers, one per name", _is_column)]]
     state: dict[str, Annotated[dict[str, Any], Must("a possible step count", _counts_steps)]]
     sharded: Names
     on_cpu: Names

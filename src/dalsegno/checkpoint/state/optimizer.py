@@ -267,19 +267,14 @@ class OptimizerState:
     def _named(self, groups: Groups, saved: State = None) -> list[list[tuple[str, torch.Tensor]]]:
         """Name and parameter of each group, in the order in which the optimizer's ``state_dict`` numbers them.
 
-        ``saved``: the stored rest. If it names all parameters by position, so does the result; and so it does for one
-        of ``others`` that it names so, as former versions did.
+        ``saved``: the stored rest. If it names all parameters by position, so does the result.
         """
         names: dict[int, str] = {}
         stored = [] if saved is None else [group["params"] for group in saved["groups"]]
         if not positions.are_all(stored):
             for each, name in self._parameters():
                 names.setdefault(id(each), name)
-            placed = {name for group in stored for name in group}
-            for number, group in enumerate(groups):
-                for position, each in enumerate(group):
-                    if id(each) in self._others and positions.name_of(number, position) not in placed:
-                        names.setdefault(id(each), self._others[id(each)])
+            names = {**self._others, **names}
         return [
             [(names.get(id(each), positions.name_of(number, position)), each) for position, each in enumerate(group)]
             for number, group in enumerate(groups)

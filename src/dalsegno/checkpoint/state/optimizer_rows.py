@@ -3,13 +3,12 @@
 ::
 
     {"scalars": [{"kind": "step", "names": ["weight", "bias"], "values": tensor([7., 7.]), "on_cpu": False}],
-     "spread": {"exp_avg": ["weight", "bias"]}, "state": {}, "sharded": {}, "on_cpu": {}}
+     "sharded": {"exp_avg": ["weight", "bias"]}, "state": {}, "on_cpu": {}}
 
-``spread`` names the parameters whose state of a kind is among the sharded tensors. Of a wrapped state, such as moments
+``sharded`` names the parameters whose state of a kind is among the sharded tensors. Of a wrapped state, such as moments
 in 8 bits, each part is a kind (``exp_avg.codes``), and ``wrapped`` has its form by parameter and kind. ``strides`` and
-``tied`` have those of sharded tensors that do not lie in memory as their parameter, or are another one. ``state``,
-``sharded`` and ``on_cpu`` have, by parameter name, everything else, such as a step counter that parameters share; in
-checkpoints of the first format, everything.
+``tied`` have those of sharded tensors that do not lie in memory as their parameter, or are another one. ``state``
+and ``on_cpu`` have, by parameter name, everything else, such as a step counter that parameters share.
 """
 
 from __future__ import annotations
@@ -73,18 +72,17 @@ class OptimizerRows:
                 plain.setdefault(name, {})[kind] = value
                 if is_on_cpu:
                     on_cpu.setdefault(name, []).append(kind)
-        spread: dict[str, list[str]] = {}
+        sharded: dict[str, list[str]] = {}
         for name, kinds in self.sharded.items():
             for kind in kinds:
-                spread.setdefault(kind, []).append(name)
+                sharded.setdefault(kind, []).append(name)
         return {
             "scalars": [
                 {"kind": kind, "names": names, "values": torch.stack(scalars), "on_cpu": is_on_cpu}
                 for (kind, is_on_cpu, *_), (names, scalars) in columns.items()
             ],
-            "spread": spread,
+            "sharded": sharded,
             "state": plain,
-            "sharded": {},
             "on_cpu": on_cpu,
             **{kind: each for kind in ("wrapped", "strides", "tied") if (each := getattr(self, kind))},
         }
@@ -94,17 +92,16 @@ class OptimizerRows:
         """Convert from the form in checkpoints."""
         rows = cls(
             _copied(saved["state"], dict),
-            _copied(saved["sharded"], list),
-            _copied(saved["on_cpu"], list),
-            *(_copied(saved.get(kind, {}), dict) for kind in ("wrapped", "strides", "tied")),
+            on_cpu=_copied(saved["on_cpu"], list),
+            **{kind: _copied(saved.get(kind, {}), dict) for kind in ("wrapped", "strides", "tied")},
         )
-        for column in saved.get("scalars", ()):
+        for column in saved["scalars"]:
             kind = column["kind"]
             for name, value in zip(column["names"], column["values"], strict=True):
                 rows.plain.setdefault(name, {})[kind] = value.clone()
                 if column["on_cpu"]:
                     rows.on_cpu.setdefault(name, []).append(kind)
-        for kind, names in saved.get("spread", {}).items():
+        for kind, names in saved["sharded"].items():
             for name in names:
                 rows.plain.setdefault(name, {})
                 rows.sharded.setdefault(name, []).append(kind)
