@@ -47,10 +47,8 @@ LEFT_OUT = {
     "ScaleLoss",  # these change the training, or its data
     "ScopedFlags",
     "SkipSamples",
-    "CometLogger",  # these need a tracker or a trial
-    "MLflowLogger",
+    "MLflowLogger",  # these need a tracker or a trial
     "OptunaPruning",
-    "TrackioLogger",
     "WandbLogger",
 }
 

@@ -5,7 +5,6 @@ Tutorials, the pages about other libraries, and CONTRIBUTING.md are run by other
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 import shutil
@@ -36,7 +35,6 @@ NOT_RUN = {
     "docs/testing.md": ["from my_run import"],
 }
 """By page, a text of each block that is only checked, because what it needs is not here."""
-NEEDS = {"comet-logger": "comet_ml", "trackio-logger": "trackio"}
 
 
 def named(page: Path) -> str:
@@ -66,8 +64,6 @@ def test_python_of_a_page_fits_and_runs(
     assert list(mismatches(codes)) == []
     not_run = NOT_RUN.get(named(page), [])
     assert [text for text in not_run if not any(text in code for code in codes)] == []
-    if page.stem in NEEDS and importlib.util.find_spec(NEEDS[page.stem]) is None:
-        return
     monkeypatch.chdir(tmp_path)
     _write_files_of_the_reader(certificate)
     variables = scene()

@@ -45,7 +45,7 @@ RECIPES: dict[str, Callable[[], ds.Callback]] = {
     ),
 }
 
-OF_OTHER_SERVICES = {"CometLogger", "MLflowLogger", "OptunaPruning", "TrackioLogger", "WandbLogger"}
+OF_OTHER_SERVICES = {"MLflowLogger", "OptunaPruning", "WandbLogger"}
 """They need a package, a tracker or a trial: test_trackers.py and test_optuna_pruning.py show what holds for them."""
 NAMES = [name for name in callbacks.__all__ if name not in OF_OTHER_SERVICES]
 """The built-ins that any run can have."""

@@ -29,12 +29,22 @@ _OTHER_OPTIMIZERS = {
     "adamw_torch_fused": "adamw_fused",
     "rmsprop": "name its class: optim='torch.optim:RMSprop'",
 }
-TRACKERS = ("tensorboard", "wandb", "mlflow", "comet_ml", "trackio")
+TRACKERS = ("tensorboard", "wandb", "mlflow")
 _OTHER_TRACKERS = {
     "all": "name those that you want",
-    "comet": "comet_ml",
     **dict.fromkeys(
-        ("azure_ml", "clearml", "codecarbon", "dagshub", "dvclive", "flyte", "neptune", "swanlab"),
+        (
+            "azure_ml",
+            "clearml",
+            "codecarbon",
+            "comet_ml",
+            "dagshub",
+            "dvclive",
+            "flyte",
+            "neptune",
+            "swanlab",
+            "trackio",
+        ),
         "pass transformers' callback for it: callbacks=[…]",
     ),
 }

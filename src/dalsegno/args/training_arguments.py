@@ -191,8 +191,8 @@ class TrainingArguments:
     run_name: str | None = None
     """Name of the run for humans; some callbacks show it."""
     report_to: str | Sequence[str] = "none"
-    """Trackers to write to, one or several: ``tensorboard``, ``wandb``, ``mlflow``, ``comet_ml``, ``trackio``, or
-    ``none``. Each has its logger's defaults, unless that logger is among the callbacks."""
+    """Trackers to write to, one or several: ``tensorboard``, ``wandb``, ``mlflow``, or ``none``. Each has its
+    logger's defaults, unless that logger is among the callbacks."""
     recovery: RecoveryPolicy | str | None = None
     """What the run does when a callback requests a rollback to a checkpoint: ``RecoveryPolicy(margin=100, budget=3)``,
     or that as text. It then also saves a checkpoint at step 0. None: it cannot go back."""

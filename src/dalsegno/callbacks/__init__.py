@@ -57,9 +57,7 @@ if TYPE_CHECKING:
     from .tb_logger import TBLogger as TBLogger
     from .textgen_callback import TextgenCallback as TextgenCallback
     from .trace_malloc import TraceMalloc as TraceMalloc
-    from .trackers.comet_logger import CometLogger as CometLogger
     from .trackers.mlflow_logger import MLflowLogger as MLflowLogger
-    from .trackers.trackio_logger import TrackioLogger as TrackioLogger
     from .trackers.wandb_logger import WandbLogger as WandbLogger
     from .trainer_control import TrainerControlCallback as TrainerControlCallback
     from .weight_norm_logger import WeightNormLogger as WeightNormLogger
@@ -110,9 +108,7 @@ _HOMES = {
     "tb_logger": ("TBLogger",),
     "textgen_callback": ("TextgenCallback",),
     "trace_malloc": ("TraceMalloc",),
-    "trackers.comet_logger": ("CometLogger",),
     "trackers.mlflow_logger": ("MLflowLogger",),
-    "trackers.trackio_logger": ("TrackioLogger",),
     "trackers.wandb_logger": ("WandbLogger",),
     "trainer_control": ("TrainerControlCallback",),
     "weight_norm_logger": ("WeightNormLogger",),

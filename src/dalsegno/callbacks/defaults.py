@@ -17,8 +17,6 @@ _TRACKERS = {
     "tensorboard": ("tb_logger", "TBLogger"),
     "wandb": ("trackers.wandb_logger", "WandbLogger"),
     "mlflow": ("trackers.mlflow_logger", "MLflowLogger"),
-    "comet_ml": ("trackers.comet_logger", "CometLogger"),
-    "trackio": ("trackers.trackio_logger", "TrackioLogger"),
 }
 """Module and class of the logger of each tracker."""
 

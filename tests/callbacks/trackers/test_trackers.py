@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import importlib
 import io
 import json
 import logging
 import os
-import sqlite3
 import threading
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,8 +40,6 @@ Points = dict[tuple[str, int], list[Any]]
 def local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    monkeypatch.setenv("COMET_API_KEY", "none")
     monkeypatch.setattr(sender, "FIRST_PAUSE_S", 0.05)
 
 
@@ -80,51 +75,19 @@ def of_mlflow(output_dir: Path) -> Points:
     return points
 
 
-def of_comet(output_dir: Path) -> Points:
-    points: Points = collections.defaultdict(list)
-    keys = set()
-    for archive in sorted((output_dir / "logs" / "comet").glob("*.zip")):
-        with zipfile.ZipFile(archive) as opened:
-            if not opened.namelist():  # of a process that was killed
-                continue
-            messages = [json.loads(line)["payload"] for line in opened.read("messages.json").splitlines()]
-            keys.add(json.loads(opened.read("experiment.json"))["offline_id"])
-        for metric in (each["metric"] for each in messages if each.get("metric")):
-            if metric["step"] is not None:
-                points[metric["metricName"], metric["step"]].append(metric["metricValue"])
-    assert len(keys) == 1, "one run over all legs"
-    return points
-
-
-def of_trackio(output_dir: Path) -> Points:
-    points: Points = collections.defaultdict(list)
-    (database,) = Path(importlib.import_module("trackio.utils").TRACKIO_DIR).glob("*.db")
-    connection = sqlite3.connect(database)
-    for step, text in connection.execute("SELECT step, metrics FROM metrics"):
-        for name, value in json.loads(text).items():
-            if isinstance(value, (int, float)) or (isinstance(value, dict) and "histogram" in value["_type"]):
-                points[name, step].append(value)
-    assert connection.execute("SELECT count(DISTINCT run_id) FROM metrics").fetchone() == (1,)
-    connection.close()
-    return points
-
-
 READERS: dict[str, Callable[[Path], Points]] = {
     "wandb": of_wandb,
     "mlflow": of_mlflow,
-    "comet": of_comet,
-    "trackio": of_trackio,
 }
 
 
-PLACES = {"wandb": "run/logs/wandb", "mlflow": "mlruns/*/????????????????*", "trackio": "trackio/*.db"}
-"""What ``dalsegno logs`` reads, of those that it does."""
+PLACES = {"wandb": "run/logs/wandb", "mlflow": "mlruns/*/????????????????*"}
+"""What ``dalsegno logs`` reads."""
 
 
 @pytest.fixture(params=READERS)
 def tracked(request: pytest.FixtureRequest) -> str:
     name: str = request.param
-    pytest.importorskip({"comet": "comet_ml"}.get(name, name))
     return name
 
 
@@ -140,14 +103,13 @@ def test_a_run_that_is_killed_three_times_has_every_point_once(tracked: str, tmp
     points = READERS[tracked](tmp_path / "run")
     assert {step for name, step in points if name == "loss"} == set(range(1, STEPS + 1))
     assert {step for name, step in points if name == "eval_loss"} == {4, 8, 12}
-    if tracked in ("wandb", "trackio"):  # those that the other readers do not read are files, which are replaced
+    if tracked == "wandb":  # MLflow has them as files, which are replaced
         assert {step for name, step in points if name == "gradients/layers.3.bias"} == {3, 6, 9, 12}
     assert {key: values for key, values in points.items() if len(values) != 1} == {}
-    if tracked in PLACES:
-        (log,) = ds.open_logs(tmp_path.glob(PLACES[tracked]))
-        assert [record["global_step"] for record in log.records("train")] == list(range(1, STEPS + 1))
-        assert [record["global_step"] for record in log.records("eval")] == [4, 8, 12]
-        assert list(log.series(["loss"])["loss"].values) == [points["loss", step][0] for step in range(1, STEPS + 1)]
+    (log,) = ds.open_logs(tmp_path.glob(PLACES[tracked]))
+    assert [record["global_step"] for record in log.records("train")] == list(range(1, STEPS + 1))
+    assert [record["global_step"] for record in log.records("eval")] == [4, 8, 12]
+    assert list(log.series(["loss"])["loss"].values) == [points["loss", step][0] for step in range(1, STEPS + 1)]
 
 
 def test_a_return_to_an_older_checkpoint_is_marked(tracked: str, tmp_path: Path) -> None:
@@ -168,7 +130,6 @@ def test_a_return_to_an_older_checkpoint_is_marked(tracked: str, tmp_path: Path)
 def test_entries_wait_for_a_server_that_does_not_answer(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pytest.importorskip("mlflow")
     for name, value in {"MAX_RETRIES": "0", "TIMEOUT": "600", "BACKOFF_FACTOR": "0"}.items():
         monkeypatch.setenv(f"MLFLOW_HTTP_REQUEST_{name}", value)
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "of-the-tracker")
@@ -190,7 +151,6 @@ def test_entries_wait_for_a_server_that_does_not_answer(
 
 
 def test_an_argument_that_cannot_be_stored_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow")
     with pytest.raises(ds.ConfigurationError, match=r"MLflowLogger: tracking_uri=.*mlruns.*give it as a text"):
         MLflowLogger("tests", tmp_path / "mlruns")  # type: ignore[arg-type]
 
@@ -244,7 +204,6 @@ def send(*words: str) -> tuple[int, list[dict[str, Any]]]:
 
 def test_a_command_sends_what_no_leg_has_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes where the run wrote, although no variable here names it; and what it has sent, no later leg sends."""
-    pytest.importorskip("mlflow")
     (outcome,) = start_ranks(tracked_runs.train_without_waiting, 1, tmp_path / "run").wait(300)
     assert outcome.exit_code == 0, outcome.error
     store = os.environ["MLFLOW_TRACKING_URI"]
@@ -263,7 +222,6 @@ def test_a_command_sends_what_no_leg_has_sent(tmp_path: Path, monkeypatch: pytes
 def test_a_command_sends_nothing_where_it_cannot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("mlflow")
     assert main(["logs", "send", str(tmp_path)]) == 2
     assert "not a run with a tracker's logger" in capsys.readouterr().err
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -334,7 +292,7 @@ def test_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_mlflow_has_settings_cards_and_texts(tmp_path: Path) -> None:
-    mlflow = pytest.importorskip("mlflow")
+    import mlflow
 
     class Speaker(ds.Callback):
         def on_step_end(self, ctx: ds.StepEndContext) -> None:
@@ -366,7 +324,6 @@ def artifacts(client: Any, run: Any, folder: str | None = None) -> Iterator[str]
 
 
 def test_a_summary_writer_must_be_among_the_callbacks(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow")
     board = TBLogger(summary_writer=tracked_runs.mlflow())
     with pytest.raises(ds.ConfigurationError, match="its summary_writer MLflowLogger is in no trainer's list"):
         small_trainer(tmp_path / "run", board, max_steps=1).train()
@@ -380,7 +337,6 @@ def keys(tmp_path: Path, *callbacks: Any, **settings: Any) -> list[str]:
 
 
 def test_trackers_are_named_in_the_settings(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow")
     assert keys(tmp_path, report_to=["tensorboard", "mlflow"])[-2:] == ["TBLogger", "MLflowLogger"]
     assert keys(tmp_path, report_to="tensorboard")[-1] == "TBLogger"
     own = MLflowLogger("tests")

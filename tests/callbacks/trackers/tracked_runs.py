@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import dalsegno as ds
-from dalsegno.callbacks import CometLogger, GradHistogram, MLflowLogger, TrackioLogger, WandbLogger
+from dalsegno.callbacks import GradHistogram, MLflowLogger, WandbLogger
 from dalsegno.callbacks.trackers.tracker_logger import TrackerLogger
 from dalsegno.testing import tiny_regression_data
 from support.small import small_trainer
@@ -25,15 +25,7 @@ def mlflow() -> TrackerLogger:
     return MLflowLogger("tests", cards="Every(steps=4)", wait_s=300)
 
 
-def comet_offline() -> TrackerLogger:
-    return CometLogger("tests", online=False, cards="Every(steps=4)", wait_s=300)
-
-
-def trackio() -> TrackerLogger:
-    return TrackioLogger("tests", cards="Every(steps=4)", wait_s=300)
-
-
-LOGGERS = {"wandb": wandb_offline, "mlflow": mlflow, "comet": comet_offline, "trackio": trackio}
+LOGGERS = {"wandb": wandb_offline, "mlflow": mlflow}
 
 
 class KillOnceHandedOver(ds.Callback):

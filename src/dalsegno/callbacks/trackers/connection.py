@@ -45,7 +45,7 @@ class _Stored(TypedDict):
 @dataclass(frozen=True, slots=True)
 class Connection:
     tracker: str
-    """``wandb``, ``mlflow``, ``comet`` or ``trackio``."""
+    """``wandb`` or ``mlflow``."""
     arguments: Mapping[str, Any]
     """Of the :class:`~dalsegno.callbacks.trackers.tracker.Tracker`: JSON values."""
     variables: Mapping[str, str]

@@ -10,7 +10,6 @@ from dalsegno.errors import NotFound, StateMismatch, UnknownName
 from dalsegno.logs import RunFile
 from dalsegno.system.lock import DirectoryLock
 
-from .comet_logger import CometTracker
 from .connection import Connection, read_connection
 from .entries import Status
 from .mlflow_logger import MLflowTracker
@@ -18,14 +17,11 @@ from .outbox import OUTBOX, OUTBOXES, Outbox
 from .sender import Sender
 from .tracker import Tracker
 from .tracker_logger import status_of
-from .trackio_logger import TrackioTracker
 from .wandb_logger import WandbTracker
 
 TRACKERS: dict[str, type[Tracker]] = {
     "wandb": WandbTracker,
     "mlflow": MLflowTracker,
-    "comet": CometTracker,
-    "trackio": TrackioTracker,
 }
 
 

@@ -1,4 +1,4 @@
-"""Send what still waits for a run's experiment trackers (W&B, MLflow, Comet, Trackio), say after a dead network.
+"""Send what still waits for a run's experiment trackers (W&B, MLflow), say after a dead network.
 
 A later leg of the run does the same. Entries that a tracker has are not sent twice. Fails while the run is training.
 """
