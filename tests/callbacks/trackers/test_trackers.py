@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-import io
 import json
 import logging
 import os
@@ -21,13 +19,10 @@ from callbacks.trackers.tracked_runs import STEPS, trainer
 from dalsegno.analysis.formats.source import Skipped
 from dalsegno.analysis.formats.wandb_run import _messages, wandb_files
 from dalsegno.callbacks import MLflowLogger, TBLogger
-from dalsegno.callbacks.trackers import left_entries, sender
-from dalsegno.callbacks.trackers.entries import Entry, Status, Text
+from dalsegno.callbacks.trackers import sender
+from dalsegno.callbacks.trackers.description import public, without_secrets
 from dalsegno.callbacks.trackers.outbox import Outbox
-from dalsegno.callbacks.trackers.privacy import public, without_secrets
-from dalsegno.callbacks.trackers.tracker import TrackedRun, Tracker
-from dalsegno.cli import main
-from dalsegno.system.lock import DirectoryLock
+from dalsegno.callbacks.trackers.tracker import Entry, Status, Text, TrackedRun, Tracker
 from dalsegno.testing import start_ranks
 from support.loopback import Loopback
 from support.small import small_trainer
@@ -150,11 +145,6 @@ def test_entries_wait_for_a_server_that_does_not_answer(
     assert [points["loss", step] for step in range(1, STEPS + 1) if len(points["loss", step]) != 1] == []
 
 
-def test_an_argument_that_cannot_be_stored_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ds.ConfigurationError, match=r"MLflowLogger: tracking_uri=.*mlruns.*give it as a text"):
-        MLflowLogger("tests", tmp_path / "mlruns")  # type: ignore[arg-type]
-
-
 class Memory(Tracker):
     """Keeps the tags of the texts that it is given."""
 
@@ -162,6 +152,9 @@ class Memory(Tracker):
         self.tags: list[str] = []
 
     def open(self, run: TrackedRun) -> None: ...
+
+    def has(self, entry: Entry) -> bool:
+        return False
 
     def send(self, entries: Sequence[Entry]) -> None:
         self.tags += [entry.tag for entry in entries if isinstance(entry, Text)]
@@ -193,92 +186,6 @@ def test_damaged_lines_do_not_wait_for_ever(tmp_path: Path) -> None:
     sender.Sender("Memory", Memory(), outbox, lambda: run).close("finished", 600)
     assert outbox.waiting() == 0
     outbox.close()
-
-
-def send(*words: str) -> tuple[int, list[dict[str, Any]]]:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        status = main(["logs", "send", *words, "--json"])
-    return status, json.loads(printed.getvalue()) if printed.getvalue() else []
-
-
-def test_a_command_sends_what_no_leg_has_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It writes where the run wrote, although no variable here names it; and what it has sent, no later leg sends."""
-    (outcome,) = start_ranks(tracked_runs.train_without_waiting, 1, tmp_path / "run").wait(300)
-    assert outcome.exit_code == 0, outcome.error
-    store = os.environ["MLFLOW_TRACKING_URI"]
-    monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    monkeypatch.chdir(tmp_path)
-    status, (sent,) = send("run")
-    assert (status, sent["logger"], sent["waiting"]) == (0, "MLflowLogger", 0)
-    assert send("run") == (0, [sent | {"sent": 0}])
-    assert "MLFLOW_TRACKING_URI" not in os.environ and Path.cwd() == tmp_path
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
-    trainer(tmp_path / "run", tracked_runs.mlflow(), max_steps=STEPS + 2).train()
-    points = of_mlflow(tmp_path / "run")
-    assert [step for step in range(1, STEPS + 3) if len(points["loss", step]) != 1] == []
-
-
-def test_a_command_sends_nothing_where_it_cannot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["logs", "send", str(tmp_path)]) == 2
-    assert "not a run with a tracker's logger" in capsys.readouterr().err
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setenv("OF_THE_TRACKER_TOKEN", "in-the-path")
-    with Loopback("refuses") as server:
-        uri = f"http://user:password@127.0.0.1:{server.port}"
-        trainer(tmp_path / "dead", MLflowLogger("tests", uri, wait_s=0), max_steps=2, eval_steps=0).train()
-        stored = json.loads((tmp_path / "dead/logs/trackers/MLflowLogger/tracker.json").read_bytes())
-        assert stored["arguments"]["tracking_uri"] == f"http://127.0.0.1:{server.port}"
-        status, (left,) = send(str(tmp_path / "dead"), "--wait", "0.2")
-        assert (status, left["sent"]) == (1, 0) and left["waiting"] > 0
-        with DirectoryLock(tmp_path / "dead"):
-            assert main(["logs", "send", str(tmp_path / "dead")]) == 2
-        trainer(tmp_path / "secret", MLflowLogger("tests", f"{uri}/in-the-path", wait_s=0), max_steps=2).train()
-    status, (left,) = send(str(tmp_path / "secret"))
-    assert status == 1 and "tracking_uri of mlflow contained a secret" in left["error"]
-
-
-def stored(output_dir: Path, key: str, **content: Any) -> None:
-    """Write an outbox in which one entry waits, and its ``tracker.json``."""
-    outbox = Outbox(output_dir / "logs/trackers" / key)
-    outbox.add(Text(1, 0.0, "sample", "hello"))
-    outbox.close()
-    run = {"id": "0" * 16, "name": "run", "settings": {}, "code": {}}
-    valid = {"tracker": "wandb", "arguments": {}, "variables": {}, "working_directory": "/", "run": run}
-    (outbox.directory / "tracker.json").write_text(json.dumps(valid | content))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"variables": {"WANDB_MODE": "offline", "LD_PRELOAD": "/tmp/evil.so"}}, "sets LD_PRELOAD, which wandb does"),
-        ({"variables": {"WANDB_MODE": 3}}, "variables.WANDB_MODE: is 3; must be a text"),
-        ({"variables": {"WANDB_MODE": "\0"}}, "must be a text without NUL"),
-        ({"arguments": []}, "arguments: is a list of 0; must be a dict"),
-        ({"arguments": {"evil": 1}}, "does not fit this version"),
-        ({"run": {}}, "run: has no 'id'"),
-        ({"tracker": "wandbb"}, "'wandb'"),
-    ],
-)
-def test_a_command_refuses_a_connection_that_no_logger_has_written(
-    content: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stored(tmp_path, "WandbLogger", **content)
-    environment = dict(os.environ)
-    monkeypatch.setattr(left_entries, "Sender", lambda *_: pytest.fail("nothing may be sent"))
-    status, (left,) = send(str(tmp_path))
-    assert (status, left["sent"], left["waiting"]) == (1, 0, 1) and message in left["error"]
-    assert dict(os.environ) == environment
-
-
-def test_a_damaged_outbox_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
-    stored(tmp_path, "Damaged")
-    (tmp_path / "logs/trackers/Damaged/outbox.jsonl").write_bytes(b"{\n")
-    stored(tmp_path, "Other", variables={"LD_PRELOAD": "/tmp/evil.so"})
-    status, (damaged, other) = send(str(tmp_path))
-    assert status == 1 and "not an entry" in damaged["error"] and "LD_PRELOAD" in other["error"]
 
 
 def test_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,11 +56,6 @@ def trainer(output_dir: Path, logger: TrackerLogger, *callbacks: Any, **settings
     )
 
 
-def train_without_waiting(output_dir: Path) -> None:
-    """The tracker gets what it gets until training ends; the process then ends, too."""
-    trainer(output_dir, MLflowLogger("tests", wait_s=0)).train()
-
-
 def train_until_killed(output_dir: Path, name: str, step: int, settings: dict[str, Any]) -> None:
     logger = LOGGERS[name]()
     trainer(output_dir, logger, KillOnceHandedOver(logger, step), **settings).train()

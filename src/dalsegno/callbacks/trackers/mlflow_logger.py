@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from dalsegno.policies.triggers import SaveTrigger
 
-from .entries import Card, Entry, Histogram, Points, Return, Status, Text
-from .tracker import TrackedRun, Tracker
+from .tracker import Card, Entry, Histogram, Points, Return, Status, Text, TrackedRun, Tracker
 from .tracker_logger import TrackerLogger
 
 RUN_TAG = "dalsegno.run_id"
@@ -24,8 +24,6 @@ T = TypeVar("T")
 
 class MLflowTracker(Tracker):
     """Points that are sent again have the same time, so that MLflow's SQL stores ignore them."""
-
-    variables = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
 
     def __init__(self, experiment: str | None, tracking_uri: str | None) -> None:
         self._experiment, self._tracking_uri = experiment, tracking_uri
@@ -120,7 +118,6 @@ class MLflowLogger(TrackerLogger):
         ConfigurationError: if mlflow is not installed, or for an invalid value.
     """
 
-    tracker_class = MLflowTracker
     package, extra = "mlflow", "mlflow"
 
     def __init__(
@@ -132,9 +129,7 @@ class MLflowLogger(TrackerLogger):
         wait_s: float = 30.0,
         name: str | None = None,
     ) -> None:
-        super().__init__(
-            {"experiment": experiment, "tracking_uri": tracking_uri}, cards=cards, wait_s=wait_s, name=name
-        )
+        super().__init__(partial(MLflowTracker, experiment, tracking_uri), cards=cards, wait_s=wait_s, name=name)
 
 
 def _pieces(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:

@@ -25,7 +25,7 @@ from dalsegno.errors import StateMismatch
 from dalsegno.logs.archive import archive_tail, free_path
 from dalsegno.system import filesystem
 
-from .entries import Card, Entry, Return, from_line, replays, to_line
+from .tracker import Card, Entry, Return, from_line, replays, to_line
 
 logger = logging.getLogger("dalsegno")
 

@@ -6,10 +6,9 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from .entries import Entry, Return, Status
+from .description import without_secrets
 from .outbox import Outbox
-from .privacy import without_secrets
-from .tracker import TrackedRun, Tracker
+from .tracker import Entry, Return, Status, TrackedRun, Tracker
 
 logger = logging.getLogger("dalsegno")
 
@@ -31,7 +30,6 @@ class Sender:
 
     def __init__(self, name: str, tracker: Tracker, outbox: Outbox, describe: Callable[[], TrackedRun]) -> None:
         self._name, self._tracker, self._outbox, self._describe = name, tracker, outbox, describe
-        self._is_described = threading.Event()
         self._closing = threading.Event()
         self._abandoned = threading.Event()
         self._status: Status = "finished"
@@ -48,7 +46,6 @@ class Sender:
         self._outbox.wake()
         self._thread.join(timeout)
         if self._thread.is_alive():
-            self._is_described.wait()  # with the description, the entries can be sent by a command
             self._abandoned.set()
             reason = f"the tracker has not answered for {timeout:g} s"
         elif self._outbox.waiting():
@@ -61,10 +58,7 @@ class Sender:
         )
 
     def _run(self) -> None:  # at normal priority: a low one would hold the interpreter lock for longer
-        try:
-            run = self._describe()
-        finally:
-            self._is_described.set()
+        run = self._describe()
         while not self._abandoned.is_set():
             try:
                 if not self._is_open:

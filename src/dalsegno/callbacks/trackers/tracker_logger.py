@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypedDict
 
 from dalsegno.callbacks.argument_checks import number
@@ -20,34 +18,20 @@ from dalsegno.policies.triggers import SaveTrigger, save_trigger
 from dalsegno.stateful import schema
 from dalsegno.system.extras import require_extra
 
-from .connection import Connection, variables_here
-from .entries import Card, Entry, Histogram, Points, Status, Text, numbers_in
-from .model_card import model_card
+from .description import code_versions, model_card, public
 from .outbox import OUTBOXES, Outbox
-from .privacy import public
-from .provenance import code_versions
 from .sender import Sender
-from .tracker import TrackedRun, Tracker
+from .tracker import Card, Entry, Histogram, Points, Status, Text, TrackedRun, Tracker
 
 logger = logging.getLogger("dalsegno")
 
-_STATUS: dict[str | None, Status] = {
-    "exception": "failed",
-    "interrupted": "killed",
-    "aborted": "failed",
-    "died": "killed",
-    None: "killed",
-}
+_STATUS: dict[str, Status] = {"exception": "failed", "aborted": "failed", "interrupted": "killed"}
+"""By the reason for which a leg ended, if it is not "finished"."""
 
 
 class TrackerState(TypedDict):
     run_id: str
     position: schema.Count
-
-
-def status_of(reason: str | None) -> Status:
-    """Status of a leg that ended for this reason; None: without a trace."""
-    return _STATUS.get(reason, "finished")
 
 
 class TrackerLogger(RewoundWriter):
@@ -63,8 +47,7 @@ class TrackerLogger(RewoundWriter):
 
     package: ClassVar[str]
     extra: ClassVar[str]
-    """Of dalsegno, which installs the package; and the tracker's name."""
-    tracker_class: ClassVar[type[Tracker]]
+    """Of dalsegno, which installs the package."""
 
     ranks = "zero"
     sets_control_flags = False
@@ -73,20 +56,20 @@ class TrackerLogger(RewoundWriter):
     state_schema: Any = TrackerState | None
 
     def __init__(
-        self, arguments: Mapping[str, Any], *, cards: SaveTrigger | str | None, wait_s: float, name: str | None
+        self, new_tracker: Callable[[], Tracker], *, cards: SaveTrigger | str | None, wait_s: float, name: str | None
     ) -> None:
         """
         Args:
-            arguments: of ``tracker_class``: JSON values.
+            new_tracker: returns a tracker, for each call of ``train()``.
             cards: of which checkpoints a model card is sent: ``OnBest()``, ``Every(steps=1000)``, or that as text.
             wait_s: seconds that the end of training waits for the tracker.
             name: the key of its state in checkpoints; None: the class's name.
 
         Raises:
-            ConfigurationError: for an argument that is not a JSON value, an invalid value, or a missing package.
+            ConfigurationError: for an invalid value, or a missing package.
         """
         self.name = name
-        self._arguments = self._checked(arguments)
+        self._new_tracker = new_tracker
         self._cards = None if cards is None else self._trigger(cards)
         self._wait_s = number(type(self).__name__, "wait_s", wait_s, least=0)
         require_extra(self.extra, self.package, type(self).__name__)
@@ -94,16 +77,6 @@ class TrackerLogger(RewoundWriter):
         self._sender: Sender | None = None
         self._saved: TrackerState | None = None
         self._has_warned = False
-
-    def _checked(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        for name, value in arguments.items():
-            try:
-                json.dumps(value)
-            except (TypeError, ValueError):
-                raise ConfigurationError(
-                    f"{type(self).__name__}: {name}={value!r} cannot be stored in tracker.json; give it as a text"
-                ) from None
-        return arguments
 
     def _trigger(self, cards: SaveTrigger | str) -> SaveTrigger:
         try:
@@ -125,20 +98,19 @@ class TrackerLogger(RewoundWriter):
         self._saved = {"run_id": run_id, "position": outbox.position}
         settings = public(to_json(ctx.args.to_dict()))
         name = ctx.args.run_name or ctx.args.directory.name
-        variables, here = variables_here(self.tracker_class.variables), str(Path.cwd())
 
         def describe() -> TrackedRun:
-            run = TrackedRun(run_id, name, directory, settings, code_versions())
-            try:
-                Connection(self.extra, self._arguments, variables, here, run).write(outbox.directory)
-            except OSError as error:
-                logger.warning("%s: %s; only a leg of this run can send its entries", self.key, error)
-            return run
+            return TrackedRun(run_id, name, directory, settings, code_versions())
 
-        self._sender = Sender(self.key, self.tracker_class(**self._arguments), outbox, describe)
+        self._sender = Sender(self.key, self._new_tracker(), outbox, describe)
 
     def on_log(self, ctx: LogContext) -> None:
-        if values := numbers_in(ctx.logs):
+        values = {
+            name: float(value) if isinstance(value, float) else int(value)
+            for name, value in ctx.logs.items()
+            if isinstance(value, (int, float)) and name != "step"
+        }
+        if values:
             self._add(Points(ctx.state.global_step, time.time(), values))
 
     def on_save(self, ctx: SaveContext) -> None:
@@ -151,7 +123,7 @@ class TrackerLogger(RewoundWriter):
             return
         self._saved = {**self._saved, "position": outbox.position}
         outbox.make_durable()
-        sender.close(status_of(ctx.reason), self._wait_s)
+        sender.close(_STATUS.get(ctx.reason, "finished"), self._wait_s)
         outbox.close()
 
     # -- state ------------------------------------------------------------------------------------------------------

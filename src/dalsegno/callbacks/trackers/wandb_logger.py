@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,7 @@ from dalsegno.analysis.formats.source import Skipped
 from dalsegno.analysis.formats.wandb_run import wandb_files, wandb_rows
 from dalsegno.policies.triggers import SaveTrigger
 
-from .entries import Card, Entry, Histogram, Points, Return, Status, Text, names_in
-from .tracker import TrackedRun, Tracker
+from .tracker import Card, Entry, Histogram, Points, Return, Status, Text, TrackedRun, Tracker
 from .tracker_logger import TrackerLogger
 
 logger = logging.getLogger("dalsegno")
@@ -28,14 +28,14 @@ _SERVICE_WAIT_S = 120
 class WandbTracker(Tracker):
     """A row of W&B's history has all values of a step; W&B writes it once a later step begins."""
 
-    variables = ("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_MODE", "WANDB_BASE_URL")
-
     stores_at_once = False  # W&B's service keeps rows in memory
 
     def __init__(self, project: str | None, entity: str | None, mode: str | None, wait_s: float) -> None:
         self._project, self._entity, self._mode, self._wait_s = project, entity, mode, wait_s
         self._described: TrackedRun | None = None
         self._run: Any = None
+        self._arrived: set[tuple[int, str]] = set()
+        """Step and name of each value that earlier processes of an offline run have stored."""
 
     def open(self, run: TrackedRun) -> None:
         if self._described is not None:
@@ -79,10 +79,15 @@ class WandbTracker(Tracker):
         self._run.define_metric("*", step_metric=STEP)
 
     def has(self, entry: Entry) -> bool:
+        names: list[str] = []
+        if isinstance(entry, Points):
+            names = [*entry.values]
+        elif isinstance(entry, (Text, Histogram)):
+            names = [entry.tag]
         if self._run.offline:
-            return super().has(entry)
+            return bool(names) and all((entry.step, name) in self._arrived for name in names)
         is_past = bool(entry.step < self._run.step - 1)  # the step before it may have arrived in part
-        return is_past and bool(names_in(entry))
+        return is_past and bool(names)
 
     def send(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
@@ -146,7 +151,6 @@ class WandbLogger(TrackerLogger):
         ConfigurationError: if wandb is not installed, or for an invalid value.
     """
 
-    tracker_class = WandbTracker
     package, extra = "wandb", "wandb"
 
     def __init__(
@@ -159,12 +163,8 @@ class WandbLogger(TrackerLogger):
         wait_s: float = 30.0,
         name: str | None = None,
     ) -> None:
-        super().__init__(
-            {"project": project, "entity": entity, "mode": mode, "wait_s": wait_s},
-            cards=cards,
-            wait_s=wait_s,
-            name=name,
-        )
+        tracker = partial(WandbTracker, project, entity, mode, wait_s)
+        super().__init__(tracker, cards=cards, wait_s=wait_s, name=name)
 
 
 def _values(entry: Entry) -> dict[str, Any]:

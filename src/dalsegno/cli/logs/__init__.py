@@ -9,6 +9,5 @@ from __future__ import annotations
 COMMANDS = (
     *("list", "summary", "show", "tail", "plot", "heatmap", "compare", "diff", "spikes", "detect", "lineage", "export"),
     "report",
-    "send",
 )
 """In the order of the help."""
