@@ -17,7 +17,7 @@ import pytest
 from control.job import Pause, controlled_trainer
 from control.talking import OldClient, Stream, ask, connect, wait_until
 from dalsegno.callbacks import JsonLogger, TrainerControlCallback
-from dalsegno.callbacks.trainer_control import log_path_of
+from dalsegno.callbacks.control.trainer_control import log_path_of
 from dalsegno.control.jobs import list_jobs, remove_dead
 from dalsegno.errors import ConfigurationError, DalsegnoError, NotRunning
 from dalsegno.logs.reader import read_records

@@ -55,8 +55,8 @@ def test_a_callback_a_dialect_and_a_command_as_described(tmp_path: Path) -> None
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(code)
     built_ins = package / "callbacks" / "__init__.py"
-    _insert(built_ins, "\n    from .highest_loss import HighestLoss as HighestLoss", after="if TYPE_CHECKING:")
-    _insert(built_ins, '\n    "highest_loss": ("HighestLoss",),', after="_HOMES = {")
+    _insert(built_ins, "\n    from .loggers.highest_loss import HighestLoss as HighestLoss", after="if TYPE_CHECKING:")
+    _insert(built_ins, '\n    "loggers.highest_loss": ("HighestLoss",),', after="_HOMES = {")
     _insert(package / "cli" / "logs" / "__init__.py", '"count", ', after="*(")
 
     code = f"import sys; sys.path.insert(0, {str(package.parent)!r})\n{USE}"

@@ -59,7 +59,7 @@ def test_a_step_that_does_not_log_calls_few_functions(tmp_path: Path) -> None:
     calls = {name: count / STEPS for name, count in counter.calls.items() if not name.startswith(WITNESS)}
     assert 30 < sum(calls.values()) < 68, calls
     files = {name.partition(":")[0] for name in calls}
-    assert not files & {"system/lock.py", "callbacks/progress_callback.py", "distributed/layout.py"}
+    assert not files & {"system/lock.py", "callbacks/loggers/progress_callback.py", "distributed/layout.py"}
 
 
 class Sleeper(ds.Callback):

@@ -5,16 +5,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Container, Iterable
 
+from dalsegno.callbacks.control.adjustments import GarbageCollection
+from dalsegno.callbacks.loggers.info_callback import InfoCallback
+from dalsegno.callbacks.loggers.progress_callback import ProgressCallback
+from dalsegno.callbacks.profiling.speed import DefaultMetrics
 from dalsegno.distributed import collectives
 from dalsegno.events.callback import Callback
 
-from .default_metrics import DefaultMetrics
-from .garbage_collection import GarbageCollection
-from .info_callback import InfoCallback
-from .progress_callback import ProgressCallback
-
 _TRACKERS = {
-    "tensorboard": ("tb_logger", "TBLogger"),
+    "tensorboard": ("loggers.tb_logger", "TBLogger"),
     "wandb": ("trackers.wandb_logger", "WandbLogger"),
     "mlflow": ("trackers.mlflow_logger", "MLflowLogger"),
 }

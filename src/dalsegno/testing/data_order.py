@@ -6,7 +6,7 @@ from typing import Annotated, Any, TypedDict
 
 import xxhash
 
-from dalsegno.callbacks.measures.module_outputs import tensors_in
+from dalsegno.callbacks.watchers.dump_activations import tensors_in
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import MicrobatchBeginContext
 from dalsegno.stateful.schema import Count, Must

@@ -19,9 +19,8 @@ from callbacks.trackers.tracked_runs import STEPS, trainer
 from dalsegno.analysis.formats.source import Skipped
 from dalsegno.analysis.formats.wandb_run import _messages, wandb_files
 from dalsegno.callbacks import MLflowLogger, TBLogger
-from dalsegno.callbacks.trackers import sender
 from dalsegno.callbacks.trackers.description import public, without_secrets
-from dalsegno.callbacks.trackers.outbox import Outbox
+from dalsegno.callbacks.trackers.outbox import Outbox, Sender
 from dalsegno.callbacks.trackers.tracker import Entry, Status, Text, TrackedRun, Tracker
 from dalsegno.testing import start_ranks
 from support.loopback import Loopback
@@ -35,7 +34,7 @@ Points = dict[tuple[str, int], list[Any]]
 def local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setattr(sender, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("dalsegno.callbacks.trackers.outbox.FIRST_PAUSE_S", 0.05)
 
 
 def of_wandb(output_dir: Path) -> Points:
@@ -169,7 +168,7 @@ def test_entries_that_a_failed_thread_leaves_are_reported(tmp_path: Path, caplog
 
     outbox = Outbox(tmp_path)
     outbox.add(Text(1, 0.0, "sample", "hello"))
-    sender.Sender("Memory", Memory(), outbox, describe).close("finished", 600)
+    Sender("Memory", Memory(), outbox, describe).close("finished", 600)
     assert "Memory: the sender's thread has failed; 1 entries wait in" in caplog.text
     outbox.close()
 
@@ -183,7 +182,7 @@ def test_damaged_lines_do_not_wait_for_ever(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path)
     outbox.replay_from(0)  # the text is awaited: only damaged lines wait
     run = TrackedRun("0" * 16, "run", tmp_path, {}, {})
-    sender.Sender("Memory", Memory(), outbox, lambda: run).close("finished", 600)
+    Sender("Memory", Memory(), outbox, lambda: run).close("finished", 600)
     assert outbox.waiting() == 0
     outbox.close()
 

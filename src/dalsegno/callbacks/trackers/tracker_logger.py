@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypedDict
 
 from dalsegno.callbacks.argument_checks import number
-from dalsegno.callbacks.rewound_writer import RewoundWriter
+from dalsegno.callbacks.loggers.summary_writer import RewoundWriter
+from dalsegno.callbacks.trackers.outbox import Sender
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.contexts import LogContext, SaveContext, TrainBeginContext, TrainEndContext
@@ -20,7 +21,6 @@ from dalsegno.system.extras import require_extra
 
 from .description import code_versions, model_card, public
 from .outbox import OUTBOXES, Outbox
-from .sender import Sender
 from .tracker import Card, Entry, Histogram, Points, Status, Text, TrackedRun, Tracker
 
 logger = logging.getLogger("dalsegno")

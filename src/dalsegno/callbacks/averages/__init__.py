@@ -1,0 +1,1 @@
+"""Averages of the weights: EMA and ModelMerge."""

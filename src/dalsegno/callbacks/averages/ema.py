@@ -1,0 +1,114 @@
+"""EMA: an exponential moving average of the weights, used in evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import AbstractContextManager
+from typing import Any, TypedDict
+
+from torch import Tensor, nn
+
+from dalsegno.callbacks.argument_checks import flag, number, whole
+from dalsegno.callbacks.averages.averaged_weights import Averages, name_evaluated_weights
+from dalsegno.errors import ConfigurationError
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import Context, EvaluateBeginContext, EvaluateEndContext, StepEndContext
+from dalsegno.stateful.schema import Count
+
+
+class EMAState(TypedDict):
+    """State that is saved with the averages."""
+
+    updates: Count
+
+
+class EMA(Callback):
+    """Keeps an exponential moving average of the weights, which evaluations use.
+
+    After each step, ``average ← decay · average + (1 − decay) · weights``.
+
+    Averages start at the run's first weights. They cover all trained parameters, a tied one once; parameters of fewer
+    than 32 bits are averaged in fp32, so that small changes are not lost. Buffers (running statistics) are not
+    averaged: an evaluation uses the model's present ones.
+
+    Averages are sharded like the weights: under FSDP2 each rank has those of its shards. Each checkpoint contains them,
+    and they are resharded with the model; ``export_model(..., average="EMA")`` writes them. In an evaluation the
+    averages are swapped into the model; the weights are restored afterwards, also after an exception. Meanwhile that
+    needs memory for a copy of the weights. With several such callbacks, the first one's averages are evaluated. The
+    evaluation's record names them: ``evaluated_weights`` is this callback's key. The model in checkpoints is the
+    trained one.
+
+    Averaging: Polyak and Juditsky 1992, "Acceleration of Stochastic Approximation by Averaging"; with exponential
+    weights: Kingma and Ba 2015, "Adam" (arXiv:1412.6980), section 7.2. The warm-up is that of TensorFlow's
+    ``ExponentialMovingAverage``.
+
+    Args:
+        decay: factor of the average at each update, from 0 to below 1. Averages over about 1 / (1 − decay) updates.
+        every: steps between updates.
+        warmup: the n-th update (from 0) uses ``min(decay, (1 + n) / (10 + n))``, so that the first weights soon lose
+            their influence.
+        name: the callback's key, and the averages' name in checkpoints; None: the class's name.
+
+    Raises:
+        ConfigurationError: for an invalid value.
+    """
+
+    sets_control_flags = False
+    background_safe = False
+    state_schema = EMAState
+
+    def __init__(self, decay: float = 0.999, *, every: int = 1, warmup: bool = False, name: str | None = None) -> None:
+        self.name = name
+        self._decay = number("EMA", "decay", decay, least=0)
+        if decay >= 1:
+            raise ConfigurationError(f"EMA: decay={decay!r}; needs a number below 1: at 1 the average never moves")
+        self._every = whole("EMA", "every", every)
+        self._warmup = flag("EMA", "warmup", warmup)
+        self._updates = 0
+        self._averages = Averages()
+        self._is_evaluated = False
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Swap the averages into the model: ``with ema.averaged():``. Must be entered on all ranks.
+
+        Raises:
+            ConfigurationError: if averages of any callback are already swapped in, as in an evaluation; or if nothing
+                was restored and no training has begun.
+        """
+        return self._averages.averaged(self.key)
+
+    def _begin(self, ctx: Context) -> None:
+        self._averages.begin(ctx.model, self.key, were_saved=self._updates > 0)
+
+    on_train_begin = _begin
+    on_rollback = _begin
+    on_load = _begin  # so that a finished run's averages can be evaluated: it begins no training
+
+    def on_step_end(self, ctx: StepEndContext) -> None:
+        if not self._averages.have_begun:  # added in the middle of a leg
+            self._begin(ctx)
+        if ctx.step % self._every == 0:
+            self._averages.follow_trained(ctx.model, self.key)
+            decay = min(self._decay, (1 + self._updates) / (10 + self._updates)) if self._warmup else self._decay
+            self._averages.approach(1 - decay)
+            self._updates += 1
+
+    def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
+        self._is_evaluated = self._averages.put_in_place(self.key)
+        name_evaluated_weights(ctx)
+
+    def on_evaluate_end(self, ctx: EvaluateEndContext) -> None:
+        if self._is_evaluated:
+            self._averages.take_back()
+        self._is_evaluated = False
+
+    def sharded_state(self, model: nn.Module) -> tuple[dict[str, Tensor], EMAState]:
+        """Return the averages by parameter name."""
+        return self._averages.follow(model), {"updates": self._updates}
+
+    def tensors_to_load(self, model: nn.Module, rest: Any) -> dict[str, Tensor]:
+        return self._averages.expect(model)
+
+    def load_sharded_state(self, names: Collection[str], rest: Any) -> None:
+        self._averages.note_restored(names)
+        self._updates = rest["updates"]

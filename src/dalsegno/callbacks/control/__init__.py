@@ -1,0 +1,1 @@
+"""Callbacks that stop, steer or change a run."""

@@ -1,0 +1,173 @@
+"""ScaleLoss, SkipSamples, ScopedFlags, GarbageCollection: small changes to how a run trains."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import torch
+
+from dalsegno.callbacks.argument_checks import mapping, number, whole
+from dalsegno.distributed import collectives
+from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import BackwardContext, EpochContext, StepDoneContext, TrainBeginContext, TrainEndContext
+from dalsegno.stateful.schema import Count
+
+
+class ScaleLoss(Callback):
+    """Multiplies every micro-batch's loss by ``value``; gradients and the logged loss scale with it.
+
+    Evaluation does not change. Gradient clipping and Adam cancel much of the effect.
+
+    Raises:
+        ConfigurationError: if ``value`` is not a finite number.
+    """
+
+    sets_control_flags = False
+    background_safe = False
+
+    def __init__(self, value: float) -> None:
+        self._value = number("ScaleLoss", "value", value)
+
+    def on_before_backward(self, ctx: BackwardContext) -> None:
+        ctx.outputs["loss"] = ctx.outputs["loss"] * self._value
+
+
+class SkipSamplesState(TypedDict):
+    left: Count
+
+
+class SkipSamples(Callback):
+    """Skips the first ``n`` samples that the run would train on.
+
+    Samples are counted over all ranks, in the order in which the run would read them, shuffled or not; skipping extends
+    over several epochs if ``n`` is larger than one. Skipped samples of a map dataset are not loaded. An iterable
+    dataset, a dataset with state, and a user's own loader are read in whole micro-batches: the micro-batch with the
+    last skipped sample is skipped entirely. This happens once in a run, before its first step, however often the run is
+    resumed. Epochs count skipped samples, ``state.samples_seen`` does not.
+
+    Args:
+        n: number of samples.
+
+    Raises:
+        ConfigurationError: if ``n`` is not an integer of at least 0.
+    """
+
+    sets_control_flags = False
+    background_safe = False
+    state_schema = SkipSamplesState
+
+    def __init__(self, n: int) -> None:
+        self._left = whole("SkipSamples", "n", n, least=0)
+
+    def on_epoch_begin(self, ctx: EpochContext) -> None:
+        if self._left and ctx.state.global_step == 0:  # a run added to later has no first samples left
+            here = ctx.trainer.skip_samples(self._left)
+            (passed,) = collectives.all_reduce_max([here], "SkipSamples")  # loaders may differ
+            self._left = max(0, self._left - passed)
+
+    def state_dict(self) -> SkipSamplesState:
+        return {"left": self._left}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._left = state["left"]
+
+
+class ScopedFlags(Callback):
+    """Sets flags of ``torch.backends``, such as TF32, while training runs, and restores them however it ends.
+
+    ::
+
+        ScopedFlags({"cuda.matmul.allow_tf32": True, "cudnn.benchmark": True})
+
+    Args:
+        flags: values by name below ``torch.backends``; a value must have the flag's type.
+
+    Raises:
+        UnknownName: for an unknown flag; the message names the nearest.
+        ConfigurationError: for a value of another type.
+    """
+
+    sets_control_flags = False
+
+    def __init__(self, flags: Mapping[str, Any]) -> None:
+        for name, value in mapping("ScopedFlags", "flags", flags).items():
+            owner, attribute = _place(name)
+            present = getattr(owner, attribute)
+            if type(value) is not type(present):
+                raise ConfigurationError(
+                    f"ScopedFlags: {name}={value!r}; torch.backends.{name} is a {type(present).__name__} ({present!r})"
+                )
+        self._flags = dict(flags)
+        self._before: dict[str, Any] = {}
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        for name, value in self._flags.items():
+            owner, attribute = _place(name)
+            self._before[name] = getattr(owner, attribute)
+            setattr(owner, attribute, value)
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        while self._before:
+            name, value = self._before.popitem()
+            owner, attribute = _place(name)
+            setattr(owner, attribute, value)
+
+
+def _place(name: str) -> tuple[Any, str]:
+    """Return the module or object that has the flag, and the flag's attribute name."""
+    owner: Any = torch.backends
+    *path, attribute = name.split(".")
+    for step in path:
+        _require(owner, step, name)
+        owner = getattr(owner, step)
+    _require(owner, attribute, name)
+    return owner, attribute
+
+
+def _require(owner: Any, attribute: str, name: str) -> None:
+    if attribute.startswith("_") or not hasattr(owner, attribute):
+        before = name.rpartition(attribute)[0]
+        known = {each for each in (*dir(owner), *dir(type(owner))) if not each.startswith("_")}
+        raise UnknownName("ScopedFlags: flag", name, sorted(f"{before}{each}" for each in known))
+
+
+class GarbageCollection(Callback):
+    """Turns off Python's automatic garbage collection during training, and collects every ``every`` steps.
+
+    Automatic collection happens after a number of allocations, at another moment on each rank, and all other ranks wait
+    for that rank in the next collective. After the same steps on all ranks, they wait once for all. These collections
+    cover generation 1; those at the leg's beginning and end cover all generations. The previous setting is restored at
+    the end of training, also after an exception.
+
+    Added by default on several ranks; ``trainer.remove_callback("GarbageCollection")`` keeps automatic collection.
+
+    Args:
+        every: steps between collections.
+
+    Raises:
+        ConfigurationError: if ``every`` is not an integer.
+    """
+
+    sets_control_flags = False
+    background_safe = False
+
+    def __init__(self, every: int = 1000) -> None:
+        self._every = whole("GarbageCollection", "every", every)
+        self._was_enabled = False
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._was_enabled = gc.isenabled()
+        gc.disable()
+        gc.collect()
+
+    def on_step_done(self, ctx: StepDoneContext) -> None:
+        if ctx.step % self._every == 0:
+            gc.collect(1)
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        if self._was_enabled:
+            gc.enable()
+        gc.collect()

@@ -1,0 +1,88 @@
+"""EarlyStopping: stops a run whose metric no longer improves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, TypedDict
+
+from dalsegno.callbacks.argument_checks import number, one_of, text, whole
+from dalsegno.errors import UnknownName
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import EvaluateContext
+from dalsegno.stateful.schema import Count
+
+
+class EarlyStoppingState(TypedDict):
+    best: float | None
+    best_step: int
+    bad: Count
+
+
+class EarlyStopping(Callback):
+    """Stops training, with a checkpoint, when a metric has not improved in ``patience`` consecutive evaluations.
+
+    Best value and count are part of each checkpoint: a resumed run stops where an uninterrupted one would. The stop is
+    final: started again, the run does not train until ``max_steps`` is raised or ``train(continue_stopped=True)`` is
+    called; the count then starts again. NaN does not count as an improvement.
+
+    Args:
+        metric: name of an evaluation metric, with or without ``eval_``.
+        patience: number of consecutive evaluations without an improvement that stops training.
+        min_delta: an improvement must exceed this, in the metric's unit.
+        mode: ``"min"`` for a metric that should fall, ``"max"`` for one that should rise.
+        name: the key of its state in checkpoints; None: the class's name.
+
+    Raises:
+        ConfigurationError: for an invalid value; when training begins, if there is no evaluation set.
+        UnknownName: at the first evaluation, if no evaluation set has the metric; the message names the nearest.
+    """
+
+    needs_evaluations = True
+    state_schema = EarlyStoppingState
+
+    def __init__(
+        self,
+        metric: str = "eval_loss",
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: Literal["min", "max"] = "min",
+        *,
+        name: str | None = None,
+    ) -> None:
+        self.name = name
+        metric = text("EarlyStopping", "metric", metric)
+        self._metric = metric if metric.startswith("eval_") else f"eval_{metric}"
+        self._patience = whole("EarlyStopping", "patience", patience)
+        self._min_delta = number("EarlyStopping", "min_delta", min_delta, least=0)
+        self._sign = -1.0 if one_of("EarlyStopping", "mode", mode, ["min", "max"]) == "max" else 1.0
+        self._best: float | None = None
+        self._best_step = 0
+        self._bad = 0
+        self._seen: dict[str, Any] = {}  # metrics by evaluation set, until one has the metric
+
+    def on_evaluate(self, ctx: EvaluateContext) -> None:
+        if self._metric not in ctx.metrics:
+            self._note_missing(ctx)
+            return
+        self._seen = {}
+        value, step = float(ctx.metrics[self._metric]), ctx.state.global_step
+        if not math.isnan(value) and (self._best is None or self._sign * (self._best - value) > self._min_delta):
+            self._best, self._best_step, self._bad = value, step, 0
+            return
+        self._bad += 1
+        if self._bad >= self._patience:
+            bad, self._bad = self._bad, 0
+            best = "never was a number" if self._best is None else f"was best at step {self._best_step}: {self._best:g}"
+            ctx.control.stop(f"{self._metric} {best}; no better in {bad} evaluations, now {value:g}", final=True)
+
+    def state_dict(self) -> EarlyStoppingState:
+        return {"best": self._best, "best_step": self._best_step, "bad": self._bad}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._best, self._best_step, self._bad = state["best"], state["best_step"], state["bad"]
+
+    def _note_missing(self, ctx: EvaluateContext) -> None:
+        if ctx.name in self._seen:  # every set has been evaluated, and none has the metric
+            known = {metric for metrics in self._seen.values() for metric in metrics}
+            raise UnknownName("EarlyStopping: metric", self._metric, sorted(known))
+        self._seen[ctx.name] = list(ctx.metrics)

@@ -1,0 +1,1 @@
+"""Callbacks that show and write what is logged."""

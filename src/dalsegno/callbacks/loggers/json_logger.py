@@ -1,0 +1,162 @@
+"""JsonLogger, and RecordCallback: the base class of all callbacks that write a log file."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dalsegno.callbacks.argument_checks import folder
+from dalsegno.errors import ConfigurationError
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import Context, LogContext, TrainBeginContext, TrainEndContext
+from dalsegno.logs import RecordLog
+from dalsegno.logs.rewind import PositionState
+
+logger = logging.getLogger("dalsegno")
+
+
+class RecordCallback(Callback):
+    """Writes records into a log on rank 0; a resume cuts the log back to its length at the checkpoint.
+
+    The file is open from on_train_begin to on_train_end. A second ``train()`` appends. A record that cannot be written
+    (say, the disk is full) does not end the run: its loss is logged, and the next record is tried.
+    """
+
+    sets_control_flags = False
+    state_compared = False  # the file's offset, which only rank 0 knows
+    state_schema: Any = PositionState | None
+
+    def __init__(self, path: str | Path) -> None:
+        """``path`` is relative to ``output_dir``; its suffix chooses the format: see :class:`RecordLog`."""
+        self._path = path
+        self._log: RecordLog | None = None
+        self._position: Any = None
+        """RecordLog state from which the log continues when it is opened; None: from the beginning."""
+        self._lost: list[int] = []  # steps of the records lost since the last one that was written
+
+    @property
+    def writing(self) -> bool:
+        """Whether :meth:`write` reaches a file: on rank 0, while training runs."""
+        return self._log is not None
+
+    @property
+    def log_path(self) -> Path | None:
+        """The file that is written; None while none is."""
+        log = self._log
+        return None if log is None else log.path
+
+    def write(self, ctx: Context, values: Mapping[str, Any]) -> None:
+        """Append one record: timestamp, step and epoch, then ``values``."""
+        if self._log is not None:
+            now = {"timestamp": time.time(), "global_step": ctx.state.global_step, "epoch": ctx.state.epoch}
+            try:
+                self._log.append({**now, **values})
+            except OSError as error:
+                self._note_loss(self._log, ctx.state.global_step, error)
+            else:
+                self._log_loss(self._log, "is written again")
+
+    def header(self) -> Mapping[str, Any] | None:
+        """Return the first record of the file; None for no such record."""
+        return None
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        if not ctx.state.is_world_process_zero:
+            return
+        log = RecordLog(self._path, ctx.args.directory, self._first_record)
+        log.open(self._position)
+        self._log = log
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        if self._log is not None:
+            self._log_loss(self._log, "ends incomplete")
+            self._position = self._log.state()
+            self._log.make_durable()
+            self._log.close()
+            self._log = None
+
+    def state_dict(self) -> Any:
+        return self._position if self._log is None else self._log.state()
+
+    def make_durable(self) -> None:
+        """Fsync the file: the length in a checkpoint must be on disk before the checkpoint is published."""
+        log = self._log
+        if log is not None:
+            log.make_durable()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Cut the log back at once if it is open (rollback), else when it is opened."""
+        self._position = state
+        if self._log is not None:
+            self._log.make_durable()
+            self._log.open(state)
+
+    def _first_record(self) -> Mapping[str, Any] | None:
+        header = self.header()
+        return None if header is None else {"timestamp": time.time(), **header}
+
+    def _note_loss(self, log: RecordLog, step: int, error: OSError) -> None:
+        if not self._lost:
+            logger.error("%s: the record of step %d is lost (%s); training continues", log.path, step, error)
+        self._lost.append(step)
+
+    def _log_loss(self, log: RecordLog, state: str) -> None:
+        """Log how many records were lost, if any."""
+        if self._lost:
+            count, first, last = len(self._lost), self._lost[0], self._lost[-1]
+            logger.warning("%s %s: %d records are lost, of steps %d to %d", log.path, state, count, first, last)
+            self._lost.clear()
+
+
+RESERVED = ("timestamp", "kind", "global_step", "epoch")
+
+
+class JsonLogger(RecordCallback):
+    """Logs training, evaluations and the run's end as JSON lines, which ``dalsegno logs`` reads.
+
+    Writes one record at each on_log: ``timestamp`` (UTC seconds), ``global_step``, ``epoch``, the metrics.
+
+    Training records have no ``kind``; other records have ``eval``, ``final`` or ``user``. The record of an evaluation
+    of averaged weights has ``evaluated_weights``, the key of the callback that averages. The first record of a run has
+    ``kind`` ``header`` and contains the keyword arguments::
+
+        JsonLogger(run="baseline", lr=3e-4)
+
+    A resumed run cuts the file back to its checkpoint; later records are moved to ``logs/rewound/``. Two loggers in one
+    run need different names and paths.
+
+    Args:
+        path: relative to ``output_dir``; None: ``logs/train.jsonl``. With the suffix ``.json`` the file is a JSON array
+            that is valid after every record, with ``.jsonl`` it has one record per line.
+        name: the key of its state in checkpoints; None: the class's name.
+        header: further entries of the first record, as JSON values.
+
+    Raises:
+        ConfigurationError: for a header key that is part of every record.
+    """
+
+    ranks = "zero"
+
+    def __init__(self, *, path: str | Path | None = None, name: str | None = None, **header: Any) -> None:
+        super().__init__("logs/train.jsonl" if path is None else folder("JsonLogger", "path", path))
+        self.name = name
+        taken = [key for key in RESERVED if key in header]
+        if taken:
+            raise ConfigurationError(f"JsonLogger: {taken[0]}= is part of every record; use another key")
+        self._header = header
+        self._warned_not_writing = False
+
+    def header(self) -> Mapping[str, Any]:
+        return {"kind": "header", **self._header}
+
+    def on_log(self, ctx: LogContext) -> None:
+        if self.writing:
+            kind = {} if ctx.kind == "train" else {"kind": ctx.kind}
+            weights = {"evaluated_weights": ctx.evaluated_weights} if ctx.evaluated_weights else {}
+            self.write(ctx, {**kind, **weights, **ctx.logs})
+        elif not self._warned_not_writing:
+            self._warned_not_writing = True
+            logger.warning("%s writes while training runs; what is logged before or after is not kept", self.key)

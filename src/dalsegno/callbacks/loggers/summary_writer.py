@@ -1,0 +1,222 @@
+"""ResumableSummaryWriter: a TensorBoard writer whose curves continue after a resume without duplicates or gaps."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
+
+from dalsegno.callbacks.argument_checks import folder
+from dalsegno.distributed import collectives
+from dalsegno.errors import ConfigurationError
+from dalsegno.events.callback import Binder, Callback
+from dalsegno.events.contexts import Context, LoadContext, RollbackContext, TrainBeginContext, TrainEndContext
+from dalsegno.events.table import Event
+from dalsegno.logs.event_files import EventPosition, EventState, lengths, make_durable, rewind_events
+from dalsegno.state import Handler
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+logger = logging.getLogger("dalsegno")
+
+
+class RewoundWriter(Callback):
+    """Base class of callbacks with methods of torch's ``SummaryWriter``."""
+
+    _is_bound = False
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it is among the callbacks of a run."""
+        return self._is_bound
+
+    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
+        self._is_bound = True
+        return super().bound_handlers(binder)
+
+
+def check_rewound(owner: str, summary_writer: Any) -> None:
+    """Refuse a :class:`RewoundWriter` that no run has among its callbacks: no resume would rewind it."""
+    if isinstance(summary_writer, RewoundWriter) and not summary_writer.is_bound:
+        raise ConfigurationError(
+            f"{owner}: its summary_writer {summary_writer.key} is in no trainer's list of callbacks; "
+            "callbacks=[writer, …]"
+        )
+
+
+class ResumableSummaryWriter(RewoundWriter):
+    """A TensorBoard ``SummaryWriter`` whose curves continue exactly after a resume.
+
+    It is a callback, too: pass it to the trainer, and write through it::
+
+        writer = ResumableSummaryWriter()
+        trainer = ds.Trainer(..., callbacks=[writer, PeakMemory(summary_writer=writer)])
+        writer.add_scalar("my/number", 3.0, global_step=10)     # on rank 0; on other ranks nothing
+
+    The first write opens a file; the end of training closes it. Events are on disk before a checkpoint that counts them
+    is published. A resumed run continues in the same directory: events after the checkpoint, and only these, are moved
+    into ``rewound/`` beside it, and a running TensorBoard is made to purge them. File names contain the writer's key,
+    so several writers may share a directory.
+
+    Before and after training, writes go to a separate file in the directory, which is flushed after each; no checkpoint
+    counts it, and no resume moves it.
+
+    Args:
+        log_dir: relative to the ``output_dir`` of the writer's trainer, or absolute. A resumed run continues in the
+            directory of its checkpoint, even if another one is given now; if that no longer exists, it begins in the
+            given one, with a warning.
+        name: the key of its state in checkpoints; None: the class's name.
+
+    Raises:
+        ConfigurationError: on a write before the writer is among a trainer's callbacks, if ``log_dir`` is relative.
+    """
+
+    _first_in: ClassVar[WeakValueDictionary[Path, ResumableSummaryWriter]] = WeakValueDictionary()
+    """The writer of this leg that first opened a file in a directory."""
+
+    sets_control_flags = False
+    state_schema = EventState
+    state_compared = False  # the files' lengths, which only rank 0 knows
+
+    def __init__(self, log_dir: str | Path = "logs/tensorboard", *, name: str | None = None) -> None:
+        self.name = name
+        self._log_dir = folder("ResumableSummaryWriter", "log_dir", log_dir)
+        self._output_dir: Path | None = None  # once a trainer is built
+        self._folder: Path | None = None  # while training runs, on rank 0
+        self._writer: SummaryWriter | None = None
+        self._outside: SummaryWriter | None = None  # before and after training
+        self._saved = EventPosition(0, {})
+        self._events = 0
+        self._first_step: int | None = None  # first step of a resumed leg
+
+    def on_init_end(self, ctx: Context) -> None:
+        self._output_dir = ctx.args.directory
+
+    def on_load(self, ctx: LoadContext) -> None:
+        self._first_step = ctx.step + 1
+
+    def on_rollback(self, ctx: RollbackContext) -> None:
+        self._first_step = ctx.to_step + 1  # the files are opened with the next event
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._output_dir = ctx.args.directory
+        if self._outside is not None:
+            self._outside.close()
+            self._outside = None
+        if ctx.state.is_world_process_zero:
+            self._log_dir = self._resumed_log_dir(ctx.args.directory)
+            self._folder = ctx.args.directory / self._log_dir
+            self._go_back()
+
+    def _resumed_log_dir(self, output_dir: Path) -> Path:
+        """Return the directory that the checkpoint's events are in, if it still exists; else the given one."""
+        saved = None if self._saved.log_dir is None else Path(self._saved.log_dir)
+        if saved is None or saved == self._log_dir:
+            return self._log_dir
+        if not any(self._saved.files.values()) or (output_dir / saved).is_dir():
+            logger.info("%s: continues in %s, the directory of the checkpoint, not %s", self.key, saved, self._log_dir)
+            return saved
+        logger.warning(
+            "%s: %s no longer exists; its events are lost, and new ones are in %s",
+            *(self.key, output_dir / saved, output_dir / self._log_dir),
+        )
+        self._saved = EventPosition(self._saved.events, {}, str(self._log_dir))
+        return self._log_dir
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._folder is not None:
+            self._first_in.pop(self._folder, None)
+            self._saved = self._position(self._folder)
+        self._folder, self._first_step = None, None
+
+    def state_dict(self) -> EventState:
+        if self._folder is None:
+            return self._saved.to_state()
+        self.flush()
+        return self._position(self._folder).to_state()
+
+    def _position(self, folder: Path) -> EventPosition:
+        return EventPosition(self._events, lengths(folder, self._mark), str(self._log_dir))
+
+    def load_state_dict(self, state: Any) -> None:
+        """Rewind the files at once during training (rollback), else when training begins."""
+        self._saved = EventPosition.from_state(state)
+        if self._folder is not None:
+            self._go_back()
+
+    def make_durable(self) -> None:
+        """Fsync the files: their lengths in a checkpoint must be on disk before the checkpoint is published."""
+        if self._folder is not None:
+            make_durable(self._folder, self._mark)
+
+    def flush(self) -> None:
+        """Write buffered events to the operating system."""
+        for writer in (self._writer, self._outside):
+            if writer is not None:
+                writer.flush()
+
+    def close(self) -> None:
+        """Same as :meth:`flush`; for programs that close their writer."""
+        self.flush()
+
+    @property
+    def _mark(self) -> str:
+        """Suffix of this writer's file names."""
+        return "." + re.sub(r"[^\w-]", "_", self.key)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return ``add_scalar``, ``add_text`` and any other ``add_…`` method of torch's SummaryWriter."""
+        if not name.startswith("add_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return partial(self._add, name)
+
+    def _add(self, name: str, /, *args: Any, **named: Any) -> None:
+        if collectives.rank() != 0:
+            return
+        if self._folder is not None:
+            getattr(self._opened(self._folder), name)(*args, **named)
+            self._events += 1
+        else:
+            outside = self._opened_outside(name)
+            getattr(outside, name)(*args, **named)
+            outside.flush()  # the process may end without a further call
+
+    def _opened_outside(self, name: str) -> SummaryWriter:
+        if self._outside is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            if self._output_dir is None and not self._log_dir.is_absolute():
+                raise ConfigurationError(
+                    f"{self.key}.{name}(): {self._log_dir} is relative to the run's output_dir, which this writer gets "
+                    "from the trainer that is built with it: callbacks=[writer, …]; or give an absolute log_dir"
+                )
+            directory = (self._output_dir or Path()) / self._log_dir
+            self._outside = SummaryWriter(str(directory), filename_suffix=f"{self._mark}.outside")
+        return self._outside
+
+    def _go_back(self) -> None:
+        assert self._folder is not None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        rewind_events(self._folder, self._mark, self._saved.files)
+        self._events = self._saved.events
+
+    def _opened(self, folder: Path) -> SummaryWriter:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # The purge step is for a TensorBoard that has already read the tail, which is now in rewound/. It purges
+            # the events of every writer from that step on: so the first writer sets it, before the others write.
+            is_first = self._first_in.setdefault(folder, self) is self
+            purge_step = self._first_step if is_first else None
+            self._writer = SummaryWriter(str(folder), purge_step=purge_step, filename_suffix=self._mark)
+        return self._writer

@@ -1,1 +1,0 @@
-"""Quantities that several callbacks report: FLOPs, memory and spectral norms."""

@@ -1,0 +1,1 @@
+"""Norms, spectra and histograms of weights and gradients."""

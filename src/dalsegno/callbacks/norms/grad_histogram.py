@@ -1,0 +1,105 @@
+"""GradHistogram: histograms of the magnitudes of each parameter's gradient entries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dalsegno.callbacks.argument_checks import whole, writer
+from dalsegno.callbacks.loggers.json_logger import RecordCallback
+from dalsegno.callbacks.loggers.summary_writer import check_rewound
+from dalsegno.distributed import accelerator
+from dalsegno.distributed.sharded_tensors import gradient_shards, reduced
+from dalsegno.events.contexts import Context, StepEndContext, TrainBeginContext
+
+LOWEST, HIGHEST = -40, 16
+"""Exponents of two that bound the bins, one bin per power; the outermost bins include all beyond."""
+_BINS = HIGHEST - LOWEST
+_COLUMNS = _BINS + 2  # zeros, bins, not finite
+
+
+class GradHistogram(RecordCallback):
+    """Logs a histogram of each parameter's gradient every ``every`` steps, in ``logs/grad_histograms.jsonl``.
+
+    ``counts`` holds, for each parameter with a gradient, the number of its entries in each bin by magnitude: bin ``i``
+    is 2^(``lowest`` + i) ≤ |g| < 2^(``lowest`` + i + 1), from ``lowest`` = -40; the first and the last bin include
+    smaller and larger entries. ``zeros`` and ``nonfinite`` count entries in no bin. Gradients are of the whole model,
+    reduced, unscaled and not clipped. Other steps cost nothing.
+
+    Args:
+        every: steps between records.
+        summary_writer: also gets each histogram, as ``gradients/<parameter>``, over log2 |g|: a logger of a tracker or
+            a :class:`ResumableSummaryWriter` that is also among the trainer's callbacks, or any object with torch's
+            ``add_histogram_raw``.
+
+    Raises:
+        ConfigurationError: if ``every`` is not an integer, or for a writer without this method.
+    """
+
+    def __init__(self, every: int = 100, summary_writer: Any = None) -> None:
+        super().__init__("logs/grad_histograms.jsonl")
+        self._every = whole("GradHistogram", "every", every)
+        self._writer = writer("GradHistogram", summary_writer, "add_histogram_raw")
+        self._names: list[str] = []
+        self._counts: Tensor | None = None
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        check_rewound("GradHistogram", self._writer)
+        super().on_train_begin(ctx)
+
+    def on_gradients_ready(self, ctx: Context) -> None:
+        if (ctx.state.global_step + 1) % self._every == 0:
+            pieces = gradient_shards(ctx.model)
+            counts = reduced(pieces, lambda tensors: torch.stack([_histogram(each) for each in tensors]))
+            existing = [number for number, piece in enumerate(pieces) if piece.exists]
+            self._names, self._counts = [pieces[number].name for number in existing], counts[existing]
+
+    def on_step_end(self, ctx: StepEndContext) -> None:
+        counts, self._counts = self._counts, None
+        if counts is None or not self.writing:
+            return
+        rows = dict(zip(self._names, counts.long().tolist(), strict=True))
+        if self._writer is not None:
+            for name, row in rows.items():
+                _add_histogram(self._writer, f"gradients/{name}", row[1:-1], ctx.step)
+        self.write(
+            ctx,
+            {
+                "lowest": LOWEST,
+                "counts": {name: row[1:-1] for name, row in rows.items()},
+                "zeros": {name: row[0] for name, row in rows.items()},
+                "nonfinite": {name: row[-1] for name, row in rows.items()},
+            },
+        )
+
+
+def _add_histogram(writer: Any, tag: str, counts: list[int], step: int) -> None:
+    """Add the bins, each between two powers of two, as bins of the exponents; sums as if all were at their middle."""
+    middles = [exponent + 0.5 for exponent in range(LOWEST, HIGHEST)]
+    writer.add_histogram_raw(
+        tag,
+        min=LOWEST,
+        max=HIGHEST,
+        num=sum(counts),
+        sum=sum(middle * count for middle, count in zip(middles, counts, strict=True)),
+        sum_squares=sum(middle**2 * count for middle, count in zip(middles, counts, strict=True)),
+        bucket_limits=[*range(LOWEST + 1, HIGHEST + 1)],
+        bucket_counts=counts,
+        global_step=step,
+    )
+
+
+def _histogram(tensor: Tensor) -> Tensor:
+    """Count zeros, each bin and non-finite entries: shape (_COLUMNS,), float64. Reads exponent bits, in one pass."""
+    double = tensor.dtype == torch.float64
+    integer, shift, most, bias = (torch.int64, 52, 2047, 1023) if double else (torch.int32, 23, 255, 127)
+    values = tensor.reshape(-1) if double else tensor.reshape(-1).float()
+    exponents = (values.view(integer) >> shift).bitwise_and_(most)  # 0 of zeros and smaller than normal, most of NaN
+    counts = torch.bincount(exponents, minlength=most + 1)
+    zeros = values.numel() - values.count_nonzero()
+    lowest, highest = bias + LOWEST, bias + HIGHEST - 1
+    outermost = counts[: lowest + 1].sum() - zeros, counts[highest:most].sum()
+    parts = [zeros[None], outermost[0][None], counts[lowest + 1 : highest], outermost[1][None], counts[most:]]
+    return accelerator.wide(torch.cat(parts))

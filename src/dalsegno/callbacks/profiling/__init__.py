@@ -1,0 +1,1 @@
+"""Speed, compute and memory."""

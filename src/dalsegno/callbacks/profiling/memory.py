@@ -1,0 +1,218 @@
+"""PeakMemory, MemoryMonitor, TraceMalloc: memory of a rank's process and device."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dalsegno.callbacks.argument_checks import flag, whole, writer
+from dalsegno.callbacks.loggers.summary_writer import check_rewound
+from dalsegno.distributed import accelerator, collectives
+from dalsegno.distributed.sharded_tensors import device_of
+from dalsegno.errors import ConfigurationError
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import LogContext, StepDoneContext, TrainBeginContext, TrainEndContext
+from dalsegno.system.memory import peak_resident_memory
+
+logger = logging.getLogger("dalsegno")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak memory so far in bytes: allocated on the device, if torch counts that; else resident in this
+    process."""
+    peak = accelerator.max_memory_allocated(device)
+    return peak_resident_memory() if peak is None else peak
+
+
+class PeakMemory(Callback):
+    """Prints the peak memory of each rank's process when training ends.
+
+    On CUDA, the memory that PyTorch has allocated on the model's device; elsewhere the process's resident memory. No
+    counter is reset, since other code may read it.
+
+    Args:
+        summary_writer: rank 0 writes ``peak-mem/rank-0`` and so on to it, in bytes, with each training record.
+        show_details: also print torch's summary of each device's memory (CUDA).
+        do_log: add ``rank_peak_mem`` to each training record: a list of each rank's bytes.
+        enable_memory_snapshot: record allocations with their stacks (CUDA), and write them at the end, for
+            https://pytorch.org/memory_viz, into ``output_dir``. Slows training.
+        file_prefix: prefix of the snapshots: ``<prefix>-rank-00000.pickle``. dalsegno never reads one.
+
+    Raises:
+        ConfigurationError: for an invalid value.
+    """
+
+    sets_control_flags = False
+
+    def __init__(
+        self,
+        summary_writer: Any = None,
+        show_details: bool = False,
+        do_log: bool = False,
+        enable_memory_snapshot: bool = False,
+        file_prefix: str = "memory_snapshot",
+    ) -> None:
+        if not isinstance(file_prefix, str) or not file_prefix or "/" in file_prefix:
+            raise ConfigurationError(f"PeakMemory: file_prefix={file_prefix!r}; needs a file's name, without folders")
+        self._writer = writer("PeakMemory", summary_writer, "add_scalar")
+        self._show_details = flag("PeakMemory", "show_details", show_details)
+        self._do_log = flag("PeakMemory", "do_log", do_log)
+        self._snapshot = flag("PeakMemory", "enable_memory_snapshot", enable_memory_snapshot)
+        self._file_prefix = file_prefix
+        self._device = torch.device("cpu")
+        self._peaks: list[int] = []  # of all ranks, as of the last record
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        check_rewound("PeakMemory", self._writer)
+        self._device = device_of(ctx.model)
+        self._peaks = []
+        if self._snapshot and accelerator.can_record_allocations(self._device):
+            accelerator.record_allocations(100_000)
+        elif self._snapshot:
+            logger.warning("PeakMemory: enable_memory_snapshot needs a model on CUDA; this one is on %s", self._device)
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        if ctx.kind not in ("train", "final"):
+            return
+        self._peaks = [
+            int(peak) for (peak,) in collectives.gather_floats([float(peak_memory(self._device))], "PeakMemory")
+        ]
+        if self._do_log and ctx.kind == "train":
+            ctx.logs["rank_peak_mem"] = self._peaks
+
+    def on_log(self, ctx: LogContext) -> None:
+        if self._writer is not None and ctx.kind == "train" and collectives.rank() == 0:
+            for rank, peak in enumerate(self._peaks):
+                self._writer.add_scalar(f"peak-mem/rank-{rank}", peak, ctx.state.global_step)
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        here = collectives.rank()
+        peaks = self._peaks if ctx.reason != "exception" else []  # the other ranks may be gone
+        if here == 0 or not peaks:
+            for rank, peak in enumerate(peaks) if peaks else [(here, peak_memory(self._device))]:
+                print(f"peak memory of rank {rank}: {peak / 2**30:.3f} GiB", flush=True)
+        if self._show_details and (summary := accelerator.memory_summary(self._device)) is not None:
+            print(summary, flush=True)
+        if self._snapshot and accelerator.can_record_allocations(self._device):
+            path = ctx.args.directory / f"{self._file_prefix}-rank-{here:05d}.pickle"
+            accelerator.dump_allocations(path)
+            accelerator.record_allocations(None)
+
+
+_CUDA = {
+    "memory/active": "active_bytes.all.current",
+    "memory/active_peak": "active_bytes.all.peak",
+    "memory/reserved": "reserved_bytes.all.current",
+    "memory/reserved_peak": "reserved_bytes.all.peak",
+    "memory/retries": "num_alloc_retries",
+    "memory/ooms": "num_ooms",
+}
+"""Names in a record, and in ``torch.cuda.memory_stats``."""
+
+
+class MemoryMonitor(Callback):
+    """Logs GPU memory in each training record (bytes in use and reserved, allocator retries), the maximum over ranks:
+
+    - ``memory/active``, ``memory/active_peak``: in use by tensors, or freed while a stream still uses it.
+    - ``memory/reserved``, ``memory/reserved_peak``: reserved on the device by PyTorch's allocator.
+    - ``memory/retries``: number of times the allocator emptied its cache to find memory. A growing number means
+      fragmentation or a batch that is too large, and slows training.
+    - ``memory/ooms``: number of times that still failed.
+
+    These are for devices whose allocator counts them, as ``torch.cuda.memory_stats`` defines them. Peaks and counts are
+    since the process began: no counter is reset, since other code may read it. Elsewhere there are the process's
+    ``memory/resident`` and ``memory/resident_peak``. Costs one small reduction per record, and does not wait for the
+    device.
+    """
+
+    sets_control_flags = False
+
+    def __init__(self) -> None:
+        self._device = torch.device("cpu")
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._device = device_of(ctx.model)
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        if ctx.kind == "train":
+            here = self._in_use()
+            most = collectives.all_reduce_max(list(here.values()), "MemoryMonitor")
+            ctx.logs |= dict(zip(here, most, strict=True))
+
+    def _in_use(self) -> dict[str, int]:
+        if stats := accelerator.memory_stats(self._device):
+            return {name: int(stats.get(key, 0)) for name, key in _CUDA.items()}
+        resident = _resident()  # the kernel updates the peak later, so this may exceed it
+        return {"memory/resident": resident, "memory/resident_peak": max(resident, peak_memory(self._device))}
+
+
+def _resident() -> int:
+    """Return the resident bytes of this process; the peak where the system does not report them."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return peak_memory(torch.device("cpu"))
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class TraceMalloc(Callback):
+    """Prints, every ``every`` steps, the lines of code whose memory has grown the most since training began.
+
+    For a process that grows step by step: a list that is never emptied, losses kept with their graphs. Python's tracer
+    (``tracemalloc``) traces what Python allocates: objects, including tensor objects, but not the storage of tensors.
+    It slows Python down by a factor of two to four, so use it for a short run. A tracer that is already running is left
+    running.
+
+    Args:
+        every: steps between tables.
+        lines: number of lines of code in a table.
+        frames: number of frames stored per allocation; the table shows the innermost. More frames cost memory.
+
+    Raises:
+        ConfigurationError: if one of them is not an integer of at least 1.
+    """
+
+    sets_control_flags = False
+    ranks = "zero"
+
+    def __init__(self, every: int = 100, lines: int = 10, frames: int = 1) -> None:
+        self._every = whole("TraceMalloc", "every", every)
+        self._lines = whole("TraceMalloc", "lines", lines)
+        self._frames = whole("TraceMalloc", "frames", frames)
+        self._first: tracemalloc.Snapshot | None = None
+        self._is_mine = False
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._is_mine = not tracemalloc.is_tracing()
+        if self._is_mine:
+            tracemalloc.start(self._frames)
+        self._first = None
+
+    def on_step_done(self, ctx: StepDoneContext) -> None:
+        if self._first is None:  # after the leg's first step, whose allocations happen once
+            self._first = _snapshot()
+        elif ctx.step % self._every == 0:
+            self._print(ctx.step, self._first)
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        self._first = None
+        if self._is_mine:
+            tracemalloc.stop()
+
+    def _print(self, step: int, first: tracemalloc.Snapshot) -> None:
+        grown = [each for each in _snapshot().compare_to(first, "lineno") if each.size_diff > 0]
+        grown.sort(key=lambda each: -each.size_diff)
+        print(f"memory of Python at step {step}: {tracemalloc.get_traced_memory()[0] / 2**20:.1f} MiB", flush=True)
+        for each in grown[: self._lines]:
+            grown_by = f"{each.size_diff / 2**10:+10.1f} KiB  {each.count_diff:+8d} objects"
+            print(f"  {grown_by}  {each.traceback[0].filename}:{each.traceback[0].lineno}", flush=True)
+
+
+def _snapshot() -> tracemalloc.Snapshot:
+    own = [tracemalloc.Filter(False, tracemalloc.__file__), tracemalloc.Filter(False, __file__)]
+    return tracemalloc.take_snapshot().filter_traces(own)

@@ -1,0 +1,178 @@
+"""ModelFlops: the model's FLOPs since the last record, shared by the callbacks that report them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
+from inspect import Parameter, signature
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from dalsegno.callbacks.profiling.flops import Uncountable, count_flops
+from dalsegno.callbacks.profiling.peaks import GivenPeak
+from dalsegno.data.device import to_device
+from dalsegno.distributed import collectives
+from dalsegno.distributed.precision import autocast_dtype
+from dalsegno.distributed.sharded_tensors import device_of
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import (
+    Context,
+    LogContext,
+    MicrobatchBeginContext,
+    RollbackContext,
+    StepEndContext,
+    TrainBeginContext,
+)
+from dalsegno.events.table import Event
+
+logger = logging.getLogger("dalsegno")
+
+
+class ModelFlops(Callback):
+    """Measures the model's FLOP/s since the last record, on all ranks, for all callbacks of a run.
+
+    A leg's first step, in which kernels are chosen and compiled, is left out if the record covers more steps. FLOPs are
+    counted from shapes (:mod:`dalsegno.callbacks.profiling.flops`), of each rank's first micro-batch in the step of the
+    leg's first record, or of each record. Other steps count the same per token, where batches have ``input_ids``, else
+    per sample. A model that cannot be counted is reported in one warning, and never estimated.
+    """
+
+    name = "model flops"
+    sets_control_flags = False
+
+    def __init__(self, context: Context) -> None:
+        self.rate: float | None = None
+        """Model FLOP/s, known from on_log_step of a training record on; None if they cannot be counted."""
+        self.token_rate: float | None = None
+        """Tokens per second, known likewise; None if batches have no ``input_ids``."""
+        self.of_a_token = self.of_a_sample = 0.0
+        """FLOPs per token and per sample, known likewise; 0 if they cannot be counted, or there are no tokens."""
+        self._is_wanted = self._counts_each_record = self._has_counted = self._has_warned = False
+        self._batch: Any = None  # the last step's first micro-batch, if it must be counted
+        self._known: dict[Any, int] = {}  # FLOPs by shapes
+        self._has_stepped = False
+        self._began, self._tokens, self._samples = 0, 0, 0
+
+    def want(
+        self, given: GivenPeak, ctx: TrainBeginContext, *, always: bool = False, each_record: bool = False
+    ) -> float | None:
+        """Request counting, if the peak is known. Collective; to be called in on_train_begin.
+
+        Args:
+            given: the peak that the user gives, or none: the known one.
+            ctx: the handler's context.
+            always: count without a known peak, too.
+            each_record: count again for each record, so that results do not depend on where a leg begins; counts are
+                cached by shapes.
+
+        Returns:
+            Sum of all ranks' devices' peaks, in FLOP/s; None if one is unknown.
+
+        Raises:
+            ConfigurationError: for ``peak_hardware_flops`` on several ranks.
+        """
+        own = given.of_this_rank(device_of(ctx.model), ctx.args)
+        (total, known) = collectives.sum_floats([own or 0.0, float(own is not None)], "the peak of the devices")
+        is_known = known == collectives.world_size()
+        self._is_wanted |= always or is_known
+        self._counts_each_record |= each_record
+        return total if is_known else None
+
+    def flops(self, tokens: int, samples: int) -> float:
+        """Return the FLOPs of this much data, by the counts known since on_log_step: per token if there are tokens."""
+        return self.of_a_token * tokens if self.of_a_token else self.of_a_sample * samples
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:  # called before the callbacks that request counting
+        self._is_wanted = self._counts_each_record = self._has_counted = self._has_warned = False
+        self._batch, self._known, self._has_stepped = None, {}, False
+        self.rate = self.token_rate = None
+        self.of_a_token = self.of_a_sample = 0.0
+        self._begin_interval(ctx)
+
+    def idle_events(self) -> Collection[Event]:
+        return () if self._is_wanted else (Event.MICROBATCH_BEGIN, Event.STEP_END, Event.LOG_STEP)
+
+    def on_rollback(self, ctx: RollbackContext) -> None:
+        self._begin_interval(ctx)
+
+    def _begin_interval(self, ctx: Context) -> None:
+        self._began = time.perf_counter_ns()
+        self._tokens, self._samples = ctx.state.num_input_tokens_seen, ctx.state.samples_seen
+
+    def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
+        if self._is_wanted and ctx.index == 0 and (self._counts_each_record or not self._has_counted):
+            self._batch = copy(ctx.batch)
+
+    def on_step_end(self, ctx: StepEndContext) -> None:
+        if not self._has_stepped:
+            self._has_stepped = True
+            if not ctx.state.will_log:
+                self._begin_interval(ctx)
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        if ctx.kind != "train" or not self._is_wanted:
+            return
+        # Between records each rank has its own estimate of the tokens, which may be too high.
+        here = [time.perf_counter_ns() - self._began, self._tokens, self._samples]
+        is_due = self._counts_each_record or not self._has_counted
+        here += self._of_batch(ctx) if is_due else (0, 0, 0)
+        of_ranks = collectives.gather_floats([*map(float, here)], "ModelFlops")
+        nanoseconds, tokens_before, samples_before = (int(max(column)) for column in [*zip(*of_ranks, strict=True)][:3])
+        if is_due:
+            self._count([row[3:] for row in of_ranks])
+        tokens = max(0, ctx.state.num_input_tokens_seen - tokens_before)
+        samples = ctx.state.samples_seen - samples_before
+        done = self.flops(tokens, samples)
+        self.rate = done * 1e9 / nanoseconds if done else None
+        self.token_rate = tokens * 1e9 / nanoseconds if tokens else None
+        self._begin_interval(ctx)
+
+    def _count(self, of_ranks: Sequence[Sequence[float]]) -> None:
+        """Take each rank's FLOPs, tokens and samples; 0 per token and per sample if a rank cannot count."""
+        self._has_counted = True
+        flops, tokens, samples = (sum(column) for column in zip(*of_ranks, strict=True))
+        is_counted = all(each[0] for each in of_ranks)
+        self.of_a_sample = flops / samples if is_counted else 0.0
+        self.of_a_token = flops / tokens if is_counted and all(each[1] for each in of_ranks) else 0.0
+
+    def _of_batch(self, ctx: Context) -> tuple[int, int, int]:
+        """Return FLOPs, tokens and samples of the last step's first micro-batch on this rank; zeros if it had none."""
+        if self._batch is None:
+            return 0, 0, 0
+        args, kwargs = _call(ctx.model, to_device(self._batch, device_of(ctx.model)))
+        self._batch = None
+        first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim()), None)
+        ids = kwargs.get("input_ids")
+        tokens = ids.numel() if isinstance(ids, Tensor) else 0
+        shapes = tuple((each.shape, each.dtype) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+        if shapes not in self._known:
+            self._known[shapes] = self._flops_of(ctx, args, kwargs)
+        return self._known[shapes], tokens, 1 if first is None else first.shape[0]
+
+    def _flops_of(self, ctx: Context, args: list[Any], kwargs: dict[str, Any]) -> int:
+        try:
+            flops = count_flops(ctx.model, args, kwargs, autocast_dtype(bf16=ctx.args.bf16, fp16=ctx.args.fp16))
+            if not flops:
+                raise Uncountable("it has no matrix products")
+        except Uncountable as error:
+            if not self._has_warned:
+                logger.warning("the model's FLOPs cannot be counted, so records have no mfu: %s", error)
+            self._has_warned = True
+            return 0
+        return flops
+
+
+def _call(model: nn.Module, batch: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Return the model's arguments: the batch, without entries that its forward does not take (the loss's targets)."""
+    inner = getattr(model, "_orig_mod", model)  # the forward of torch.compile's wrapper takes any arguments
+    kinds = {name: each.kind for name, each in signature(inner.forward).parameters.items()}
+    if isinstance(batch, Mapping):
+        takes_all = Parameter.VAR_KEYWORD in kinds.values()
+        return [], {name: each for name, each in batch.items() if takes_all or name in kinds}
+    args = list(batch) if isinstance(batch, (tuple, list)) else [batch]
+    by_place = [kind for kind in kinds.values() if kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
+    return (args if Parameter.VAR_POSITIONAL in kinds.values() else args[: len(by_place)]), {}

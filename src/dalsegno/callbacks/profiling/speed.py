@@ -1,0 +1,257 @@
+"""DefaultMetrics, FlopUtilization, ComputeBudget: throughput, compute, and their share of the hardware's peak."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, TypedDict
+
+import torch
+
+from dalsegno.callbacks.argument_checks import number, whole
+from dalsegno.callbacks.profiling.memory import peak_memory
+from dalsegno.callbacks.profiling.model_flops import ModelFlops
+from dalsegno.callbacks.profiling.peaks import GivenPeak
+from dalsegno.distributed import collectives
+from dalsegno.distributed.gathered import Gathered
+from dalsegno.distributed.sharded_tensors import device_of
+from dalsegno.events.callback import Binder, Callback
+from dalsegno.events.contexts import Context, LogContext, RollbackContext, TrainBeginContext
+from dalsegno.events.table import Event
+from dalsegno.state import Handler
+from dalsegno.stateful.schema import Count, Finite, Must
+
+
+class DefaultMetrics(Callback):
+    """Logs speed, hardware utilization and peak memory in each training record:
+
+    - ``tok_per_sec``: tokens of all ranks per second of wall-clock time since the last record, including evaluations
+      and saves. Counts the elements of ``input_ids``; only logged where batches have them.
+    - ``mfu``: model FLOPs utilization, the fraction of the hardware's peak that the model uses, 0 to 1: FLOPs per token
+      (or per sample, without tokens), forward and backward, times tokens per second, over the peak of all ranks'
+      devices (Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B). A leg's first step, in which kernels are
+      chosen and compiled, is left out if the record covers more steps. FLOPs are counted once per leg, from shapes
+      (:mod:`dalsegno.callbacks.profiling.flops`). Only logged where the peak is known and the model can be counted.
+    - ``peak_mem``: bytes since the process began, of the rank with the most; on several ranks also ``rank_peak_mem``, a
+      list of each rank's. On CUDA the maximum that PyTorch has allocated on the model's device; elsewhere the process's
+      resident memory.
+
+    All ranks log the same values: what they need of each other travels with the sums of the record. The callback does
+    not wait for the device.
+
+    Args:
+        peak_hardware_flops: peak of the device in FLOP/s, for the training's dtype. On several ranks it is refused,
+            since it could be the peak of one device or of all; use one of the next two.
+        peak_flops_per_device: peak of each rank's device. None of the three: the known peak of the device, if the run
+            is in bf16 or fp16.
+        peak_flops_in_total: peak of all ranks' devices together.
+
+    Raises:
+        ConfigurationError: for a peak that is not a number over 0, for several of them, and before the first step for
+            ``peak_hardware_flops`` on several ranks.
+    """
+
+    sets_control_flags = False
+
+    def __init__(
+        self,
+        peak_hardware_flops: float | None = None,
+        *,
+        peak_flops_per_device: float | None = None,
+        peak_flops_in_total: float | None = None,
+    ) -> None:
+        self._given = GivenPeak("DefaultMetrics", peak_hardware_flops, peak_flops_per_device, peak_flops_in_total)
+        self._peak: float | None = None  # of all ranks' devices
+        self._flops: ModelFlops | None = None
+        self._device = torch.device("cpu")
+        self._began = self._measured_at = 0
+        self._tokens_before = 0
+        self._of_ranks = Gathered(self._measure, "DefaultMetrics")
+
+    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
+        self._flops = binder.shared(ModelFlops)
+        binder.gather_for_record(self._of_ranks)
+        return super().bound_handlers(binder)
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._device = device_of(ctx.model)
+        self._peak = None if self._flops is None else self._flops.want(self._given, ctx)
+        self._begin_interval(ctx)
+
+    def on_rollback(self, ctx: RollbackContext) -> None:
+        self._begin_interval(ctx)
+
+    def _begin_interval(self, ctx: Context) -> None:
+        self._began, self._tokens_before = time.perf_counter_ns(), ctx.state.num_input_tokens_seen
+        self._of_ranks.forget()
+
+    def _measure(self) -> list[float]:
+        """Nanoseconds since the last record, and peak memory, of this rank."""
+        self._measured_at = time.perf_counter_ns()
+        return [float(self._measured_at - self._began), float(peak_memory(self._device))]
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        if ctx.kind != "train":
+            return
+        by_rank = self._of_ranks.by_rank()
+        nanoseconds = max(elapsed for elapsed, _ in by_rank)
+        peaks = [int(peak) for _, peak in by_rank]
+        self._began = self._measured_at
+        if "tokens" in ctx.logs:
+            self._add_throughput(ctx.logs, nanoseconds)
+        if self._flops is not None and self._flops.rate is not None and self._peak is not None:
+            ctx.logs["mfu"] = self._flops.rate / self._peak
+        ctx.logs["peak_mem"] = max(peaks)
+        if len(peaks) > 1:
+            ctx.logs["rank_peak_mem"] = peaks
+
+    def _add_throughput(self, logs: dict[str, float], nanoseconds: float) -> None:
+        # A leg that begins between two records begins with an estimated count, which may be too high.
+        tokens = max(0, logs["tokens"] - self._tokens_before)
+        self._tokens_before = int(logs["tokens"])
+        logs["tok_per_sec"] = tokens * 1e9 / nanoseconds
+
+
+class FlopUtilization(Callback):
+    """Logs the model's FLOPs per second, and their share of the hardware's peak, in each training record:
+
+    - ``flops_per_second``: the model's FLOPs on all ranks, per second of wall-clock time since the last record.
+    - ``mfu``: ``flops_per_second`` over the peak of all ranks' devices, where the peak is known; the same value that
+      ``DefaultMetrics`` adds.
+
+    Both leave out a leg's first step, in which kernels are chosen and compiled, if the record covers more steps. FLOPs
+    are counted once per leg, from the shapes of a micro-batch (:mod:`dalsegno.callbacks.profiling.flops`), forward and
+    backward as far as needed. In other micro-batches each token counts the same, or each sample where batches have no
+    ``input_ids``. For a model that cannot be counted, both are missing, and a warning gives the reason.
+
+    Args:
+        peak_hardware_flops: peak of the device in FLOP/s, for the training's dtype. On several ranks it is refused,
+            since it could be the peak of one device or of all; use one of the next two.
+        peak_flops_per_device: peak of each rank's device. None of the three: the known peak of the device, if the run
+            is in bf16 or fp16.
+        peak_flops_in_total: peak of all ranks' devices together.
+
+    Raises:
+        ConfigurationError: for a peak that is not a number over 0, for several of them, and before the first step for
+            ``peak_hardware_flops`` on several ranks.
+    """
+
+    sets_control_flags = False
+
+    def __init__(
+        self,
+        peak_hardware_flops: float | None = None,
+        *,
+        peak_flops_per_device: float | None = None,
+        peak_flops_in_total: float | None = None,
+    ) -> None:
+        self._given = GivenPeak("FlopUtilization", peak_hardware_flops, peak_flops_per_device, peak_flops_in_total)
+        self._peak: float | None = None  # of all ranks' devices
+        self._flops: ModelFlops | None = None
+
+    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
+        self._flops = binder.shared(ModelFlops)
+        return super().bound_handlers(binder)
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._peak = None if self._flops is None else self._flops.want(self._given, ctx, always=True)
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        if ctx.kind != "train" or self._flops is None or self._flops.rate is None:
+            return
+        ctx.logs["flops_per_second"] = self._flops.rate
+        if self._peak is not None:
+            ctx.logs["mfu"] = self._flops.rate / self._peak
+
+
+class ComputeBudgetState(TypedDict):
+    flops: Annotated[Finite, Must("0 or more", lambda flops: flops >= 0)]
+    tokens: Count
+    samples: Count
+
+
+class ComputeBudget(Callback):
+    """Logs how much compute the run has used, and how many tokens for the model's size, in each training record:
+
+    - ``total_petaflops``: the model's FLOPs on all ranks since the run began, forward and backward, in 10¹⁵ FLOPs
+      (:mod:`dalsegno.callbacks.profiling.flops`). The sum is part of each checkpoint. FLOPs per token are counted again
+      for each record, since longer sequences take more, and the model may change at a resume.
+    - ``chinchilla_multiple``: tokens of the run over ``tokens_per_parameter`` times the model's parameters. 1 is the
+      compute-optimal number of tokens for a model of this size, about 20 per parameter (Hoffmann et al. 2022, "Training
+      Compute-Optimal Large Language Models", arXiv:2203.15556, section 3).
+    - ``tokens_per_device_per_second``: since the last record.
+    - ``mfu``: the same value that ``DefaultMetrics`` adds where it knows the peak.
+
+    The last two leave out a leg's first step, in which kernels are chosen and compiled, if the record covers more
+    steps; they include evaluations and saves. Tokens are the elements of ``input_ids``: without them there are only
+    ``total_petaflops``, by samples, and ``mfu``. For a model that cannot be counted, both are missing, and a warning
+    gives the reason. If the callback is added to a run later, earlier tokens count as many FLOPs each as later ones.
+
+    Args:
+        parameters: number of parameters, e.g. those active per token in a mixture of experts. None: all of the model, a
+            tied one once.
+        tokens_per_parameter: ratio of tokens to parameters that counts as 1.
+        peak_hardware_flops: peak of the device in FLOP/s, for the training's dtype. On several ranks it is refused,
+            since it could be the peak of one device or of all; use one of the next two.
+        peak_flops_per_device: peak of each rank's device. None of the three: the known peak of the device, if the run
+            is in bf16 or fp16.
+        peak_flops_in_total: peak of all ranks' devices together.
+        name: the key of its state in checkpoints; None: the class's name.
+
+    Raises:
+        ConfigurationError: for an invalid value, and before the first step for ``peak_hardware_flops`` on several
+            ranks.
+    """
+
+    sets_control_flags = False
+    state_schema = ComputeBudgetState
+
+    def __init__(
+        self,
+        parameters: int | None = None,
+        *,
+        tokens_per_parameter: float = 20.0,
+        peak_hardware_flops: float | None = None,
+        peak_flops_per_device: float | None = None,
+        peak_flops_in_total: float | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.name = name
+        self._given = None if parameters is None else whole("ComputeBudget", "parameters", parameters)
+        self._ratio = number("ComputeBudget", "tokens_per_parameter", tokens_per_parameter, over=0)
+        self._given_peak = GivenPeak("ComputeBudget", peak_hardware_flops, peak_flops_per_device, peak_flops_in_total)
+        self._parameters = 0
+        self._peak: float | None = None  # of all ranks' devices
+        self._model_flops: ModelFlops | None = None
+        self._flops = 0.0  # up to the last record, with the run's tokens and samples at that record
+        self._tokens = self._samples = 0
+
+    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
+        self._model_flops = binder.shared(ModelFlops)
+        return super().bound_handlers(binder)
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        assert self._model_flops is not None, "bound_handlers() is called before any event"
+        self._peak = self._model_flops.want(self._given_peak, ctx, always=True, each_record=True)
+        self._parameters = self._given or sum(each.numel() for each in ctx.model.parameters())  # whole ones, if sharded
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        if ctx.kind != "train" or self._model_flops is None:
+            return
+        model_flops, tokens = self._model_flops, ctx.logs.get("tokens", 0)
+        done = model_flops.flops(tokens - self._tokens, ctx.state.samples_seen - self._samples)
+        if done:
+            self._flops += done
+            self._tokens, self._samples = tokens, ctx.state.samples_seen
+            ctx.logs["total_petaflops"] = self._flops / 1e15
+        if tokens and self._parameters:
+            ctx.logs["chinchilla_multiple"] = tokens / (self._ratio * self._parameters)
+        if model_flops.token_rate is not None:
+            ctx.logs["tokens_per_device_per_second"] = model_flops.token_rate / collectives.world_size()
+        if model_flops.rate is not None and self._peak is not None:
+            ctx.logs["mfu"] = model_flops.rate / self._peak
+
+    def state_dict(self) -> ComputeBudgetState:
+        return {"flops": self._flops, "tokens": self._tokens, "samples": self._samples}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._flops, self._tokens, self._samples = state["flops"], state["tokens"], state["samples"]

@@ -1,0 +1,1 @@
+"""Callbacks that look for what goes wrong in a run."""

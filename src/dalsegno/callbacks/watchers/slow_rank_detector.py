@@ -1,0 +1,151 @@
+"""SlowRankDetector: names the rank that all others wait for."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dalsegno.callbacks.argument_checks import number, whole
+from dalsegno.distributed import accelerator, collectives
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import (
+    BackwardContext,
+    Context,
+    LogContext,
+    TrainBeginContext,
+)
+
+logger = logging.getLogger("dalsegno")
+
+
+M = TypeVar("M")
+
+
+class SlowRankDetector(Callback):
+    """Warns about a rank that is repeatedly slower than the others: a throttled GPU, a slow disk, a busy host.
+
+    Measures, for each rank, the time until its first collective of a step: reading data and the forward pass; for a
+    sharded model, whose forward pass contains collectives, reading data only. Evaluations, records and saves between
+    steps are left out. On CUDA, events on the device are measured: data read while the device is still busy delay no
+    rank, and do not count. At each training record, the ranks exchange their times in one small collective, and
+    ``rank_runtime`` is added to the record: a list with each rank's seconds per step. A warning names a rank that is
+    slow in several consecutive records.
+
+    Args:
+        factor: a rank is slow if it takes more than this multiple of the median.
+        patience: number of consecutive slow records before the warning.
+
+    Raises:
+        ConfigurationError: for an invalid value.
+    """
+
+    sets_control_flags = False
+
+    def __init__(self, factor: float = 1.5, patience: int = 3) -> None:
+        self._factor = number("SlowRankDetector", "factor", factor, over=1)
+        self._patience = whole("SlowRankDetector", "patience", patience)
+        self._watch: Watch[Any] = Watch(HOST_CLOCK)
+        self._syncs_in_forward = False
+        self._slow = (-1, 0)  # a rank, and its number of consecutive slow records
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        parameters = list(ctx.model.parameters())
+        self._watch = Watch(clock_of(parameters))
+        self._syncs_in_forward = any(isinstance(each, DTensor) for each in parameters)
+        self._slow = (-1, 0)
+
+    def on_epoch_begin(self, ctx: Context) -> None:
+        self._watch.start()
+
+    on_step_done = on_epoch_begin
+
+    def on_step_begin(self, ctx: Context) -> None:
+        """Note the time of reading: after it, the ranks may have exchanged how many samples there are."""
+        self._watch.data_read(ctx.state.data_seconds)
+        if self._syncs_in_forward:
+            self._watch.stop()
+
+    def on_before_backward(self, ctx: BackwardContext) -> None:
+        self._watch.stop()
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        if ctx.kind == "train" and collectives.world_size() > 1:
+            seconds = [each for (each,) in collectives.gather_floats([self._watch.read()], "SlowRankDetector")]
+            ctx.logs["rank_runtime"] = seconds
+            self._judge(seconds)
+
+    def _judge(self, seconds: list[float]) -> None:
+        slowest, median = max(range(len(seconds)), key=seconds.__getitem__), statistics.median_low(seconds)
+        if seconds[slowest] <= self._factor * median:
+            self._slow = (-1, 0)
+            return
+        often = self._slow[1] + 1 if self._slow[0] == slowest else 1
+        self._slow = (slowest, often)
+        if often == self._patience and collectives.rank() == 0:
+            logger.warning(
+                "rank %d is slow: %.3g s per step before its first collective, where the median rank takes %.3g s",
+                slowest,
+                seconds[slowest],
+                median,
+            )
+
+
+class Clock(NamedTuple, Generic[M]):
+    """Points in time, and the seconds between two of them."""
+
+    now: Callable[[], M]
+    seconds: Callable[[M, M], float]
+
+
+HOST_CLOCK = Clock(lambda: time.perf_counter(), lambda begin, end: end - begin)
+
+
+def clock_of(parameters: Sequence[torch.Tensor]) -> Clock[Any]:
+    """The clock for a model's work: events on its device's current stream, if the device has any; else host time."""
+    device = next((each.device for each in parameters if each.device.type not in ("cpu", "meta")), None)
+    if device is None or not accelerator.has_timed_events(device):
+        return HOST_CLOCK
+    return Clock(partial(accelerator.timed_event, device), _seconds_between)
+
+
+def _seconds_between(begin: Any, end: Any) -> float:
+    """Of two events, which are waited for only here, when they are read."""
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+class Watch(Generic[M]):
+    """Measures, over many steps, the time that a rank takes until its first collective."""
+
+    def __init__(self, clock: Clock[M]) -> None:
+        self._clock = clock
+        self._since: M | None = None  # end of the previous step
+        self._step: tuple[M, float, M] | None = None
+        self._steps: list[tuple[M, float, M, M]] = []  # reading: begin, seconds, end; first collective
+
+    def start(self) -> None:
+        self._since, self._step = self._clock.now(), None
+
+    def data_read(self, seconds: float) -> None:
+        """Note that this rank has read its data in ``seconds``; it may have waited for other ranks since."""
+        if self._since is not None:
+            self._step = self._since, seconds, self._clock.now()
+
+    def stop(self) -> None:
+        """End the step's measurement. A second call does nothing."""
+        if self._step is not None:
+            self._steps.append((*self._step, self._clock.now()))
+        self._since = self._step = None
+
+    def read(self) -> float:
+        """Return the mean seconds per step since the last call."""
+        steps, self._steps, seconds = self._steps, [], self._clock.seconds
+        times = [min(data, seconds(begin, ready)) + seconds(ready, met) for begin, data, ready, met in steps]
+        return statistics.fmean(times) if times else 0.0
