@@ -25,7 +25,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dalsegno.data import ResumableLoader, resumable_loader, train_loader
 from dalsegno.errors import StateMismatch
-from data.journey import Make, plain, travel
+from data.journey import Make, travel
 
 
 class Numbers(Dataset[Any]):
@@ -398,43 +398,6 @@ def test_killed_while_workers_read_ahead(name: str) -> None:
     make = WITH_WORKERS[name]
     whole = travel(make, epochs=2)
     assert travel(make, 2, {2, len(whole) // 2, "epoch 1", len(whole) - 1}) == whole
-
-
-# -- checkpoints of former times -------------------------------------------------------------------------------------
-
-
-def test_a_former_checkpoint_has_one_generators_state() -> None:
-    """It was the loader's or its sampler's, without its way."""
-    whole = travel(own_generator, 2)
-    feed = own_generator()
-    for _ in feed:
-        pass
-    feed.next_epoch()
-    next(iter(feed))
-    state = feed.state_dict()
-    del state["own_generators"]
-    state["generators"]["own"] = state["generators"]["own"].pop("sampler.generator")
-    again = own_generator()
-    again.load_state_dict(state)
-    assert [number // 1 for m in again for number in plain(m.batch)] == [n // 1 for e in whole[5:] for n in e[2]]
-
-
-def test_a_place_that_was_once_left_to_the_loader() -> None:
-    make = FEEDS["stateful loader, a sampler's generator"]
-    whole = [[number // 1 for number in entry[2]] for entry in travel(make, 1)]
-
-    def saved(epoch: int) -> dict[str, Any]:
-        return {"kind": "stateful", "one_stream": False, "epoch": epoch, "microbatches": 2, "samples": 6} | {
-            "exhausted": False,
-            "cut": False,
-            "loader": {},
-        }
-
-    feed = make()
-    feed.load_state_dict(saved(0))
-    assert [[number // 1 for number in plain(m.batch)] for m in feed] == whole[2:]
-    with pytest.raises(StateMismatch, match="without what its sampler had drawn before"):
-        make().load_state_dict(saved(1))
 
 
 def test_a_generator_that_is_gone() -> None:

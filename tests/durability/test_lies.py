@@ -52,7 +52,7 @@ def test_a_hyperparameter_that_no_step_could_take_is_refused(
 def test_a_moment_that_the_optimizer_does_not_list_is_refused(tmp_path: Path) -> None:
     """Its tensor is there; without it the first step would raise a KeyError."""
     dropped: list[str] = []
-    outcome = forged(tmp_path, lambda optimizer: dropped.append(optimizer["spread"]["exp_avg"].pop()))
+    outcome = forged(tmp_path, lambda optimizer: dropped.append(optimizer["sharded"]["exp_avg"].pop()))
     assert outcome.startswith("refused: ")
     assert f"needs 'exp_avg', which is not saved for {dropped[0]}" in outcome
 

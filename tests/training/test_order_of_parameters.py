@@ -123,16 +123,3 @@ def test_a_trainer_that_adds_squares_in_another_order_warns(tmp_path: Path, capl
     assert "order of parameters" not in caplog.text
     trainer(tmp_path, backwards=True).train()
     assert "order of parameters: saved layer.weight … layer.bias" in caplog.text
-
-
-def test_a_checkpoint_that_names_what_state_contains_by_position(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.Adam(parameters, lr=0.01)
-
-    whole = own_loop(tmp_path / "whole", make, Stack, 8)
-    with monkeypatch.context() as former:
-        former.setattr("dalsegno.training.contents.names_of_others", lambda *_: {})
-        own_loop(tmp_path / "parts", make, Stack, 4)
-    assert torch.equal(own_loop(tmp_path / "parts", make, Stack, 8), whole)

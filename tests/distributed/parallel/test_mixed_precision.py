@@ -18,7 +18,6 @@ from torch.utils.data import default_collate
 
 import dalsegno as ds
 from dalsegno.callbacks import EMA, GradNormLogger, JsonLogger
-from dalsegno.checkpoint.load.compatibility import compare
 from dalsegno.data import ResumableSampler
 from dalsegno.logs import read_records
 from dalsegno.testing import compare_runs, run_ranks, tiny_regression_data
@@ -211,8 +210,3 @@ def with_statistics(output_dir: str) -> set[Any]:
 
 def test_a_model_with_batch_normalization_is_gathered_as_it_is(tmp_path: Path) -> None:
     assert run_ranks(with_statistics, 2, str(tmp_path))[0] == {("y", torch.float32), ("weights", torch.float32)}
-
-
-def test_a_checkpoint_of_a_run_that_gathered_float32_is_told_apart() -> None:
-    (change,) = compare({"bf16": True}, {"bf16": True, "gathered_dtype": "torch.bfloat16"})
-    assert (change.severity, change.saved, change.now) == ("warning", "the parameters' own", "torch.bfloat16")
