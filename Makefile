@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PEERS  := .venv-peers
 
-.PHONY: demo test check docs dist bench soak proofs memory rollbacks diloco lies requests peers clean
+.PHONY: demo test check docs dist bench soak proofs memory rollbacks diloco device lies requests peers clean
 
 demo: $(READY)
 	$(BIN)/dalsegno demo
@@ -51,6 +51,10 @@ proofs: $(READY)
 # A hundred kills of the workers and the server of DiLoCo runs: ten minutes or so. `make diloco KILLS=10` is shorter.
 diloco: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m durability.diloco --kills $(or $(KILLS),100)
+
+# Kills, saves, waits and memory of runs on this machine's GPU: two minutes or so.
+device: $(READY)
+	PYTHONPATH=tests $(BIN)/python -W ignore -m durability.device
 
 # Three hundred kills of runs that also save in memory, half of them with a frozen layer: five minutes or so.
 # `make memory KILLS=30` is shorter.

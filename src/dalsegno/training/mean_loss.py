@@ -8,6 +8,7 @@ from typing import Annotated, TypedDict
 
 import torch
 
+from dalsegno.distributed import accelerator
 from dalsegno.distributed.layout import Layout
 from dalsegno.stateful.schema import Count, Must
 
@@ -80,15 +81,18 @@ class MetricAccumulator:
             self._fold()
 
     def _fold(self) -> None:
-        if self._losses:
-            self._loss_sum = sum(torch.stack(self._losses).tolist(), self._loss_sum)
-            self._steps += len(self._losses)
-            self._losses.clear()
-        if self._grad_norms:
-            norms = torch.stack(self._grad_norms).tolist()
+        """Read all losses and norms; waits for the device once."""
+        if not self._losses:
+            return
+        values = accelerator.LateNumbers([*self._losses, *self._grad_norms]).values()
+        losses, norms = values[: len(self._losses)], values[len(self._losses) :]
+        self._loss_sum = sum(losses, self._loss_sum)
+        self._steps += len(losses)
+        if norms:
             earlier = [] if self._max_grad_norm is None else [self._max_grad_norm]
             self._grad_norm, self._max_grad_norm = norms[-1], _largest(earlier + norms)
-            self._grad_norms.clear()
+        self._losses.clear()
+        self._grad_norms.clear()
 
     def tokens_seen(self) -> int:
         """Tokens of the run on all ranks; since the last record, this rank's count stands for the other data ranks'."""
