@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 
 from control.talking import Answer, Stream, ask
 from control.test_server import Served
-from dalsegno.control.hub import serve_hub
+from dalsegno.control.hub import hub_server
 from dalsegno.control.jobs import Registration
 from dalsegno.web.security import new_token, tls_context
 from dalsegno.web.server import listen
@@ -30,24 +28,15 @@ class Hub:
         self.registration.publish("127.0.0.1", self.job.port, JOBS_TOKEN, pem)
         listener = listen("127.0.0.1", 0)
         self.port: int = listener.getsockname()[1]
-        self._loop = asyncio.new_event_loop()
-        self._serving = self._loop.create_task(serve_hub(listener, TOKEN))
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        with pytest.raises(asyncio.CancelledError):
-            self._loop.run_until_complete(self._serving)
+        self._server = hub_server(listener, TOKEN)
+        self._server.start()
 
     def ask(self, method: str, path: str, body: object = None, token: str | None = TOKEN) -> Answer:
         return ask(self.port, method, path, body, token=token)
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._serving.cancel)
-        self._thread.join(30)
-        assert not self._thread.is_alive()
-        self._loop.close()
+        self._server.stop()
+        assert not self._server._thread.is_alive()
         self.job.server.stop()
 
 

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 
 from control.talking import Answer, Stream, ask, connect, is_closed_by_peer, wait_until
 from dalsegno.args import TrainingArguments
+from dalsegno.control.api import MOST_STREAMS
 from dalsegno.control.feed import LiveJob, LogFile, MemoryLog
 from dalsegno.control.journal import Journal
 from dalsegno.control.queue import CommandQueue
@@ -22,10 +24,9 @@ from dalsegno.control.server import ControlServer
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs import RecordLog
 from dalsegno.state import TrainerState
-from dalsegno.web import connections, server
-from dalsegno.web.connections import Limits
+from dalsegno.web import server
 from dalsegno.web.security import check_access, tls_context
-from dalsegno.web.server import listen
+from dalsegno.web.server import Limits, listen
 
 TOKEN = "0123456789abcdef" * 4  # the same in each process that collects tests
 
@@ -69,7 +70,7 @@ def limits() -> Limits:
 
 @pytest.fixture
 def served(tmp_path: Path, limits: Limits, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setattr(connections, "DEFAULT_LIMITS", limits)  # before the server's thread reads them
+    monkeypatch.setattr(server, "DEFAULT_LIMITS", limits)  # before the server's thread reads them
     served = Served(tmp_path)
     yield served
     served.server.stop()
@@ -353,6 +354,16 @@ def test_streams_are_counted_and_a_closed_one_makes_room(served: Served, monkeyp
     streams[1].close()
 
 
+def test_no_more_streams_than_that_also_if_they_are_asked_for_at_once(served: Served) -> None:
+    request = f"GET /jobs/job/stream HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
+    streams = [connect(served.port, request.encode()) for _ in range(40)]
+    statuses = [raw.recv(12) for raw in streams]
+    assert statuses.count(b"HTTP/1.1 200") == MOST_STREAMS
+    assert statuses.count(b"HTTP/1.1 429") == 40 - MOST_STREAMS
+    for raw in streams:
+        raw.close()
+
+
 def can_stream(port: int) -> bool:
     try:
         Stream(port, "/jobs/job/stream", TOKEN).close()
@@ -506,6 +517,10 @@ def test_a_client_that_does_not_read_is_cut_off(served: Served) -> None:
     raw.close()
 
 
+def test_headers_that_arrive_at_once_are_bounded_too(served: Served) -> None:
+    assert served.ask("GET", "/jobs", headers={f"X-{number}": "y" * 1000 for number in range(20)}).status in (400, 431)
+
+
 @pytest.mark.parametrize(
     "request_line",
     [
@@ -588,7 +603,7 @@ def test_a_server_that_breaks_says_so_once(tmp_path: Path, monkeypatch: pytest.M
     async def break_(self: object) -> None:
         raise MemoryError("no more")
 
-    monkeypatch.setattr(connections.Connections, "accept", break_)
+    monkeypatch.setattr(uvicorn.Server, "main_loop", break_)
     served = Served(tmp_path)
     wait_until(lambda: not served.server._thread.is_alive())
     assert [repr(error) for error in served.failures] == ["MemoryError('no more')"]
@@ -646,7 +661,7 @@ def test_a_tls_handshake_that_never_ends_keeps_nobody_out(
 ) -> None:
     from dalsegno.control.client import JobClient
 
-    monkeypatch.setattr(connections, "DEFAULT_LIMITS", Limits(connections=4))
+    monkeypatch.setattr(server, "DEFAULT_LIMITS", Limits(connections=4))
     served = Served(tmp_path, tls=tls_context(*certificate))
     silent = [connect(served.port) for _ in range(10)]
     url = f"https://127.0.0.1:{served.port}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 
 from control.job import Pause, controlled_trainer
 from control.talking import OldClient, Stream, ask, connect, wait_until
@@ -22,7 +23,7 @@ from dalsegno.control.jobs import list_jobs, remove_dead
 from dalsegno.errors import ConfigurationError, DalsegnoError, NotRunning
 from dalsegno.logs.reader import read_records
 from dalsegno.testing import run_ranks
-from dalsegno.web import connections, server
+from dalsegno.web import server
 from support.listeners import Listener
 from support.own_loops import OwnLoop
 from support.small import same, weights
@@ -312,7 +313,7 @@ def test_a_server_that_breaks_during_training_is_said_once(
     async def break_(self: object) -> None:
         raise MemoryError("no more")
 
-    monkeypatch.setattr(connections.Connections, "accept", break_)
+    monkeypatch.setattr(uvicorn.Server, "main_loop", break_)
     ended = threading.Event()
     seen = []
 

@@ -34,7 +34,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dalsegno.errors import ConfigurationError, NotFound, NotRunning, UnknownName
 from dalsegno.logs.values import to_json
@@ -153,7 +153,11 @@ class _Api:
             return Response(headers=headers, media_type="text/event-stream")
         if self._streams >= MOST_STREAMS:
             raise HTTPException(429, f"{MOST_STREAMS} streams are open already; close one")
-        return StreamingResponse(self._messages(since), headers=headers, media_type="text/event-stream")
+        self._streams += 1  # before the answer begins: others may be asked for meanwhile
+        return _Stream(self._messages(since), self._end_stream, headers)
+
+    def _end_stream(self) -> None:
+        self._streams -= 1
 
     async def metrics(self, request: Request) -> Response:
         return Response(open_metrics(self._job), media_type=CONTENT_TYPE)
@@ -190,32 +194,42 @@ class _Api:
         """The stream. Each message has as id the positions in the records and in the events that follow it."""
         record_position, _, event_position = since.partition("/")
         sent = time.monotonic()
-        self._streams += 1
+        yield "retry: 1000\n\n"
+        while True:
+            is_last = self._stopping.is_set()
+            events = self._job.events.after(event_position)
+            chunk = await off_loop(partial(self._job.records.after, record_position))
+            messages = [_message("reset", {})] if chunk.is_reset else []
+            for position, record in zip(chunk.positions, chunk.records, strict=True):
+                messages.append(_message("record", record, f"{position}/{event_position}"))
+            record_position = chunk.position
+            for position, event in zip(events.positions, events.records, strict=True):
+                messages.append(_message("event", event, f"{record_position}/{position}"))
+            event_position = events.position
+            if is_last and not chunk.has_more:
+                messages.append(_message("end", {}))
+            if messages or time.monotonic() - sent > _HEARTBEAT:
+                sent = time.monotonic()
+                yield "".join(messages) or ":\n\n"
+            if is_last and not chunk.has_more:
+                return
+            if not chunk.has_more:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), _POLL)
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events. Calls ``end`` at their end, also if the client is gone before the first."""
+
+    def __init__(self, messages: AsyncIterator[str], end: Callable[[], object], headers: Mapping[str, str]) -> None:
+        super().__init__(messages, headers=headers, media_type="text/event-stream")
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            yield "retry: 1000\n\n"
-            while True:
-                is_last = self._stopping.is_set()
-                events = self._job.events.after(event_position)
-                chunk = await off_loop(partial(self._job.records.after, record_position))
-                messages = [_message("reset", {})] if chunk.is_reset else []
-                for position, record in zip(chunk.positions, chunk.records, strict=True):
-                    messages.append(_message("record", record, f"{position}/{event_position}"))
-                record_position = chunk.position
-                for position, event in zip(events.positions, events.records, strict=True):
-                    messages.append(_message("event", event, f"{record_position}/{position}"))
-                event_position = events.position
-                if is_last and not chunk.has_more:
-                    messages.append(_message("end", {}))
-                if messages or time.monotonic() - sent > _HEARTBEAT:
-                    sent = time.monotonic()
-                    yield "".join(messages) or ":\n\n"
-                if is_last and not chunk.has_more:
-                    return
-                if not chunk.has_more:
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._stopping.wait(), _POLL)
+            await super().__call__(scope, receive, send)
         finally:
-            self._streams -= 1
+            self._end()
 
 
 async def _disconnect(request: Request) -> bool:

@@ -8,8 +8,11 @@ of its own.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 
 import httpx
@@ -18,40 +21,44 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from dalsegno.errors import DalsegnoError, NotFound
 from dalsegno.web.answers import Answer, answer_error, off_loop, read_body
-from dalsegno.web.connections import Connections
 from dalsegno.web.security import Gate, trusting
+from dalsegno.web.server import ServerThread
 
 from .api import answer_page, list_endpoints
 from .client import running
 from .jobs import Endpoint, find_job, read_token
 
+logger = logging.getLogger("dalsegno")
+
 HOST = "127.0.0.1"
 
 _CONNECT_TIMEOUT = 5.0  # seconds. What is asked may take long: a stream, a command that is waited for.
-_DRAIN = 0.4  # seconds that the end of the hub waits for answers in progress
 _FORWARDED = ("content-type", "last-event-id")
 _RETURNED = ("content-type", "cache-control")
 
 
-async def serve_hub(listener: socket.socket, token: str) -> None:
-    """Serve on ``listener``, which is closed at the end, until cancelled."""
-    hub = _Hub()
-    routes = [
-        Route("/", answer_page),
-        Route("/jobs", hub.jobs),
-        Route("/jobs/{job_id}/{rest:path}", hub.forward, methods=["GET", "POST"]),
-    ]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: answer_error})
-    connections = Connections(listener, Gate(app, host=HOST, token=token, open_paths={"/"}), None)
-    try:
-        await connections.accept()
-    finally:
-        listener.close()
-        await connections.drain(_DRAIN)
-        await hub.close()
+def hub_server(listener: socket.socket, token: str) -> ServerThread:
+    """A hub on ``listener``, which it closes at the end."""
+
+    def build(stopping: asyncio.Event) -> ASGIApp:
+        hub = _Hub()
+        routes = [
+            Route("/", answer_page),
+            Route("/jobs", hub.jobs),
+            Route("/jobs/{job_id}/{rest:path}", hub.forward, methods=["GET", "POST"]),
+        ]
+        app = Starlette(routes=routes, exception_handlers={HTTPException: answer_error}, lifespan=hub.lifespan)
+        return Gate(app, host=HOST, token=token, open_paths={"/"})
+
+    return ServerThread(listener, build, name="dalsegno-hub", tls=None, on_failure=_log_failure)
+
+
+def _log_failure(error: BaseException) -> None:
+    logger.error("the page's server ended: %s: %s", type(error).__name__, error)
 
 
 class _Hub:
@@ -93,7 +100,9 @@ class _Hub:
             )
         return self._clients[key]
 
-    async def close(self) -> None:
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        yield
         for client in self._clients.values():
             await client.aclose()
 

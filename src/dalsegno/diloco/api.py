@@ -18,30 +18,32 @@ A frame's size is checked before its body is read; the body goes to disk as it a
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
+import os
 from collections.abc import Awaitable, Callable
 from functools import partial
+from io import FileIO
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dalsegno.errors import ConfigurationError, NotFound, NotRunning, StateMismatch
 from dalsegno.stateful.schema import Count, check
 from dalsegno.web.answers import Answer, answer_error, off_loop, read_json
-from dalsegno.web.downloads import FileAnswer
 from dalsegno.web.security import Gate
-from dalsegno.web.uploads import UPLOADS
 
 from .coordinator import Coordinator
 from .frames import FrameReader, length_limits
 from .signature import Specs
 from .spool import SpooledTensors
 from .state import Settings, Submission, check_worker_id, submission_from_json
+from .versions import Growth
 
 LARGEST_DESCRIPTION = 1 << 26
 """Bytes of a worker's description of its model."""
@@ -49,6 +51,7 @@ LARGEST_DESCRIPTION = 1 << 26
 LONGEST_WAIT = 60.0
 """Seconds that ``wait`` may ask for; a worker asks again."""
 
+_PIECE = 1 << 20  # bytes of a file that are read and sent at a time
 _STATUS = {ConfigurationError: 400, NotFound: 404, StateMismatch: 409, NotRunning: 503}
 
 
@@ -180,7 +183,7 @@ class _Api:
             raise ConfigurationError("fragment: an integer")
         version = request.path_params["version"]
         find = partial(self._coordinator.parameters, version, None if fragment is None else int(fragment))
-        return FileAnswer(*await off_loop(find))
+        return _FileAnswer(*await off_loop(find))
 
     async def offer(self, request: Request) -> Response:
         submission = submission_from_json(await read_json(request))
@@ -238,11 +241,11 @@ class _Api:
         length = request.headers.get("content-length", "")
         if not length.isdecimal() or not least <= int(length) <= most:
             raise ConfigurationError(f"Content-Length: {length or 'missing'}; expected is {least} to {most}")
-        upload = request.scope["extensions"][UPLOADS]()
+        body = _Body(request)
 
         def receive() -> None:
             try:
-                frame = FrameReader(upload.read_into, specs, length=int(length))
+                frame = FrameReader(body.read_into, specs, length=int(length))
                 check_head(frame.head)
                 with self._coordinator.spooled(specs, frame) as arrived:
                     finish(arrived)
@@ -250,4 +253,58 @@ class _Api:
                 raise ConfigurationError("the frame is incomplete: the connection was cut") from None
 
         await off_loop(receive)
-        return Answer({}, headers={"Connection": "close"})
+        return Answer({})
+
+
+class _Body:
+    """A request's body, which a thread reads into its own memory. Its pieces are copied there by the event loop."""
+
+    def __init__(self, request: Request) -> None:
+        self._pieces = request.stream()
+        self._piece = memoryview(b"")
+        self._loop = asyncio.get_running_loop()
+
+    def read_into(self, memory: memoryview) -> None:
+        """Fill ``memory`` with the next bytes. Not on the event loop's thread.
+
+        Raises:
+            ConnectionError: if the client does not send them.
+        """
+        filling = self._fill(memory)
+        try:
+            asyncio.run_coroutine_threadsafe(filling, self._loop).result()
+        except (ClientDisconnect, StopAsyncIteration, concurrent.futures.CancelledError):
+            raise ConnectionError("the connection was cut") from None
+        except RuntimeError:  # the loop is closed: the server has ended
+            filling.close()
+            raise ConnectionError("the server has ended") from None
+
+    async def _fill(self, memory: memoryview) -> None:
+        while len(memory):
+            if not self._piece:
+                self._piece = memoryview(await anext(self._pieces))
+            count = min(len(memory), len(self._piece))
+            memory[:count] = self._piece[:count]
+            memory, self._piece = memory[count:], self._piece[count:]
+
+
+class _FileAnswer(Response):
+    """A file as the body. It may be written meanwhile. Closes the file; deleting it does not matter."""
+
+    def __init__(self, file: FileIO, growth: Growth) -> None:
+        self._file = file
+        self._growth = growth
+        headers = {"Content-Length": str(growth.length), "Cache-Control": "no-store"}
+        super().__init__(headers=headers, media_type="application/octet-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file as file:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            begin, length = 0, 0 if scope["method"] == "HEAD" else self._growth.length
+            while begin < length:
+                piece = os.pread(file.fileno(), min(_PIECE, await self._growth.beyond(begin) - begin), begin)
+                if not piece:
+                    raise EOFError("the file was truncated while it was sent")
+                begin += len(piece)
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -18,7 +18,6 @@ from typing import Any
 
 from dalsegno.errors import NotFound, NotRunning, StateMismatch
 from dalsegno.system.durability import NotDurable
-from dalsegno.web.growth import Growth
 
 from .frames import FrameReader
 from .patience import Closing, Patience
@@ -30,7 +29,7 @@ from .signature import Specs, check_same
 from .spool import SpooledTensors
 from .state import Applied, Joined, Left, Member, Returned, ServerState, Settings, Submission
 from .status import status_of
-from .versions import Version
+from .versions import Growth, Version
 
 logger = logging.getLogger("dalsegno")
 

@@ -22,7 +22,7 @@ from dalsegno.errors import ConfigurationError, NotRunning
 from dalsegno.system import filesystem
 from dalsegno.system.lock import DirectoryLock
 from dalsegno.web.security import check_access, is_loopback, new_token, tls_context
-from dalsegno.web.server import ServerThread, check_installed, listen
+from dalsegno.web.server import Limits, ServerThread, check_installed, listen
 
 from .coordinator import Coordinator
 from .outer import MakeOptimizer, nesterov
@@ -146,8 +146,6 @@ class DiLoCoServer:
 
             def build(stopping: asyncio.Event) -> ASGIApp:
                 return build_app(coordinator, bell, stopping, host=self._host, token=self._token)
-
-            from dalsegno.web.connections import Limits
 
             server = ServerThread(
                 listener,

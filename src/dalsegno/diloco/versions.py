@@ -5,17 +5,18 @@ They are not fsynced: the journal can make them again.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from pathlib import Path
 
 from dalsegno.errors import NotFound
 from dalsegno.system import filesystem
-from dalsegno.web.growth import Growth
 
 from .frames import FrameLayout, frame_pieces, head_of_whole_frame
 from .outer import GlobalModel
@@ -34,6 +35,57 @@ class Version:
     @property
     def file_name(self) -> str:
         return f"{self.number:08d}-{'all' if self.fragment is None else self.fragment}.frame"
+
+
+class Growth:
+    """How much of a file is written. Advanced on one thread; awaited on event loops.
+
+    Attributes:
+        length: of the complete file, in bytes.
+    """
+
+    def __init__(self, length: int, written: int = 0) -> None:
+        self.length = length
+        self._written = written
+        self._has_failed = False
+        self._waiting: list[Callable[[], object]] = []
+
+    @classmethod
+    def complete(cls, length: int) -> Growth:
+        """Of a file that is not written any more."""
+        return cls(length, length)
+
+    def advance(self, written: int) -> None:
+        """Note that so many bytes are written, from the beginning of the file."""
+        self._written = written
+        self._wake()
+
+    def fail(self) -> None:
+        """Note that no more bytes will be written."""
+        self._has_failed = True
+        self._wake()
+
+    async def beyond(self, begin: int) -> int:
+        """Wait until more than ``begin`` bytes are written, and return how many are.
+
+        Raises:
+            EOFError: if they will not be written.
+        """
+        while self._written <= begin:
+            woken = asyncio.Event()
+            self._waiting.append(partial(asyncio.get_running_loop().call_soon_threadsafe, woken.set))
+            if self._written > begin:  # advanced before this was in the list, so perhaps nothing wakes it
+                break
+            if self._has_failed:
+                raise EOFError("the file is not written to its end")
+            await woken.wait()
+        return self._written
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for wake in waiting:
+            with suppress(RuntimeError):  # the loop is closed: the server has ended
+                wake()
 
 
 class _Growing:

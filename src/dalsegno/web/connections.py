@@ -1,7 +1,7 @@
-"""Connections: the open connections of a server, bounded in number and time. uvicorn speaks HTTP on them.
+"""Connections: those of a stock uvicorn server, bounded in number and in the time for which they wait for their client.
 
-A client that sends slowly, or does not read what it asked for, is cut off. When all places are taken, the connection
-that has been waiting longest for its client makes room for a new one; so slow clients cannot keep others out.
+When all places are taken, the connection that has been waiting longest for its client makes room for a new one: slow
+clients cannot keep others out. Handshakes of TLS are not counted; asyncio ends one after 60 seconds.
 """
 
 from __future__ import annotations
@@ -10,226 +10,140 @@ import asyncio
 import logging
 import socket
 import ssl
-import time
-from dataclasses import dataclass
-from io import FileIO
-from typing import Any
+from collections.abc import Awaitable, Callable, MutableMapping
+from time import monotonic
+from typing import Any, cast
 
-import h11
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import ServerState
+from uvicorn.server import Server
 
-from .downloads import DOWNLOADS, send_file
-from .growth import Growth
-from .uploads import UPLOADS, Upload
+from .security import HEADER_BYTES
+from .server import Limits
 
 KEEP_ALIVE = 8
-"""Seconds for which a connection without a request stays open. Below :attr:`Limits.request_timeout`, which closes
-abruptly."""
+"""Seconds for which a connection stays open after an answer."""
 
-HEADER_BYTES = 1 << 14
-"""Size of a request's line and headers."""
+_DRAIN = 0.4  # seconds that the end of the server waits for answers in progress
+_SWEEP = 0.5  # seconds between two looks for connections that have waited too long
+_BACKLOG = 64
 
-_RETRY = 0.1  # seconds between two attempts to accept, if the process has no descriptor left
-_FLUSH = 0.1  # seconds for which closed connections may send what is in their buffers
+Message = MutableMapping[str, Any]
+Client = tuple[str, int]
 
-_logger = logging.getLogger("dalsegno.control")
-_logger.setLevel(logging.ERROR)  # uvicorn warns of each malformed request
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds on a server's connections. The defaults suit short requests."""
-
-    connections: int = 64
-    """Connections at a time."""
-    request_timeout: float = 10.0
-    """Seconds for a TLS handshake, and for a request to arrive."""
-    large_bodies: bool = False
-    """Restart the time for a request with each part that arrives: its body may take long, but not stand still."""
-    write_timeout: float = 20.0
-    """Seconds for which a client may leave an answer unread, once the buffers of the system are full."""
-
-
-DEFAULT_LIMITS = Limits()
+logger = logging.getLogger("dalsegno")
 
 
 class Connections:
-    """Accepts connections from ``listener`` and serves ``app`` on them."""
+    """Serves ``app`` on one listener."""
 
-    def __init__(
-        self, listener: socket.socket, app: Any, tls: ssl.SSLContext | None, limits: Limits = DEFAULT_LIMITS
-    ) -> None:
-        self._listener = listener
+    def __init__(self, app: Any, tls: ssl.SSLContext | None, limits: Limits) -> None:
+        self._app = app
         self._limits = limits
-        self._tls = tls
-        self._open: dict[socket.socket, _Protocol | asyncio.Task[None]] = {}  # by arrival; a task: in its handshake
-        self._state = ServerState()
-        self._config = Config(
-            app,
-            http="h11",
-            lifespan="off",
+        self._busy: set[Client] = set()  # connections with a request in progress, by the client's address
+        self._waiting_since: dict[Client, float] = {}  # the others
+        config = Config(
+            self._answer,
+            interface="asgi3",
+            http=cast(Any, self._connect),  # uvicorn calls it for each connection
             ws="none",
             log_config=None,
+            log_level=logging.CRITICAL,  # uvicorn warns of each malformed request
+            access_log=False,
             proxy_headers=False,
             server_header=False,
             date_header=False,
+            backlog=_BACKLOG,
             timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=cast(int, _DRAIN),  # handed to asyncio, which takes fractions
             h11_max_incomplete_event_size=HEADER_BYTES,
         )
-        self._config.load()
+        config.load()
+        config.ssl = tls
+        self._server = Server(config)
 
-    async def accept(self) -> None:
-        """Accept connections until cancelled."""
+    async def serve(self, listener: socket.socket, stopping: asyncio.Event) -> None:
+        """Serve until ``stopping``; then wait a moment for the answers in progress, and close all connections."""
         loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(self._listener)
-            except OSError:
-                await asyncio.sleep(_RETRY)
-                continue
-            if len(self._open) >= self._limits.connections and not self._make_room():
-                connection.close()
-                continue
-            connection.setblocking(False)
-            self._open[connection] = loop.create_task(self._begin(connection))
-
-    async def drain(self, timeout: float) -> None:
-        """Wait for the answers in progress, at most ``timeout`` seconds, then close all connections."""
-        while self._make_room():
-            pass
-        if self._state.tasks:
-            await asyncio.wait(list(self._state.tasks), timeout=timeout)
-        for task in list(self._state.tasks):
-            task.cancel()
-        for each in list(self._open.values()):
-            if isinstance(each, _Protocol):
-                each.transport.close()
-        end = time.monotonic() + _FLUSH
-        while self._open and time.monotonic() < end:
-            await asyncio.sleep(0.01)
-        for each in list(self._open.values()):
-            if isinstance(each, _Protocol):
+        serving = loop.create_task(self._server.serve([listener]))
+        beside = [loop.create_task(stopping.wait()), loop.create_task(self._sweep())]
+        try:
+            await asyncio.wait([serving, beside[0]], return_when=asyncio.FIRST_COMPLETED)
+            self._server.should_exit = True
+            await serving
+        finally:
+            for task in beside:
+                task.cancel()
+            for each in self._open():
                 each.transport.abort()
-        await asyncio.sleep(0)  # the transports close their sockets in the next round of the loop
+            await asyncio.sleep(0)  # the transports close their sockets in the next round of the loop
 
     def sockets(self) -> list[socket.socket]:
         """Sockets of the open connections."""
-        return list(self._open)
+        return [each.transport.get_extra_info("socket") for each in self._open()]
 
-    def _make_room(self) -> bool:
-        """Close the connection that has been waiting longest for its client. False if none waits."""
-        for connection, each in self._open.items():
-            if isinstance(each, asyncio.Task):
-                del self._open[connection]
-                each.cancel()
-                return True
-            if each.is_waiting:
-                del self._open[connection]
+    def _open(self) -> list[H11Protocol]:
+        connections = cast(set[H11Protocol], self._server.server_state.connections)
+        return [each for each in connections if not each.transport.is_closing()]
+
+    def _connect(self, **given: Any) -> asyncio.Protocol:
+        """Return what speaks HTTP on a new connection. ``given``: uvicorn's arguments."""
+        if len(self._open()) >= self._limits.connections:
+            waiting = self._waiting()
+            if not waiting:
+                return _Refusal()
+            waiting[0].transport.abort()
+        return H11Protocol(**given)
+
+    def _waiting(self, seconds: float = 0.0) -> list[H11Protocol]:
+        """The connections that wait for a request, for at least so many seconds; the longest first."""
+        now = monotonic()
+        since = {each: self._waiting_since.get(each.client or ("", 0), now) for each in self._open()}
+        waiting = {each: begun for each, begun in since.items() if each.client not in self._busy}
+        self._waiting_since = {each.client: begun for each, begun in waiting.items() if each.client is not None}
+        return sorted((each for each in waiting if now - waiting[each] >= seconds), key=lambda each: waiting[each])
+
+    async def _sweep(self) -> None:
+        """Close connections that have waited too long for a request, or for its rest after its answer."""
+        while True:
+            for each in self._waiting(self._limits.request_timeout):
                 each.transport.abort()
-                return True
-        return False
+            await asyncio.sleep(_SWEEP)
 
-    async def _begin(self, connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
+    async def _answer(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Any) -> None:
+        """Call the app. A body that does not arrive in time looks to it like a client that is gone."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        limits, begun, is_complete = self._limits, monotonic(), False
+        client = scope["client"]
+
+        async def receive_in_time() -> Message:
+            nonlocal is_complete
+            if is_complete:
+                return await receive()
+            left = limits.request_timeout - (0.0 if limits.large_bodies else monotonic() - begun)
+            try:
+                async with asyncio.timeout(left):
+                    message = await receive()
+            except TimeoutError:
+                return {"type": "http.disconnect"}
+            is_complete = not message.get("more_body", False)
+            return message
+
+        self._busy.add(client)
         try:
-            await loop.connect_accepted_socket(
-                lambda: _Protocol(self, connection),
-                connection,
-                ssl=self._tls,
-                ssl_handshake_timeout=None if self._tls is None else self._limits.request_timeout,
-            )
-        except (OSError, asyncio.CancelledError):  # the handshake failed
-            self._open.pop(connection, None)
-            connection.close()
+            await self._app(scope, receive_in_time, send)
+        except Exception:
+            logger.exception("HTTP server: %s %s", scope["method"], scope["path"])
+            raise
+        finally:
+            self._busy.discard(client)
+            self._waiting_since[client] = monotonic()
 
 
-class _Protocol(H11Protocol):
-    """uvicorn's protocol with limits on time."""
-
-    def __init__(self, connections: Connections, connection: socket.socket) -> None:
-        super().__init__(connections._config, connections._state, {})
-        self._limits = connections._limits
-        self.logger = _logger
-        self.access_log = False
-        self._connections = connections
-        self._connection = connection
-        self._request_timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
-        self._upload: Upload | None = None
-        self._app, self.app = self.app, self._answer
-
-    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-        is_plain = self._connections._tls is None
-        scope["extensions"] = {UPLOADS: self.open_upload, DOWNLOADS: self.send_file if is_plain else None}
-        await self._app(scope, receive, send)
-
-    def open_upload(self) -> Upload:
-        """Receive the body of the request in progress past the HTTP parser. The connection then closes: the answer
-        needs the header ``Connection: close``."""
-        received = bytes(self.cycle.body)
-        self.cycle.body = bytearray()
-        self.cycle.keep_alive = False
-        self.flow.resume_reading()
-        self._upload = Upload(self, self.transport, received, self._watch)
-        self._watch()
-        return self._upload
-
-    async def send_file(self, file: FileIO, growth: Growth) -> None:
-        """Send a file as the body of the answer that has begun. Closes the connection if the client is too slow."""
-        if await send_file(self.transport, file, growth, self._limits.write_timeout):
-            body: Any = range(growth.length)  # the parser only counts a body's bytes
-            self.conn.send_with_data_passthrough(h11.Data(data=body))
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the client has yet to send a request, or the rest of one."""
-        if self._upload is not None:
-            return self._upload.is_waiting
-        return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+class _Refusal(asyncio.Protocol):
+    """Closes a connection for which there is no room."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._connections._open[self._connection] = self
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._connections._open.pop(self._connection, None)
-        for timer in (self._request_timer, self._write_timer):
-            if timer is not None:
-                timer.cancel()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._watch()
-
-    def send_400_response(self, msg: str) -> None:
-        if self.conn.our_state is h11.IDLE:
-            super().send_400_response(msg)
-        else:  # an answer is being sent already
-            self.transport.abort()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self._write_timer is None:
-            self._write_timer = self.loop.call_later(self._limits.write_timeout, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
-
-    def _watch(self) -> None:
-        """Start the clock when the server begins to wait for a request; stop it when the request is complete."""
-        if self._request_timer is not None and (self._limits.large_bodies or not self.is_waiting):
-            self._request_timer.cancel()
-            self._request_timer = None
-        if self._request_timer is None and self.is_waiting:
-            self._request_timer = self.loop.call_later(self._limits.request_timeout, self.transport.abort)
+        transport.abort()

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 SHORTEST_TOKEN = 16
 """Least length of a token that the user chose, in characters."""
 
+HEADER_BYTES = 1 << 14
+"""Size of a request's line and headers."""
+
 _LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "ip6-loopback"})
 _TOKEN_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-._~+/=")
 
@@ -107,7 +110,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         from starlette.responses import JSONResponse
 
-        refusal = self._refusal(scope)
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
         if refusal is None:
             await self._app(scope, receive, send)
             return
@@ -116,6 +119,8 @@ class Gate:
         await JSONResponse({"error": error, "detail": error}, status, headers)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > HEADER_BYTES:
+            return 431, f"the headers may have at most {HEADER_BYTES} bytes"
         hosts, origins, credentials = (_values(scope, name) for name in (b"host", b"origin", b"authorization"))
         if len(hosts) != 1 or not self._is_known(hosts[0]):
             return 421, "the Host header does not name this server"

@@ -17,6 +17,7 @@ import ssl
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dalsegno.system.extras import how_to_install
@@ -24,17 +25,33 @@ from dalsegno.system.extras import how_to_install
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from .connections import Connections, Limits
+    from .connections import Connections
 
 logger = logging.getLogger("dalsegno")
 
 PORTS = range(8900, 9000)
 """Ports that are tried, if none is given."""
 
-_DRAIN = 0.4  # seconds that the end of the server waits for answers in progress
 _JOIN = 0.8  # seconds that stop() waits for the thread
-_BACKLOG = 64
 _NEEDED = ("starlette", "uvicorn", "prometheus_client")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on a server's connections. The defaults suit short requests."""
+
+    connections: int = 64
+    """Connections at a time."""
+    request_timeout: float = 10.0
+    """Seconds for a request's headers to arrive, and for its body."""
+    large_bodies: bool = False
+    """Restart the time for a body with each part that arrives: it may take long, but not stand still."""
+    write_timeout: float = 20.0
+    """Seconds for which a client may leave an answer unread, once the buffers of the system are full. Linux holds it,
+    no other system does."""
+
+
+DEFAULT_LIMITS = Limits()
 
 
 def is_installed() -> bool:
@@ -77,7 +94,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # despite closed connections of a former job
         listener.bind(address)
-        listener.listen(_BACKLOG)
+        listener.listen()
         listener.setblocking(False)
     except BaseException:
         listener.close()
@@ -110,7 +127,9 @@ class ServerThread:
         self._listener = listener
         self._build_app = build_app
         self._tls = tls
-        self._limits = limits
+        self._limits = limits or DEFAULT_LIMITS
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._limits.write_timeout))
         self._on_failure = on_failure
         self._connections: Connections | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -122,6 +141,10 @@ class ServerThread:
         """Start answering. Clients that connect before the thread is ready wait in the listener's queue."""
         _running.add(self)
         self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the server has ended."""
+        self._thread.join()
 
     def stop(self) -> None:
         """Answer what has been asked, and end. Takes less than a second, whatever the clients do."""
@@ -144,24 +167,15 @@ class ServerThread:
             self._listener.close()
 
     async def _serve(self) -> None:
-        from .connections import DEFAULT_LIMITS, Connections
+        from .connections import Connections
 
         loop, stopping = asyncio.get_running_loop(), asyncio.Event()
         loop.set_exception_handler(_note)
         self._loop, self._stopping = loop, stopping
         if self._is_stopping.is_set():  # before there was a loop to be notified
             return
-        app = self._build_app(stopping)
-        connections = self._connections = Connections(self._listener, app, self._tls, self._limits or DEFAULT_LIMITS)
-        accepting = loop.create_task(connections.accept())
-        ending = loop.create_task(stopping.wait())
-        await asyncio.wait([accepting, ending], return_when=asyncio.FIRST_COMPLETED)
-        ending.cancel()
-        if accepting.done():
-            await accepting  # raises its error
-        accepting.cancel()
-        self._listener.close()
-        await connections.drain(_DRAIN)
+        self._connections = Connections(self._build_app(stopping), self._tls, self._limits)
+        await self._connections.serve(self._listener, stopping)
 
     def _detach_in_child(self, null: int) -> None:
         """In a forked process: make this copy of each socket a copy of ``null``, so that only the parent answers.

@@ -7,7 +7,6 @@ neither in an address that is sent, nor on a command line. With --remote, the pa
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
@@ -39,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
             _show(_handover("open.html", client.base_url, fragment), arguments.print)
         return 0
     from dalsegno.control.client import resolve, running
-    from dalsegno.control.hub import HOST, serve_hub
+    from dalsegno.control.hub import HOST, hub_server
     from dalsegno.web.security import new_token
     from dalsegno.web.server import listen
 
@@ -47,12 +46,15 @@ def run(arguments: argparse.Namespace) -> int:
     listener, token = listen(HOST, arguments.port), new_token()
     address = f"http://{HOST}:{listener.getsockname()[1]}"
     place = _handover(f"open-{os.getpid()}.html", address, {"token": token, **run})
+    server = hub_server(listener, token)
     try:
+        server.start()
         _show(place, arguments.print)
         print("Ctrl-C closes the page's server; the jobs keep running", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(serve_hub(listener, token))
+            server.wait()
     finally:
+        server.stop()
         place.unlink(missing_ok=True)
     return 0
 
