@@ -25,8 +25,8 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.logs import RecordLog
 from dalsegno.state import TrainerState
 from dalsegno.web import server
-from dalsegno.web.security import check_access, tls_context
-from dalsegno.web.server import Limits, listen
+from dalsegno.web.security import Limits, check_access, tls_context
+from dalsegno.web.server import listen
 
 TOKEN = "0123456789abcdef" * 4  # the same in each process that collects tests
 

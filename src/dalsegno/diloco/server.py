@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Self
 from dalsegno.errors import ConfigurationError, NotRunning
 from dalsegno.system import filesystem
 from dalsegno.system.lock import DirectoryLock
-from dalsegno.web.security import check_access, is_loopback, new_token, tls_context
-from dalsegno.web.server import Limits, ServerThread, check_installed, listen
+from dalsegno.web.security import Limits, check_access, is_loopback, new_token, tls_context
+from dalsegno.web.server import ServerThread, check_installed, listen
 
 from .coordinator import Coordinator
 from .outer import MakeOptimizer, nesterov

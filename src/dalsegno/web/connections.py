@@ -18,13 +18,12 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import Server
 
-from .security import HEADER_BYTES
-from .server import Limits
+from .security import HEADER_BYTES, Limits
 
 KEEP_ALIVE = 8
 """Seconds for which a connection stays open after an answer."""
 
-_DRAIN = 0.4  # seconds that the end of the server waits for answers in progress
+_DRAIN = 0.3  # seconds that the end of the server waits for answers in progress
 _SWEEP = 0.5  # seconds between two looks for connections that have waited too long
 _BACKLOG = 64
 

@@ -14,6 +14,7 @@ import socket
 import ssl
 import string
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,24 @@ HEADER_BYTES = 1 << 14
 
 _LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "ip6-loopback"})
 _TOKEN_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-._~+/=")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on a server's connections. The defaults suit short requests."""
+
+    connections: int = 64
+    """Connections at a time."""
+    request_timeout: float = 10.0
+    """Seconds for a request's headers to arrive, and for its body."""
+    large_bodies: bool = False
+    """Restart the time for a body with each part that arrives: it may take long, but not stand still."""
+    write_timeout: float = 20.0
+    """Seconds for which a client may leave an answer unread, once the buffers of the system are full. Linux holds it,
+    no other system does."""
+
+
+DEFAULT_LIMITS = Limits()
 
 
 def is_loopback(host: str) -> bool:

@@ -17,10 +17,11 @@ import ssl
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dalsegno.system.extras import how_to_install
+
+from .security import DEFAULT_LIMITS, Limits
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -32,26 +33,8 @@ logger = logging.getLogger("dalsegno")
 PORTS = range(8900, 9000)
 """Ports that are tried, if none is given."""
 
-_JOIN = 0.8  # seconds that stop() waits for the thread
+_JOIN = 0.9  # seconds that stop() waits for the thread
 _NEEDED = ("starlette", "uvicorn", "prometheus_client")
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds on a server's connections. The defaults suit short requests."""
-
-    connections: int = 64
-    """Connections at a time."""
-    request_timeout: float = 10.0
-    """Seconds for a request's headers to arrive, and for its body."""
-    large_bodies: bool = False
-    """Restart the time for a body with each part that arrives: it may take long, but not stand still."""
-    write_timeout: float = 20.0
-    """Seconds for which a client may leave an answer unread, once the buffers of the system are full. Linux holds it,
-    no other system does."""
-
-
-DEFAULT_LIMITS = Limits()
 
 
 def is_installed() -> bool:
