@@ -202,9 +202,11 @@ def test_each_folder_within_a_room_has_its_tests() -> None:
 
 
 def test_a_folder_of_tests_is_that_of_a_room_or_within_one() -> None:
-    """Folders without a room are about the whole: ``docs``, ``durability`` and so on."""
-    mirrors = [path.parent for room in FLOOR_OF for path in TESTS.glob(f"{room}/**/test_*.py")]
-    assert sorted({path for path in mirrors if not (SOURCE / path.relative_to(TESTS)).is_dir()}) == []
+    """Or that of a module with several. Folders without a room are about the whole: ``docs``, ``durability`` …"""
+    mirrors = {
+        SOURCE / path.parent.relative_to(TESTS) for room in FLOOR_OF for path in TESTS.glob(f"{room}/**/test_*.py")
+    }
+    assert sorted(path for path in mirrors if not (path.is_dir() or path.with_suffix(".py").exists())) == []
 
 
 @pytest.mark.parametrize("room", sorted({folder.partition("/")[0] for folder in folders_within_rooms()}))

@@ -96,8 +96,8 @@ if TYPE_CHECKING:
     from .events.registration import GlobalHandle as GlobalHandle
     from .events.registration import register_global_callback as register_global_callback
     from .events.table import Event as Event
-    from .interop.hf.base import TrainerCallback as TrainerCallback
-    from .interop.instructlab.functions import functions as functions
+    from .interop.hf.dialect import TrainerCallback as TrainerCallback
+    from .interop.instructlab import functions as functions
     from .launcher.launch import launch as launch
     from .policies.recovery import RecoveryPolicy as RecoveryPolicy
     from .policies.retention import Best as Best
@@ -181,8 +181,8 @@ _HOMES = {
     "distributed.layout": ("Layout",),
     "data.mixture": ("Mixture",),
     "distributed.modes": ("DDP", "FSDP", "HSDP", "Parallelized", "Pipeline", "TensorParallel"),
-    "interop.hf.base": ("TrainerCallback",),
-    "interop.instructlab.functions": ("functions",),
+    "interop.hf.dialect": ("TrainerCallback",),
+    "interop.instructlab": ("functions",),
     "launcher.launch": ("launch",),
     "errors": (
         "CannotSave",

@@ -1,4 +1,5 @@
-"""All about one other library is in two folders. Without them, everything else works as before."""
+"""All about one other library is in one module or package, and in its tests. Without both, everything else works as
+before."""
 
 from __future__ import annotations
 
@@ -14,13 +15,21 @@ import dalsegno
 from support import warm
 
 ROOT = Path(__file__).parents[2]
-LIBRARIES = sorted(path.parent.name for path in ROOT.glob("src/dalsegno/interop/*/__init__.py"))
+SOURCE, TESTS = ROOT / "src/dalsegno/interop", ROOT / "tests/interop"
+
+
+def places_of(library: str) -> list[Path]:
+    """The files and folders of one library."""
+    found = [SOURCE / library, SOURCE / f"{library}.py", TESTS / library, TESTS / f"test_{library}.py"]
+    return [path for path in found if path.exists()]
+
+
+LIBRARIES = sorted(path.stem for path in SOURCE.glob("[!_]*") if len(places_of(path.stem)) > 1)
 FLAT_NAMES = ROOT / "src/dalsegno/__init__.py"
 """The one file that may know a library: it lists where public names are, and leaves out those that are not there."""
 BENCHMARK = ROOT / "benchmarks/dialects.py"
 """Measures Hugging Face's dialect where there is one."""
 
-PLACES = ("src/dalsegno/interop", "tests/interop")
 FORGET = """
 import sys
 
@@ -44,7 +53,7 @@ for name in (
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
 
-places, targets, chosen, *libraries = (words.split() for words in sys.argv[1:])
+targets, chosen, *libraries = (words.split() for words in sys.argv[1:])
 sys.path[:0] = [os.path.abspath("src"), os.path.abspath("tests")]
 from support.imports import imports
 
@@ -66,9 +75,9 @@ libraries_there = [name for name in sys.modules if name.startswith("dalsegno.int
 assert not libraries_there, libraries_there
 
 statuses = []
-for [library] in libraries:
+for places in libraries:
     for number, place in enumerate(places):
-        os.rename(f"{place}/{library}", f"deleted-{number}")
+        os.rename(place, f"deleted-{number}")
     if not (child := os.fork()):
         status = 1
         try:
@@ -81,7 +90,7 @@ for [library] in libraries:
             os._exit(status)
     statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     for number, place in enumerate(places):
-        os.rename(f"deleted-{number}", f"{place}/{library}")
+        os.rename(f"deleted-{number}", place)
 sys.exit(max(statuses))
 """
 """A process forked for each library, after what takes longest: it has imported, and read, all else."""
@@ -92,15 +101,16 @@ def test_nothing_else_names_its_folder(library: str) -> None:
     """Nor what is found there by another name: flat names, and the name of its dialect."""
     folder = re.compile("|".join([rf"interop[./]{library}\b", *other_names(library)]))
     others = [path for place in ("src", "tests", "benchmarks", "docs") for path in (ROOT / place).rglob("*.py")]
-    own = {ROOT / "src/dalsegno/interop" / library, ROOT / "tests/interop" / library}
-    named = [path for path in others if not own & {*path.parents} and folder.search(path.read_text())]
+    own = {*places_of(library)}
+    named = [path for path in others if not own & {path, *path.parents} and folder.search(path.read_text())]
     assert [path for path in named if path not in (FLAT_NAMES, BENCHMARK)] == []
 
 
 def other_names(library: str) -> list[str]:
     """Patterns of ``ds.`` with each flat name of a module in the folder, and of ``adapt`` with its dialect."""
     homes = {name: module for module, names in dalsegno._HOMES.items() for name in names}
-    flat = [rf"ds\.{name}\b" for name, module in homes.items() if module.startswith(f"interop.{library}.")]
+    home = f"interop.{library}"
+    flat = [rf"ds\.{name}\b" for name, module in homes.items() if f"{module}.".startswith(f"{home}.")]
     dialect = getattr(importlib.import_module(f"dalsegno.interop.{library}"), "DIALECT", None)
     return flat if dialect is None else [*flat, rf"""adapt\([^"'\n]*["']{dialect.dialect}["']"""]
 
@@ -121,7 +131,8 @@ def test_the_folders_of_each_can_be_deleted(tmp_path: Path) -> None:
     found = "module_of_a_base_class or dialects_are_listed or library_need_not_be_installed"
     chosen = f"(architecture and not without_torch) or {found} or public_name"
     (tmp_path / "try_each.py").write_text(FORGET + TRY_EACH)
-    words = ["try_each.py", " ".join(PLACES), targets, chosen, *LIBRARIES]
+    places = [" ".join(str(path.relative_to(ROOT)) for path in places_of(library)) for library in LIBRARIES]
+    words = ["try_each.py", targets, chosen, *places]
     done = warm.run(words, folder=tmp_path, env={**environment(), "PYTHONDONTWRITEBYTECODE": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" passed") == len(LIBRARIES)

@@ -1,8 +1,8 @@
 """Adapters: make callbacks that were written for another library look native.
 
-A *dialect* is another library's way to write a callback. Each is a package of :mod:`dalsegno.interop` with a class
-``DIALECT``, a subclass of :class:`CallbackAdapter`. Dialects are looked up when the first foreign callback is given, so
-nothing depends on them: if one is removed, only callbacks of that dialect are refused.
+A *dialect* is another library's way to write a callback. Each is a module or package of :mod:`dalsegno.interop` with a
+class ``DIALECT``, a subclass of :class:`CallbackAdapter`. Dialects are looked up when the first foreign callback is
+given, so nothing depends on them: if one is removed, only callbacks of that dialect are refused.
 
 A callback's dialect is determined without importing its library:
 
@@ -32,7 +32,7 @@ from dalsegno.stateful.component import State, Stateful
 from .callback import Answer, Binder, Callback
 from .table import Event
 
-_DIALECT_PACKAGE = "dalsegno.interop"
+_DIALECTS = "dalsegno.interop"
 _STATE_ATTRIBUTES = (
     "state_scope",
     "state_version",
@@ -70,7 +70,9 @@ def adapt(callback: object, dialect: str | None = None, *, name: str | None = No
         return callback
     if dialect is None and name is None and id(callback) in _adapted:
         return _adapted[id(callback)]
-    kind = _detect_dialect(callback) if dialect is None else _dialect_class(dialect)
+    if dialect is not None and dialect not in installed_dialects():
+        raise UnknownName("dialect", dialect, installed_dialects())
+    kind = _detect_dialect(callback) if dialect is None else installed_dialects()[dialect]
     adapted = _adapted[id(callback)] = kind(callback, name)
     return adapted
 
@@ -96,11 +98,6 @@ class CallbackAdapter(Callback):
     background_safe = False
 
     def __init__(self, foreign: object, name: str | None = None) -> None:
-        """
-        Raises:
-            UnknownName: for a misspelt handler.
-            ConfigurationError: for a handler that cannot be called as this dialect calls it.
-        """
         self.__wrapped__ = foreign
         self.name = name
         for attribute in _STATE_ATTRIBUTES:
@@ -160,15 +157,23 @@ class CallbackAdapter(Callback):
         """Whether the method is not just the empty one of the library's base class."""
         if method in getattr(self.__wrapped__, "__dict__", {}):
             return True
-        owner = next((cls for cls in type(self.__wrapped__).__mro__ if method in vars(cls)), None)
-        return owner is not None and not (owner.__name__ in self.bases and _is_in(owner, self.packages))
+        owner = self._owner(method)
+        return owner is not None and not (owner.__name__ in self.bases and self._is_theirs(owner))
+
+    def _owner(self, method: str) -> type | None:
+        return next((cls for cls in type(self.__wrapped__).__mro__ if method in vars(cls)), None)
+
+    @classmethod
+    def _is_theirs(cls, kind: type) -> bool:
+        """Whether the library itself defines the class."""
+        return any(f"{kind.__module__}.".startswith(f"{package}.") for package in cls.packages)
 
     def _check_names(self) -> None:
         known = {method for _, method in self.calls} | set(self.silent)
         for method in _handlers(self.__wrapped__) - known:
-            owner = next((cls for cls in type(self.__wrapped__).__mro__ if method in vars(cls)), None)
-            theirs = owner is not None and _is_in(owner, self.packages)  # an event of a newer version of the library
-            if not theirs and difflib.get_close_matches(method, known, n=1, cutoff=0.8):
+            owner = self._owner(method)
+            is_newer = owner is not None and self._is_theirs(owner)  # an event of a newer version of the library
+            if not is_newer and difflib.get_close_matches(method, known, n=1, cutoff=0.8):
                 raise UnknownName(f"handler in {type(self.__wrapped__).__name__}:", method, known)
 
     def _check_signature(self, method: str) -> None:
@@ -186,10 +191,10 @@ class CallbackAdapter(Callback):
 def external_global_callbacks() -> list[Callback]:
     """Return callbacks that their own library has registered for every run, e.g. by ``with callback:``.
 
-    A library has registered none if it is not imported. So its dialect is not imported either, if it has the library's
-    name: all dialects together take a twentieth of a second.
+    A library that is not imported has registered none, so its dialect is not imported either: all dialects together
+    take a twentieth of a second.
     """
-    imported = [_dialect_in(name) for name in _packages() if name in sys.modules]
+    imported = [_dialect_in(name) for name in _modules() if name in sys.modules]
     return [adapt(callback) for kind in imported if kind is not None for callback in kind.registered_globally()]
 
 
@@ -200,27 +205,21 @@ _adapted: WeakValueDictionary[int, CallbackAdapter] = WeakValueDictionary()
 @cache
 def installed_dialects() -> dict[str, type[CallbackAdapter]]:
     """Return the installed dialects by name."""
-    return {kind.dialect: kind for name in _packages() if (kind := _dialect_in(name)) is not None}
+    return {kind.dialect: kind for name in _modules() if (kind := _dialect_in(name)) is not None}
 
 
 @cache
-def _packages() -> list[str]:
-    """Names of the packages of :mod:`dalsegno.interop`, some of which have a dialect."""
+def _modules() -> list[str]:
+    """Names of the modules of :mod:`dalsegno.interop`, some of which have a dialect."""
     try:
-        package = importlib.import_module(_DIALECT_PACKAGE)
+        package = importlib.import_module(_DIALECTS)
     except ModuleNotFoundError:
         return []
-    return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
 
 
-def _dialect_in(package: str) -> type[CallbackAdapter] | None:
-    return getattr(importlib.import_module(f"{_DIALECT_PACKAGE}.{package}"), "DIALECT", None)
-
-
-def _dialect_class(dialect: str) -> type[CallbackAdapter]:
-    if dialect not in installed_dialects():
-        raise UnknownName("dialect", dialect, installed_dialects())
-    return installed_dialects()[dialect]
+def _dialect_in(module: str) -> type[CallbackAdapter] | None:
+    return getattr(importlib.import_module(f"{_DIALECTS}.{module}"), "DIALECT", None)
 
 
 def _detect_dialect(callback: object) -> type[CallbackAdapter]:
@@ -236,7 +235,7 @@ def _detect_dialect(callback: object) -> type[CallbackAdapter]:
 
 
 def _matches_bases(callback: object, kind: type[CallbackAdapter]) -> bool:
-    return any(_is_in(cls, kind.packages) for cls in type(callback).__mro__)
+    return any(kind._is_theirs(cls) for cls in type(callback).__mro__)
 
 
 def _matches_parameters(callback: object, kind: type[CallbackAdapter]) -> bool:
@@ -245,10 +244,6 @@ def _matches_parameters(callback: object, kind: type[CallbackAdapter]) -> bool:
     return bool(count and handlers) and all(
         tuple(signature.parameters)[:count] == kind.parameters for signature in handlers
     )
-
-
-def _is_in(cls: type, packages: tuple[str, ...]) -> bool:
-    return any(f"{cls.__module__}.".startswith(f"{package}.") for package in packages)
 
 
 def _handlers(callback: object) -> set[str]:

@@ -10,13 +10,15 @@ The loop checks the list before it fires, so that an event without handlers cost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
+import torch
+
 from dalsegno.distributed.gathered import Gathered
-from dalsegno.errors import ConfigurationError, EventNotFired, UnknownName
-from dalsegno.state import Handler, method_of, running
+from dalsegno.errors import CannotSave, ConfigurationError, EventNotFired, UnknownName
+from dalsegno.state import Handler, method_of, owner_of, running
 
 from . import contexts
 from .background import Background
@@ -216,6 +218,19 @@ class Dispatcher:
         for event, handlers in called.items():
             self.channels[event].bind(handlers)
 
+    def fire_record(self, logs: dict[str, Any], kind: str, evaluated_weights: str | None = None) -> None:
+        """Fire on_log_step, whose handlers may add to a record, then on_log, whose handlers write it.
+
+        Tensors of one element become numbers. Raises CannotSave for a larger one; the message names who may have
+        logged it.
+        """
+        for channel in (self.log_step, self.log):
+            channel.fire_with(logs, kind, evaluated_weights)
+            for name, value in logs.items():
+                if isinstance(value, torch.Tensor):
+                    authors = ", ".join(dict.fromkeys(map(owner_of, channel)))
+                    logs[name] = number_in_record(name, value, f"one of: {authors}" if authors else "the program")
+
     def leave_out_idle(self) -> None:
         """Call no handlers that have nothing to do in this leg, until callbacks are set again. To be called after
         on_train_begin."""
@@ -288,6 +303,30 @@ class Dispatcher:
 
     def _may_request_in(self, events: Collection[Event]) -> bool:
         return any(event in events for callback in self.callbacks for event in callback.requesting_events())
+
+
+def number_in_record(name: str, value: torch.Tensor, author: str) -> float:
+    """Return the number in a tensor that ``author`` has logged as ``name``. Raises CannotSave for several elements,
+    which neither a log nor a checkpoint can contain."""
+    if value.numel() != 1:
+        raise CannotSave(
+            f"record key {name!r}: a tensor of shape {tuple(value.shape)}, logged by {author}; log a number, such as "
+            "its mean"
+        )
+    return value.item()
+
+
+def raise_first(failures: Sequence[BaseException]) -> None:
+    """Raise the first of the exceptions, with a note of each other one; nothing if there is none."""
+    if failures:
+        note_failures(failures[0], failures[1:])
+        raise failures[0]
+
+
+def note_failures(error: BaseException, others: Sequence[BaseException]) -> None:
+    """Add a note of each exception that was raised after ``error``, while its consequences were cleared up."""
+    for other in others:
+        error.add_note(f"and during teardown: {type(other).__name__}: {other}")
 
 
 def check_supported(callbacks: Iterable[Callback], unsupported_events: Mapping[Event, str]) -> None:

@@ -1,7 +1,8 @@
-"""Other libraries, one package each. Any can be deleted, together with its folder in ``tests/interop``.
+"""Other libraries, one module or package each. Any can be deleted, together with its tests in ``tests/interop``.
 
-A package has a class ``DIALECT`` (their callbacks here), a class ``Bridge`` (dalsegno's there), or a module ``tensors``
-(their tensors in checkpoints). :mod:`dalsegno.events.adapters` finds the dialects and
-:mod:`dalsegno.checkpoint.state.wrapped` the tensors; what all bridges share is in :mod:`dalsegno.interop.leg`. Nothing
-else imports one of these packages.
+It has a class ``DIALECT`` (their callbacks here), a class ``Bridge`` (dalsegno's there), or functions ``take_apart``
+and ``hidden_tensors`` (their tensors in checkpoints). :mod:`dalsegno.events.adapters` finds the dialects and
+:mod:`dalsegno.checkpoint.state.wrapped` the tensors. Nothing else imports a library's module.
+
+Dialects are built on :mod:`.call_table` and :mod:`.stand_in`, bridges on :mod:`.leg` and :mod:`.states`.
 """

@@ -2,8 +2,7 @@
 
 A library's ``Bridge`` is one of that library's callbacks. It creates a leg when training begins, copies the loop's
 progress into :attr:`Leg.state`, fires the events that the library has callbacks for, and passes on to the library what
-handlers request. The states of callbacks are saved with each checkpoint of the library: see
-:mod:`dalsegno.interop.states`.
+handlers request. The states of callbacks are saved with each checkpoint of the library: see :mod:`.states`.
 """
 
 from __future__ import annotations
@@ -11,11 +10,13 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 from weakref import WeakValueDictionary
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -30,17 +31,17 @@ from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, EventNotFired, StateMismatch
 from dalsegno.events.adapters import external_global_callbacks
 from dalsegno.events.callback import Callback, components_of, global_callbacks
-from dalsegno.events.dispatcher import Dispatcher
-from dalsegno.events.failures import note_failures, raise_first
-from dalsegno.events.records import fire_record
+from dalsegno.events.dispatcher import Dispatcher, check_supported, note_failures, raise_first
+from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
 from dalsegno.logs.repeats import RecordDifference
 from dalsegno.state import ControlRequests, ResumeProof, TrainerControl, TrainerState
 from dalsegno.stateful.component import Component, TensorHolder
 from dalsegno.stateful.schema import Count
+from dalsegno.system import filesystem
 from dalsegno.witness import Witness
 
-from .states import remove_states
+from .states import Packed, pack, remove_states, unpack, warn_of_new_states
 
 logger = logging.getLogger("dalsegno")
 
@@ -86,26 +87,31 @@ class Unknown:
         raise EventNotFired(self._message)
 
 
-def expect_evaluations(callbacks: Iterable[Callback], *, are_due: bool, remedy: str) -> None:
-    """Raises ConfigurationError if a callback needs evaluations, and none are due."""
-    for callback in callbacks:
-        if callback.needs_evaluations and not are_due:
-            raise ConfigurationError(f"{callback.key} needs evaluations: {remedy}")
+def checked(callbacks: Iterable[object], unsupported_events: Mapping[Event, str]) -> list[Callback]:
+    """Return a Bridge's callbacks. Raises EventNotFired for one that handles an event which the library's loop cannot
+    fire, and what :func:`check_callbacks` raises."""
+    found = check_callbacks(callbacks)
+    check_supported(found, unsupported_events)
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """The objects of a library's loop, as dalsegno's contexts have them."""
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+    """Replace a method of one object: ``around`` is called with the original and its arguments. Returns the undo."""
+    original, own = getattr(owner, name), vars(owner).get(name)
 
-    args: TrainingArguments
-    model: nn.Module
-    """The user's module, without DDP's wrapper."""
-    optimizer: Optimizer
-    """The one whose hooks fire, without wrappers."""
-    lr_scheduler: Any = None
-    processing_class: Any = None
-    train_dataloader: Any = None
-    eval_dataloader: Any = None
+    @wraps(original)
+    def wrapper(*args: Any, **named: Any) -> Any:
+        return around(original, *args, **named)
+
+    setattr(owner, name, wrapper)
+    return partial(delattr, owner, name) if own is None else partial(setattr, owner, name, own)
+
+
+def unwrapped_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside Accelerate's wrapper, on which hooks would never run."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 class ProgressState(TypedDict):
@@ -154,16 +160,20 @@ class Leg:
 
     Args:
         callbacks: checked.
-        surroundings: of the loop.
+        args: the library's settings as dalsegno's.
+        model: the user's module, without DDP's wrapper.
+        optimizer: the one whose hooks run, without wrappers.
         loop: the library's object that stands for this call of its training.
         locate: path of the folder in which the states of a step are saved.
         unsupported_events: events that this library's loop cannot fire, with reason and remedy.
         causes: what it means under this library if a repeated step differs, as in :data:`~dalsegno.state.CAUSES`.
+        no_evaluations: what to set so that evaluations are due; None: they are.
         excuse: why a repeated record differs under this library although nothing is wrong; None: something is.
 
     Raises:
-        EventNotFired: for a callback that handles such an event.
-        ConfigurationError: if another Bridge already takes part in this call of training.
+        EventNotFired: for a callback that handles an event which the loop cannot fire.
+        ConfigurationError: for a callback that needs evaluations, if none are due; if another Bridge already takes part
+            in this call of training.
     """
 
     _open_here: ClassVar[WeakValueDictionary[Path, Leg]] = WeakValueDictionary()
@@ -171,23 +181,45 @@ class Leg:
     def __init__(
         self,
         callbacks: Sequence[Callback],
-        surroundings: Surroundings,
+        args: TrainingArguments,
         *,
+        model: nn.Module,
+        optimizer: Optimizer,
+        lr_scheduler: Any = None,
+        processing_class: Any = None,
+        train_dataloader: Any = None,
+        eval_dataloader: Any = None,
         loop: object,
         locate: Callable[[int], Path],
         unsupported_events: Mapping[Event, str],
         causes: Mapping[str, str],
+        no_evaluations: str | None = None,
         excuse: Callable[[RecordDifference], str | None] = lambda found: None,
     ) -> None:
-        self.args = surroundings.args
+        for callback in callbacks:
+            if callback.needs_evaluations and no_evaluations is not None:
+                raise ConfigurationError(f"{callback.key} needs evaluations: {no_evaluations}")
+        self.args, self._optimizer, self._lr_scheduler = args, optimizer, lr_scheduler
+        self._device = device_of(model)
         self.state = TrainerState(
             is_local_process_zero=collectives.local_rank() == 0, is_world_process_zero=collectives.rank() == 0
         )
         """Progress, which the Bridge keeps equal to the library's."""
         self.control = TrainerControl()
-        fields = {name: getattr(surroundings, name) for name in Surroundings.__slots__}
         self.events = Dispatcher(
-            lambda kind: kind(**fields, layout=Layout.flat(), state=self.state, control=self.control, trainer=self),
+            lambda kind: kind(
+                args=args,
+                layout=Layout.flat(),
+                state=self.state,
+                control=self.control,
+                model=model,
+                optimizer=optimizer,
+                lr_scheduler=lr_scheduler,
+                processing_class=processing_class,
+                train_dataloader=train_dataloader,
+                eval_dataloader=eval_dataloader,
+                trainer=self,
+            ),
             is_rank_zero=self.state.is_world_process_zero,
             unsupported_events=unsupported_events,
         )
@@ -197,29 +229,32 @@ class Leg:
         self.events.bind([*callbacks, *(each for each in everywhere if each not in callbacks)])
         self.callbacks = self.events.callbacks
         self.switched_off: frozenset[str] = frozenset()
+        self.installed = ExitStack()
+        """Undoes what the Bridge installs in the library's objects, when the leg ends."""
+        self.losses: list[torch.Tensor] = []
+        """Of this step's micro-batches, each divided by their number."""
+        self.grad_norm: torch.Tensor | None = None
+        """Total norm of this step's gradients before clipping, over all ranks."""
+        self.is_stopping = False
+        """Whether the training ends because a callback has requested it."""
+        self._lr: float | None = None  # that the newest update used
+        self._is_updated = False  # whether this step has updated the weights, or is known not to
         self._tensors = [
-            CallbackTensors(f"{CALLBACKS}{each.key}", each, surroundings.model)
+            CallbackTensors(f"{CALLBACKS}{each.key}", each, model)
             for each in self.events.callbacks
             if isinstance(each, TensorHolder)
         ]
-        self._surroundings = surroundings
         self.witness = Witness(
-            self.args.directory,
-            device_of(surroundings.model),
-            self.args.on_resume,
-            causes=causes,
-            restores_generators=False,
-            excuse=excuse,
+            args.directory, self._device, args.on_resume, causes=causes, restores_generators=False, excuse=excuse
         )
         self._saved_at = 0  # step of the newest checkpoint
         self._may_stop = False  # because of what the witness says
-        self._manager = CheckpointManager(self.args.directory, locate=locate)
+        self._manager = CheckpointManager(args.directory, locate=locate)
         self._progress = _Progress("")
         self._step_is_open = False  # on_step_done has not fired for it
         self._announced: int | None = None  # the newest step for which on_before_save has fired
         self._all_metrics: dict[str, Any] = {}  # of the sets measured so far in this evaluation
         self._newest: Path | None = None
-        self._hook: Any = None  # of the optimizer
         self._has_ended = False
 
     def _take_place(self) -> None:
@@ -264,12 +299,26 @@ class Leg:
         on.train_begin.fire_with(folder, None)
         self._begin_witness(is_resumed=folder is not None)
 
+    def begin_packed(self, packed: Packed | None, *, saves: bool, checkpoint: str) -> None:
+        """:meth:`begin` with states from ``checkpoint``, which is one dict; None: no states were loaded."""
+        if packed is None:
+            if self.state.global_step:
+                warn_of_new_states(checkpoint)
+            return self.begin(None, saves=saves)
+        folder = self.args.directory / ".dalsegno" / "restored"
+        collectives.from_rank_zero(lambda: remove_states(folder))
+        collectives.from_rank_zero(lambda: unpack(packed, folder))
+        try:
+            self.begin(folder, saves=saves)
+        finally:
+            collectives.from_rank_zero(lambda: filesystem.remove(folder))
+
     def _begin_witness(self, *, is_resumed: bool) -> None:
-        around, progress, step = self._surroundings, self._progress, self.state.global_step
+        progress, step = self._progress, self.state.global_step
         progress.run = progress.run or collectives.from_rank_zero(lambda: uuid.uuid4().hex)
         settings = {name: getattr(self.args, name) for name in _FELT}
-        settings |= environment_of(device_of(around.model), Layout.flat()) | {"run": progress.run}
-        if around.lr_scheduler:
+        settings |= environment_of(self._device, Layout.flat()) | {"run": progress.run}
+        if self._lr_scheduler:
             settings[END_OF_SCHEDULE] = self.state.max_steps
         self.witness.begin_leg(
             step,
@@ -279,7 +328,7 @@ class Leg:
             report=self._prove,
         )
         self._saved_at, self._may_stop = step, self.args.on_resume == "stop" and self.witness.is_comparing
-        self._hook = around.optimizer.register_step_pre_hook(self._see_gradients)
+        self.installed.callback(self._optimizer.register_step_pre_hook(self._see_gradients).remove)
 
     def _prove(self, proof: ResumeProof) -> None:
         """Note whether the leg repeats the steps of the leg before; if not, stop it if the user asks for that."""
@@ -288,19 +337,15 @@ class Leg:
             self.control.stop(proof.line, save=False, by="on_resume")
 
     def end(self, reason: str, metrics: dict[str, Any]) -> None:
-        """Fire on_train_end, once. Not collective.
-
-        Raises:
-            BaseException: what the first handler that failed has raised; all are called.
-        """
+        """Fire on_train_end, once. All handlers are called; what the first that failed has raised is raised then. Not
+        collective."""
         if self._has_ended:
             return
         self._has_ended = True
+        self.installed.close()
         self._open_here.pop(self.args.directory, None)
         self.state.clock.stop()
         self.witness.close(self.state.global_step)
-        if self._hook is not None:
-            self._hook.remove()
         train_end = self.events.train_end
         train_end.fill(reason, metrics, self._newest)
         raise_first(train_end.fire_all())
@@ -316,13 +361,14 @@ class Leg:
         self.end_steps()
         self.record({"train_runtime": self.state.elapsed(), "step": self.state.global_step}, "final")
 
-    def complete(self, *, is_stopped: bool) -> None:
-        """Fire on_train_end, after :meth:`record_end`."""
+    def complete(self, metrics: Mapping[str, Any] | None = None, *, is_stopped: bool) -> None:
+        """Fire on_train_end, after the final record."""
         is_aborted = self.control.should_abort_without_save
-        self.end("aborted" if is_aborted else "stopped" if is_stopped else "finished", {})
+        self.end("aborted" if is_aborted else "stopped" if is_stopped else "finished", dict(metrics or {}))
 
     def fail(self, error: BaseException) -> None:
         """Fire on_exception and on_train_end. What a handler raises becomes a note of ``error``. Not collective."""
+        self.installed.close()
         failures: list[BaseException] = []
         if self.events.exception and not self._has_ended:
             self.events.exception.fill(error)
@@ -354,6 +400,7 @@ class Leg:
 
     def step_begin(self) -> None:
         self.finish()
+        self.losses, self.grad_norm, self._is_updated = [], None, False
         if self.state.global_step + 1 >= self.witness.next_step:
             self.witness.begin_step(self.state.global_step + 1)
         self.events.step_begin.fire_with()
@@ -367,11 +414,37 @@ class Leg:
         if self.witness.is_recording:
             self.witness.add_gradients(optimizer)
 
-    def step_end(self, loss: Any, grad_norm: Any, lr: Any) -> None:
-        """Fire on_step_end. An ``Unknown`` stands for a number that the library does not pass on."""
+    def before_update(self, optimizer: Any) -> None:
+        """Fire on_pre_optimizer_step: gradients are complete and clipped."""
+        self._lr = float(optimizer.param_groups[0]["lr"])
+        self.events.pre_optimizer_step.fire_with(self.grad_norm)
+
+    def after_update(self) -> None:
+        """Fire on_optimizer_step."""
+        self._is_updated = True
+        self.events.optimizer_step.fire_with()
+
+    def skip_update(self) -> None:
+        """Fire on_step_skipped. Without a call of this or of :meth:`after_update`, it fires at the step's end."""
+        self._is_updated = True
+        self.events.step_skipped.fire_with("the gradient scaler found NaN or infinity")
+
+    @property
+    def loss(self) -> torch.Tensor | None:
+        """This rank's share of the step's loss, whose sum over the ranks is the mean that is logged."""
+        if not self.losses:
+            return None
+        return torch.stack([loss.float() for loss in self.losses]).sum() / collectives.world_size()
+
+    def step_end(self, unknown: Sequence[Unknown] | None = None) -> None:
+        """Fire on_step_end. ``unknown``: in place of the loss and the norm, if the library does not pass them on."""
+        if not self._is_updated:
+            self.skip_update()
+        loss, norm = self.loss, self.grad_norm
         if self.witness.is_recording:
-            self.witness.end_step(*(None if isinstance(each, Unknown) else each for each in (loss, grad_norm, lr)))
-        self.events.step_end.fire_with(loss, grad_norm, lr)
+            self.witness.end_step(loss, norm, self._lr)
+        shown: Sequence[Any] = unknown or (loss, norm)
+        self.events.step_end.fire_with(shown[0], shown[1], self._lr)
         self._step_is_open = True
 
     def finish(self) -> None:
@@ -383,8 +456,16 @@ class Leg:
     # -- records and requests ---------------------------------------------------------------------------------------
 
     def record(self, logs: dict[str, Any], kind: str, evaluated_weights: str | None = None) -> None:
-        """Fire on_log_step and on_log with one record, to which handlers may add: see :func:`fire_record`."""
-        fire_record(self.events, logs, kind, evaluated_weights)
+        """Fire on_log_step, whose handlers may add to the record, and on_log."""
+        self.events.fire_record(logs, kind, evaluated_weights)
+
+    def record_step(self, logs: dict[str, Any]) -> None:
+        """:meth:`record` of the step's loss, norm and learning rate, beside ``logs``. Collective."""
+        if (loss := self.loss) is not None:
+            logs["loss"] = collectives.sum_floats([float(loss)], "the loss of a record")[0]
+        if self.grad_norm is not None:
+            logs["grad_norm"] = float(self.grad_norm)
+        self.record({**logs, "learning_rate": self._lr}, "train")
 
     def evaluated(
         self, metrics: dict[str, Any], name: str, evaluated_weights: str | None = None, *, is_last: bool = True
@@ -412,12 +493,17 @@ class Leg:
         self.control.acknowledge(together)
         return together
 
-    def warn_stops(self) -> None:
-        """Log which callback ends the training, and why."""
+    def stops_now(self, requests: ControlRequests) -> bool:
+        """Whether the training ends because of these requests, and not already; logs which callback ends it, and why.
+        Collective."""
+        if self.is_stopping or not (requests.stop or requests.abort):
+            return False
+        self.is_stopping = True
         reasons = collectives.gather((self.control.stopped_by, self.control.stop_reason), "why training stops")
         by, why = next((each for each in reasons if each[0] is not None), (None, None))
         if self.state.is_world_process_zero:
             logger.warning("training ends at step %d: %s: %s", self.state.global_step, by, why or "no reason given")
+        return True
 
     # -- for handlers: ctx.trainer ----------------------------------------------------------------------------------
 
@@ -461,6 +547,14 @@ class Leg:
         self.witness.note_captured(step)
         self._saved_at = step
         return path
+
+    def save_packed(self) -> Packed:
+        """:meth:`save` for a checkpoint that is one dict: the states, equal on all ranks."""
+        folder = self.save()
+        try:
+            return collectives.from_rank_zero(lambda: pack(folder))
+        finally:
+            collectives.from_rank_zero(lambda: filesystem.remove(folder))
 
     def saved(self, checkpoint: Path, *, is_best: bool = False) -> None:
         """Fire on_save: the library's checkpoint of this step is complete, with the states."""

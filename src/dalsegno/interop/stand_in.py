@@ -1,13 +1,36 @@
-"""StandIn: base of objects that stand in for another library's. Reading an attribute without a counterpart raises."""
+"""Objects that stand in for another library's, and the progress of a run as they report it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
-from dalsegno.state import TrainerState
+import numpy as np
+import torch
+
+from dalsegno.distributed import accelerator, collectives
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import (
+    AfterForwardContext,
+    BackwardContext,
+    BeforeForwardContext,
+    BeforeLoadContext,
+    Context,
+    EpochContext,
+    EvaluateBeginContext,
+    EvaluateContext,
+    ExceptionContext,
+    LogContext,
+    MicrobatchBeginContext,
+    MicrobatchEndContext,
+    RollbackContext,
+    StepDoneContext,
+    StepEndContext,
+    TrainBeginContext,
+    TrainEndContext,
+    TrainerLike,
+)
 
 
 class StandIn:
@@ -32,19 +55,167 @@ def reads(path: str) -> Any:
     return property(attrgetter(path))
 
 
-class TrainerStandIn(StandIn):
-    """Stands in for ``trainer``, whose progress is that of ``self._state``."""
+class Collected:
+    """What callbacks of another library log, on its way into dalsegno's records.
 
-    _stands_for = "trainer"
+    In a step or an evaluation with a record, values are added to that record; in a step without one, they are dropped;
+    outside of both, they are a separate record. On several ranks, a record gets those of rank 0.
+    """
 
-    def __init__(self, state: TrainerState) -> None:
-        self._state = state
+    def __init__(self, trainer: TrainerLike) -> None:
+        self._trainer = trainer
+        self._values: dict[str, Any] | None = None
+        self._is_dropped = False
 
-    @contextmanager
-    def as_of(self, state: TrainerState) -> Iterator[None]:
-        """Have the progress of ``state`` inside: that of a checkpoint, which may be of an earlier step."""
-        live, self._state = self._state, state
-        try:
-            yield
-        finally:
-            self._state = live
+    def begin(self, *, has_record: bool) -> None:
+        """A step or an evaluation begins."""
+        self._values, self._is_dropped = ({} if has_record else None), not has_record
+
+    def end(self) -> None:
+        """End it; remaining values are for the record of the epoch's end."""
+        self._values, self._is_dropped = self._values or None, False
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        if self._values is not None:
+            self._values.update(values)
+        elif not self._is_dropped:
+            self._trainer.log(numbers_of(values))
+
+    def move_into(self, ctx: LogContext) -> None:
+        """Move the values into the record of the step or evaluation. Collective."""
+        if ctx.kind in ("train", "eval"):
+            here = self._values or {}
+            moved = (
+                collectives.from_rank_zero(lambda: numbers_of(here)) if collectives.initialized() else numbers_of(here)
+            )
+            ctx.logs.update(moved)
+            self._values = None if self._values is None else {}
+
+
+def numbers_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values as a record can have them; reading a tensor waits for its device.
+
+    A tensor of several elements becomes its mean, std, min and max, as Cerebras's ``LogInputSummaries`` names them.
+    """
+    record: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            record |= _summary(name, value)
+        elif isinstance(value, (torch.Tensor, np.generic)):
+            record[name] = value.item()
+        elif isinstance(value, float):  # without the subclass, which a checkpoint could not contain
+            record[name] = float(value)
+        else:
+            record[name] = value
+    return record
+
+
+def _summary(name: str, tensor: torch.Tensor) -> dict[str, float]:
+    flat = accelerator.wide(tensor.detach()).flatten()
+    if not flat.numel():
+        return {}
+    numbers = torch.stack([flat.mean(), flat.std(correction=0), flat.min(), flat.max()]).tolist()
+    return {f"{name}/{what}": number for what, number in zip(("mean", "std", "min", "max"), numbers, strict=True)}
+
+
+class Progress(Callback):
+    """Handles each event before a library's callbacks do, so that its attributes are up to date for them."""
+
+    sets_control_flags = False
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.collected = Collected(context.trainer)
+        self.leg: object = None
+        """A new object for each leg."""
+        self.fitting = False
+        self.ends_well = False
+        """Whether a leg ends at this event, without an exception."""
+        self.in_step = False
+        """Whether a step has begun whose update is not counted yet."""
+        self.epoch = 0
+        self.batches = 0
+        """Micro-batches of this epoch so far, including the one in progress."""
+        self.batch: Any = None
+        self.outputs: Any = None
+        """Of the newest micro-batch, or batch of an evaluation."""
+        self.validating = False
+        """Whether an evaluation runs; also after its last set, until the step ends."""
+        self.begins_validation = False
+        """Whether an evaluation begins at this event, with the first of its sets."""
+        self.val_batch = -1
+        """Index of the batch within its set."""
+        self.set_index = 0
+        self.is_last_set = True
+        self._validation_is_over = False
+
+    def on_before_load(self, ctx: BeforeLoadContext) -> None:
+        self.leg = object()
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self.fitting, self.ends_well = True, False
+        self.epoch = int(ctx.state.epoch)
+        if self.leg is None:
+            self.leg = object()
+
+    def on_epoch_begin(self, ctx: EpochContext) -> None:
+        self.epoch, self.batches = ctx.epoch, 0
+
+    def on_step_begin(self, ctx: Context) -> None:
+        self.in_step, self.validating = True, False
+        self.collected.begin(has_record=ctx.state.will_log)
+
+    def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
+        self.batches += 1
+        self.batch = ctx.batch
+
+    def on_before_forward(self, ctx: BeforeForwardContext) -> None:
+        if self.validating:
+            self.val_batch += 1
+            self.batch = ctx.batch
+
+    def on_after_forward(self, ctx: AfterForwardContext | BackwardContext) -> None:
+        self.outputs = ctx.outputs
+
+    on_before_backward = on_after_forward
+
+    def on_microbatch_end(self, ctx: MicrobatchEndContext) -> None:
+        self.batch, self.outputs = ctx.batch, ctx.outputs
+
+    def on_step_end(self, ctx: StepEndContext) -> None:
+        self.in_step = False
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        self.collected.move_into(ctx)
+
+    def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
+        sets = list(ctx.eval_dataloader) if isinstance(ctx.eval_dataloader, Mapping) else [ctx.name]
+        self.set_index = sets.index(ctx.name) if ctx.name in sets else 0
+        self.is_last_set = self.set_index == len(sets) - 1
+        self.begins_validation = not self.validating or self._validation_is_over
+        self.validating, self._validation_is_over, self.val_batch = True, False, -1
+        self.collected.begin(has_record=True)
+
+    def on_evaluate(self, ctx: EvaluateContext) -> None:
+        self._validation_is_over = ctx.is_last
+        self.collected.end()
+
+    def on_step_done(self, ctx: StepDoneContext) -> None:
+        self.validating = False
+        self.batch = self.outputs = None
+        self.collected.end()
+
+    def on_epoch_end(self, ctx: EpochContext) -> None:
+        self.epoch = ctx.epoch
+
+    def on_rollback(self, ctx: RollbackContext) -> None:
+        self.epoch = int(ctx.state.epoch)
+
+    def on_exception(self, ctx: ExceptionContext) -> None:
+        self.fitting = self.validating = False
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        self.ends_well, self.fitting = self.fitting, False
+        self.in_step = self.validating = False
+        self.leg = None
+        self.collected.end()

@@ -5,13 +5,18 @@ Inside a checkpoint that is a directory, they are a folder, which appears by a r
     checkpoint-500/            the library's: model, optimizer, its own state
       dalsegno/                manifest.json, shared.json, …
 
-For a checkpoint that is one dict, see :mod:`dalsegno.interop.packed`.
+A checkpoint that is one dict has them inside, as the bytes of each file: so neither is ever saved without the other.
+Then the folder of states exists only while it is packed or unpacked, in ``output_dir/.dalsegno``.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import numpy as np
+import torch
 
 from dalsegno.checkpoint.format import names
 from dalsegno.distributed import collectives
@@ -77,3 +82,36 @@ def _newest_with_states(checkpoint: Path) -> Path | None:
     others = [path.parent for path in checkpoint.parent.glob(f"*/{FOLDER}") if path.parent != checkpoint]
     earlier = {path: path.stat().st_mtime_ns for path in others if path.stat().st_mtime_ns <= written}
     return max(earlier, key=earlier.__getitem__, default=None)
+
+
+Packed = Mapping[str, torch.Tensor]
+"""Files of a folder of states: the bytes of each, by its path."""
+
+
+def locate_in(directory: Path) -> Callable[[int], Path]:
+    """Return where a leg writes the states of a step before they are packed."""
+    return lambda step: directory / ".dalsegno" / f"states-{step}"
+
+
+def pack(folder: Path) -> Packed:
+    """Read all files of a folder of states."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): _as_tensor(path.read_bytes()) for path in files}
+
+
+def unpack(packed: Packed, folder: Path) -> None:
+    """Write the files of a folder of states. Their names and contents are verified when the states are restored.
+
+    Raises:
+        DamagedCheckpoint: if a name leads out of the folder.
+    """
+    for name, content in packed.items():
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise DamagedCheckpoint(f"states of callbacks: {name!r} is not a file name that they can have")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.cpu().numpy().tobytes())
+
+
+def _as_tensor(content: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy())

@@ -31,8 +31,7 @@ from dalsegno.distributed.eval_mode import evaluating
 from dalsegno.distributed.rng import RandomState
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.events.callback import Callback
-from dalsegno.events.failures import note_failures, raise_first
-from dalsegno.events.records import fire_record
+from dalsegno.events.dispatcher import note_failures, raise_first
 from dalsegno.events.table import Event
 from dalsegno.policies.retention import Best, retention_of, rules_of
 from dalsegno.stateful.component import Stateful
@@ -138,7 +137,7 @@ class EvaluationRunner:
                 metrics = evaluation(self.between_batches)
             finally:
                 self._stop_requested = outer
-        fire_record(dispatcher, metrics, "eval", evaluated_weights)
+        dispatcher.fire_record(metrics, "eval", evaluated_weights)
         if dispatcher.evaluate:
             dispatcher.evaluate.fill(
                 metrics, evaluation.name, evaluated_weights, all_metrics={**earlier, **metrics}, is_last=is_last

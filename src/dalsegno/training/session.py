@@ -29,7 +29,7 @@ from dalsegno.data.step_batch import LossWeight, StepBatch, agreed_position, ite
 from dalsegno.distributed import collectives
 from dalsegno.distributed.modes import parts_of_batch
 from dalsegno.errors import ConfigurationError, EmptyDataset, LeaseLost
-from dalsegno.events.failures import note_failures, raise_first
+from dalsegno.events.dispatcher import note_failures, raise_first
 from dalsegno.logs.recoveries import Recovery
 
 from .checkpointer import Checkpointer

@@ -13,7 +13,6 @@ import torch
 
 from dalsegno.distributed import collectives
 from dalsegno.distributed.gathered import Gathered
-from dalsegno.events.records import fire_record
 from dalsegno.events.table import Event
 
 from .parts import RunParts
@@ -79,8 +78,8 @@ class StepLog:
         self._dispatcher.train_metrics.fire_with(metrics)
 
     def log(self, logs: dict[str, Any], kind: str) -> None:
-        """Fire on_log_step and on_log with one record: see :func:`fire_record`."""
-        fire_record(self._dispatcher, logs, kind)
+        """Fire on_log_step and on_log with one record."""
+        self._dispatcher.fire_record(logs, kind)
 
     def log_training(self) -> None:
         """Log the steps since the last such record. Collective, unless :attr:`gathered` has been fetched."""

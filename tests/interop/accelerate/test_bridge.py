@@ -13,8 +13,7 @@ from accelerate import Accelerator
 import dalsegno as ds
 from dalsegno.callbacks import CheckLoss
 from dalsegno.checkpoint import Checkpoint, read_tensors, saved_states
-from dalsegno.interop.accelerate import Bridge
-from dalsegno.interop.accelerate.bridge import UNSUPPORTED_EVENTS
+from dalsegno.interop.accelerate import UNSUPPORTED_EVENTS, Bridge
 from dalsegno.logs import read_records
 from dalsegno.logs.wall_clock import drop_wall_clock
 from dalsegno.testing import run_ranks, start_ranks

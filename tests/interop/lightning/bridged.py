@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from dalsegno.callbacks import EMA, DivergenceDetector, EarlyStopping, GradHistogram, GradNormLogger, JsonLogger
 from dalsegno.checkpoint import Checkpoint, read_tensors, saved_states
 from dalsegno.interop.lightning import Bridge
-from dalsegno.interop.packed import unpack
+from dalsegno.interop.states import unpack
 from dalsegno.logs import read_records
 from dalsegno.logs.wall_clock import drop_wall_clock
 from dalsegno.testing import tiny_regression_data

@@ -5,7 +5,7 @@ live tensor, whose form must be the saved one.
 
 Four ways to take a tensor apart:
 
-* ``take_apart(tensor)`` in ``dalsegno.interop.<library>.tensors``, for a class of that library without the protocol;
+* ``take_apart(tensor)`` in ``dalsegno.interop.<library>``, for a class of that library without the protocol;
 * torch's protocol for wrapper subclasses, ``__tensor_flatten__``: torchao, float8, ``NestedTensor``;
 * a wrapper subclass without that has the tensors among its attributes, and the other attributes as context;
 * a subclass that wraps nothing has its own elements, and its attributes as context.
@@ -108,20 +108,22 @@ def _attributes_of(tensor: torch.Tensor) -> TakenApart | None:
 
 
 def _library_of(kind: type) -> ModuleType | None:
-    """``dalsegno.interop.<library>.tensors`` of the library that defines ``kind`` or one of its bases; None without."""
+    """``dalsegno.interop.<library>`` of the library that defines ``kind`` or one of its bases, if it has
+    ``take_apart``."""
     packages = (each.__module__.partition(".")[0] for each in kind.__mro__)
     return next((found for package in packages if (found := _module_for(package)) is not None), None)
 
 
 @functools.cache
 def _module_for(package: str) -> ModuleType | None:
-    module = f"dalsegno.interop.{package}.tensors"
+    name = f"dalsegno.interop.{package}"
     try:
-        return importlib.import_module(module)
+        module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
+        if error.name is None or not name.startswith(error.name):
             raise
-    return None
+        return None
+    return module if hasattr(module, "take_apart") else None
 
 
 def hidden_tensors(model: nn.Module) -> Tensors:

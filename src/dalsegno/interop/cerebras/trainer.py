@@ -1,33 +1,276 @@
-"""The ``trainer`` argument of Cerebras's callbacks: the attributes that they use most; others raise an error."""
+"""The ``trainer`` of Cerebras's callbacks: the attributes that they use most; others raise an error."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from dalsegno.distributed import accelerator
 from dalsegno.distributed.sharded_tensors import device_of
-from dalsegno.events.contexts import Context
-from dalsegno.interop.stand_in import StandIn, TrainerStandIn, reads
+from dalsegno.events.contexts import (
+    Context,
+    EvaluateBeginContext,
+    EvaluateContext,
+    ExceptionContext,
+    MicrobatchBeginContext,
+    MicrobatchEndContext,
+    StepEndContext,
+    TrainBeginContext,
+    TrainEndContext,
+)
+from dalsegno.interop.stand_in import Progress, StandIn, reads
+from dalsegno.state import TrainerState
 from dalsegno.system import filesystem
-
-from .schedule import Position, Schedule
 
 PACKAGES = ("cerebras", "dalsegno.interop.cerebras")
 """Packages that define base classes of callbacks."""
+
+
+class SharedState(Progress):
+    """Where a run is in Cerebras's order, shared by all callbacks of this dialect.
+
+    In that order, a *fit* consists of stretches of training with validations between them. A stretch begins with its
+    first step and ends before an evaluation, or with the run.
+    """
+
+    name = "cerebras"
+    sets_control_flags = True  # by trainer.early_exit
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.initial_step = 0
+        """Finished steps when the fit began."""
+        self.microbatch = 0
+        """Index of the micro-batch in its step."""
+        self.batch_idx = -1
+        """Of the micro-batch in the current stretch of training."""
+        self.is_counted = False
+        """Whether the step whose micro-batches were the last is counted already."""
+        self.is_last_step = False
+        """Whether the stretch ends with the step in progress."""
+        self.val_name: str | None = None
+        """Of the evaluation set that is validated now; None in training."""
+        self.loader: Any = None
+        """Loader of that set."""
+        self.training = False
+        self.begins_stretch = False
+        """Whether a stretch of training begins with this step."""
+        self.ends_stretch = False
+        """Whether a stretch ends at this event."""
+        self.stretch = -1
+        self.broken: set[str] = set()
+        """Parts that an exception has ended: "validate", "train", "fit"."""
+        self.model_call: tuple[list[Any], dict[str, Any]] = [], {}
+        """Arguments with which the model is called next, while a method may change them."""
+        self.trainer = Trainer(self)
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        super().on_train_begin(ctx)
+        self.initial_step, self.val_name, self.is_counted = ctx.state.global_step, None, False
+        self.training, self.stretch, self.broken = False, -1, set()
+
+    def on_step_begin(self, ctx: Context) -> None:
+        super().on_step_begin(ctx)
+        self.begins_stretch = not self.training
+        if self.begins_stretch:
+            self.training = True
+            self.stretch += 1
+            self.batch_idx = -1
+        self.is_counted, self.val_name = False, None
+        evaluates = ctx.state.will_evaluate and self.trainer.schedule.evaluates
+        self.is_last_step = evaluates or ctx.state.global_step + 1 == ctx.state.max_steps
+
+    def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
+        super().on_microbatch_begin(ctx)
+        self.batch_idx += 1
+        self.microbatch = ctx.index
+        self.trainer.should_run_optimizer_step = False
+
+    def on_microbatch_end(self, ctx: MicrobatchEndContext) -> None:
+        super().on_microbatch_end(ctx)
+        self.trainer.should_run_optimizer_step = ctx.is_last
+
+    def on_step_end(self, ctx: StepEndContext) -> None:
+        super().on_step_end(ctx)
+        self.is_counted = True
+        if self.trainer.early_exit.should_exit:
+            ctx.control.stop("a function of trainer.early_exit returned True", by="early_exit")
+
+    def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
+        super().on_evaluate_begin(ctx)
+        self.ends_stretch, self.training = self.training, False
+        has_several = isinstance(ctx.eval_dataloader, dict)
+        self.val_name = ctx.name if has_several else "validate"
+        self.loader = ctx.eval_dataloader[ctx.name] if has_several else ctx.eval_dataloader
+
+    def on_evaluate(self, ctx: EvaluateContext) -> None:
+        super().on_evaluate(ctx)
+        self.val_name = None
+
+    def on_exception(self, ctx: ExceptionContext) -> None:
+        now = {"validate": self.val_name is not None, "train": self.training, "fit": self.fitting}
+        self.broken = {part for part, is_active in now.items() if is_active}
+        self.training = False
+        super().on_exception(ctx)
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        super().on_train_end(ctx)
+        self.ends_stretch, self.training, self.val_name = self.training, False, None
+        self.trainer.early_exit.reset_exit_fns()
+
+
+class Trainer(StandIn):
+    """Stands in for ``trainer``. Callbacks may set further attributes on it."""
+
+    _stands_for = "trainer"
+    is_tracing = False
+    global_step: int = reads("_state.global_step")
+    batch_idx: int = reads("_shared.batch_idx")
+    """Index of the micro-batch within this stretch of training."""
+    summary_dir: Path = reads("artifact_dir")
+
+    def __init__(self, shared: SharedState) -> None:
+        context = shared.context
+        self._shared, self._context, self._state = shared, context, context.state
+        self.model: nn.Module = context.model
+        self.optimizer: Optimizer = context.optimizer
+        schedulers = context.lr_scheduler
+        self.schedulers: list[Any] = list(schedulers) if isinstance(schedulers, (list, tuple)) else [schedulers]
+        self.logger = logging.getLogger("dalsegno")
+        self.backend = Backend(context.model)
+        self.schedule = Schedule(shared)
+        self.loop = Loop(context, self.schedule)
+        self.logging = Logging(context)
+        self.executor = Executor(self)
+        self.checkpoint = CheckpointSettings(context)
+        self.activation_steps = None
+        self.validation_callbacks: list[Any] = []
+        self._artifacts: Path | None = None
+        self.early_exit = EarlyExit()
+        self.model_dir: Path = context.args.directory
+        self.precision = None
+        self.should_run_optimizer_step = False
+        """Whether the optimizer step follows this micro-batch."""
+        self._scopes: list[str] = []
+
+    @contextmanager
+    def as_of(self, state: TrainerState) -> Iterator[None]:
+        """Have the progress of ``state`` inside: that of a checkpoint, which may be of an earlier step."""
+        live, self._state = self._state, state
+        try:
+            yield
+        finally:
+            self._state = live
+
+    @property
+    def is_log_step(self) -> bool:
+        """Whether this step is logged; in a validation, whether this batch is: each ``logging_steps``, and the last."""
+        if self._shared.val_name is None:
+            return self._state.will_log
+        steps = self.logging.log_steps
+        return self.is_final_iteration or bool(steps and self.executor.user_iteration % steps == 0)
+
+    @property
+    def is_first_iteration(self) -> bool:
+        """Whether this is the first batch of the current stretch of training, or validation."""
+        return self.schedule.batch_idx == 0
+
+    @property
+    def is_final_iteration(self) -> bool:
+        """Whether this is the last batch of the current stretch of training, or validation; False if not known."""
+        shared = self._shared
+        if shared.val_name is not None:
+            return shared.val_batch + 1 == batches_in(shared.loader)
+        step = self._state.global_step - shared.is_counted
+        is_last = self.should_run_optimizer_step or shared.microbatch + 1 >= self._context.args.accumulation.at(step)
+        return is_last and shared.is_last_step
+
+    @property
+    def artifact_dir(self) -> Path:
+        """A directory for this trainer's files, below ``cerebras_logs``."""
+        if self._artifacts is None:
+            name = f"{datetime.now():%Y%m%d_%H%M%S}"
+            self._artifacts = filesystem.numbered(self.model_dir / "cerebras_logs", name)
+            filesystem.make_directory(self._artifacts)
+        return self._artifacts
+
+    @property
+    def loggers(self) -> list[Any]:
+        """Callbacks to which logged metrics are passed."""
+        return [callback for callback in self.all_callbacks if is_logger(callback)]
+
+    def save_checkpoint(self) -> None:
+        """Request a checkpoint at the end of this step."""
+        self._context.control.should_save = True
+
+    @property
+    def callbacks(self) -> OrderedDict[str, Any]:
+        """Every callback by its key; those of other libraries without their adapters."""
+        present = getattr(self._context.trainer, "callbacks", [])
+        return OrderedDict((callback.key, inspect.unwrap(callback)) for callback in present)
+
+    @property
+    def all_callbacks(self) -> Iterator[Any]:
+        yield from self.callbacks.values()
+
+    def get_callbacks(self, callback_type: type) -> Iterator[Any]:
+        """Yield the callbacks of a class."""
+        return (callback for callback in self.all_callbacks if isinstance(callback, callback_type))
+
+    def get_callback(self, callback_type: type) -> Any:
+        """Return the first callback of a class; None if there is none."""
+        return next(self.get_callbacks(callback_type), None)
+
+    def get_callback_name(self, callback: object) -> str:
+        """Raises ValueError if this trainer does not have the callback."""
+        for name, each in self.callbacks.items():
+            if each is callback:
+                return name
+        raise ValueError(f"{type(callback).__name__} is not a callback of this trainer")
+
+    def log_metrics(self, **metrics: Any) -> None:
+        """Add metrics to the record of this step or evaluation; drop them at a step without a record.
+
+        Outside of steps and evaluations, they are logged as a separate record.
+        """
+        self.log_metrics_dict(metrics)
+
+    def log_metrics_dict(self, metrics: dict[str, Any], step: int | None = None, dest: Any = None) -> None:
+        """Like :meth:`log_metrics`; ``step`` and ``dest`` are ignored."""
+        scope = self.name_scope_path
+        self._shared.collected.add({f"{scope}{name}": value for name, value in metrics.items()})
+
+    @contextmanager
+    def name_scope(self, name: str) -> Iterator[str]:
+        """Prefix the names of metrics that are logged inside with ``name/``."""
+        self._scopes.append(name)
+        try:
+            yield name
+        finally:
+            self._scopes.pop()
+
+    @property
+    def name_scope_path(self) -> str:
+        return "".join(f"{name}/" for name in self._scopes)
+
+
+def is_logger(callback: object) -> bool:
+    """Whether a callback derives from the library's ``Logger``."""
+    return any(
+        cls.__name__ == "Logger" and cls.__module__.startswith(tuple(f"{package}." for package in PACKAGES))
+        for cls in type(callback).__mro__
+    )
 
 
 class Backend(StandIn):
@@ -149,168 +392,132 @@ class EarlyExit(StandIn):
         self._functions.clear()
 
 
-class Trainer(TrainerStandIn):
-    """Stands in for ``trainer``. Callbacks may set further attributes on it."""
+@dataclass(frozen=True)
+class StageType:
+    """Equal to the library's own member of this name."""
 
-    is_tracing = False
-    global_step: int = reads("_state.global_step")
-    batch_idx: int = reads("position.batch_idx")
-    """Index of the micro-batch within this stretch of training."""
-    summary_dir: Path = reads("artifact_dir")
+    name: str
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context.state)
-        self._context = context
-        self.model: nn.Module = context.model
-        self.optimizer: Optimizer = context.optimizer
-        schedulers = context.lr_scheduler
-        self.schedulers: list[Any] = list(schedulers) if isinstance(schedulers, (list, tuple)) else [schedulers]
-        self.logger = logging.getLogger("dalsegno")
-        self.backend = Backend(context.model)
-        self.position = Position()
-        self.schedule = Schedule(context, self.position)
-        self.loop = Loop(context, self.schedule)
-        self.logging = Logging(context)
-        self.executor = Executor(self)
-        self.checkpoint = CheckpointSettings(context)
-        self.activation_steps = None
-        self.validation_callbacks: list[Any] = []
-        self._artifacts: Path | None = None
-        self.early_exit = EarlyExit()
-        self.model_dir: Path = context.args.directory
-        self.precision = None
-        self.should_run_optimizer_step = False
-        """Whether the optimizer step follows this micro-batch."""
-        self.collected: dict[str, Any] | None = None
-        """Values for the next record; None where no record is due."""
-        self.is_silent = False
-        """Whether logged values are dropped, because this step has no record."""
-        self._scopes: list[str] = []
+    def __eq__(self, other: object) -> bool:
+        return getattr(other, "name", None) == self.name
 
-    @property
-    def is_log_step(self) -> bool:
-        """Whether this step is logged; in a validation, whether this batch is: each ``logging_steps``, and the last."""
-        if self.position.val_name is None:
-            return self._state.will_log
-        steps = self.logging.log_steps
-        return self.is_final_iteration or bool(steps and self.executor.user_iteration % steps == 0)
+    def __hash__(self) -> int:
+        return hash(self.name)
 
-    @property
-    def is_first_iteration(self) -> bool:
-        """Whether this is the first batch of the current stretch of training, or validation."""
-        return self.schedule.batch_idx == 0
+
+TRAINING, VALIDATION = StageType("TRAIN_DATALOADER"), StageType("VAL_DATALOADER")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of training, whose ``steps`` are optimizer steps, or a validation, whose ``steps`` are batches."""
+
+    type: StageType
+    start_step: int
+    """Finished optimizer steps when it begins."""
+    name: str
+    steps: int | None
+    """None where the length of the data is unknown."""
+    every_n_vals: int | None = None
+
+
+class Schedule(StandIn):
+    """Stands in for ``trainer.schedule``, from ``max_steps`` and ``eval_steps``."""
+
+    _stands_for = "trainer.schedule"
+    checkpoint_schedule = None
+    """dalsegno saves at steps that a trigger decides on, so none is known ahead."""
+    checkpoint_steps = None
+    initial_global_step: int = reads("_shared.initial_step")
+    train_steps: int | None = reads("current_stage.steps")
+    """Steps of the current stretch of training."""
+
+    def __init__(self, shared: SharedState) -> None:
+        self._shared, self._state, self._args = shared, shared.context.state, shared.context.args
+        loaders = shared.context.eval_dataloader
+        self._sets: dict[str, Any] = dict(loaders) if isinstance(loaders, Mapping) else {"validate": loaders}
+        if loaders is None:
+            self._sets = {}
 
     @property
-    def is_final_iteration(self) -> bool:
-        """Whether this is the last batch of the current stretch of training, or validation; False if not known."""
-        position = self.position
-        if position.val_name is not None:
-            return position.val_batch_idx + 1 == position.val_batches
-        step = self._state.global_step - position.is_counted
-        is_last = self.should_run_optimizer_step or position.microbatch + 1 >= self._context.args.accumulation.at(step)
-        return is_last and position.ends_stretch
+    def evaluates(self) -> bool:
+        """Whether evaluations are scheduled."""
+        return bool(self._args.evaluation) and bool(self._sets)
 
     @property
-    def artifact_dir(self) -> Path:
-        """A directory for this trainer's files, below ``cerebras_logs``."""
-        if self._artifacts is None:
-            name = f"{datetime.now():%Y%m%d_%H%M%S}"
-            self._artifacts = filesystem.numbered(self.model_dir / "cerebras_logs", name)
-            filesystem.make_directory(self._artifacts)
-        return self._artifacts
+    def batch_idx(self) -> int:
+        """Index of the batch in progress, in the current stage."""
+        shared = self._shared
+        return shared.batch_idx if shared.val_name is None else shared.val_batch
 
     @property
-    def loggers(self) -> list[Any]:
-        """Callbacks to which logged metrics are passed."""
-        return [callback for callback in self.all_callbacks if is_logger(callback)]
+    def stages(self) -> list[Stage]:
+        """All stages of the fit."""
+        return list(self._stages(self._shared.initial_step))
 
-    def save_checkpoint(self) -> None:
-        """Request a checkpoint at the end of this step."""
-        self._context.control.should_save = True
+    def _stages(self, start: int) -> Iterator[Stage]:
+        total, period = self._state.max_steps, self._args.evaluation.steps if self.evaluates else 0
+        if total < 0:
+            yield Stage(TRAINING, start, "train", None)
+            return
+        while start < total:
+            end = min(total, (start // period + 1) * period) if period else total
+            yield Stage(TRAINING, start, "train", end - start)
+            if period and end % period == 0:
+                for name, loader in self._sets.items():
+                    yield Stage(VALIDATION, end, name, batches_in(loader))
+            start = end
 
     @property
-    def callbacks(self) -> OrderedDict[str, Any]:
-        """Every callback by its key; those of other libraries without their adapters."""
-        present = getattr(self._context.trainer, "callbacks", [])
-        return OrderedDict((callback.key, inspect.unwrap(callback)) for callback in present)
+    def current_stage(self) -> Stage:
+        shared, step = self._shared, self._state.global_step
+        if shared.val_name is not None:
+            return Stage(VALIDATION, step, shared.val_name, batches_in(shared.loader))
+        step -= shared.is_counted
+        stages = [stage for stage in self.stages if stage.type == TRAINING and stage.start_step <= step]
+        return stages[-1] if stages else Stage(TRAINING, step, "train", 0)
 
     @property
-    def all_callbacks(self) -> Iterator[Any]:
-        yield from self.callbacks.values()
+    def stages_remaining(self) -> list[Stage]:
+        """Those after the current one."""
+        now = self.current_stage
+        later = [stage for stage in self.stages if stage.start_step > now.start_step]
+        if now.type == TRAINING:
+            return later
+        names = list(self._sets)
+        after = names[names.index(now.name) + 1 :] if now.name in names else []
+        same = [Stage(VALIDATION, now.start_step, name, batches_in(self._sets[name])) for name in after]
+        rest = [stage for stage in self.stages if stage.type == TRAINING and stage.start_step == now.start_step]
+        return [*same, *rest, *later]
 
-    def get_callbacks(self, callback_type: type) -> Iterator[Any]:
-        """Yield the callbacks of a class."""
-        return (callback for callback in self.all_callbacks if isinstance(callback, callback_type))
+    @property
+    def epochs(self) -> int:
+        """Stretches of training in this fit."""
+        return sum(stage.type == TRAINING for stage in self.stages)
 
-    def get_callback(self, callback_type: type) -> Any:
-        """Return the first callback of a class; None if there is none."""
-        return next(self.get_callbacks(callback_type), None)
+    @property
+    def epochs_remaining(self) -> int:
+        return sum(stage.type == TRAINING for stage in [self.current_stage, *self.stages_remaining])
 
-    def get_callback_name(self, callback: object) -> str:
-        """Raises ValueError if this trainer does not have the callback."""
-        for name, each in self.callbacks.items():
-            if each is callback:
-                return name
-        raise ValueError(f"{type(callback).__name__} is not a callback of this trainer")
+    @property
+    def batches_remaining(self) -> int:
+        """Batches after this one in the current stage; in training, of full steps.
 
-    def log_metrics(self, **metrics: Any) -> None:
-        """Add metrics to the record of this step or evaluation; drop them at a step without a record.
-
-        Outside of steps and evaluations, they are logged as a separate record.
+        Raises:
+            AttributeError: if the length of the data is unknown.
         """
-        self.log_metrics_dict(metrics)
-
-    def log_metrics_dict(self, metrics: dict[str, Any], step: int | None = None, dest: Any = None) -> None:
-        """Like :meth:`log_metrics`; ``step`` and ``dest`` are ignored."""
-        named = {f"{self.name_scope_path}{name}": value for name, value in metrics.items()}
-        if self.collected is not None:
-            self.collected.update(named)
-        elif not self.is_silent:
-            self._context.trainer.log(plain(named))
-
-    @contextmanager
-    def name_scope(self, name: str) -> Iterator[str]:
-        """Prefix the names of metrics that are logged inside with ``name/``."""
-        self._scopes.append(name)
-        try:
-            yield name
-        finally:
-            self._scopes.pop()
-
-    @property
-    def name_scope_path(self) -> str:
-        return "".join(f"{name}/" for name in self._scopes)
+        stage = self.current_stage
+        if stage.steps is None:
+            raise AttributeError("trainer.schedule.batches_remaining: the length of the data is unknown; set max_steps")
+        if stage.type == VALIDATION:
+            return stage.steps - self.batch_idx - 1
+        accumulation = self._args.accumulation.at(stage.start_step)
+        return max(0, stage.steps * accumulation - self.batch_idx - 1)
 
 
-def is_logger(callback: object) -> bool:
-    """Whether a callback derives from the library's ``Logger``."""
-    return any(
-        cls.__name__ == "Logger" and cls.__module__.startswith(tuple(f"{package}." for package in PACKAGES))
-        for cls in type(callback).__mro__
-    )
-
-
-def plain(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return the metrics as values that a record can have; reading a tensor waits for its device.
-
-    A tensor of several elements becomes its mean, std, min and max, as ``LogInputSummaries`` names them.
-    """
-    record: dict[str, Any] = {}
-    for name, value in metrics.items():
-        if isinstance(value, torch.Tensor) and value.numel() != 1:
-            record |= _summary(name, value)
-        elif isinstance(value, (torch.Tensor, np.generic)):
-            record[name] = value.item()
-        elif isinstance(value, float):  # without the subclass, which a checkpoint could not contain
-            record[name] = float(value)
-        else:
-            record[name] = value
-    return record
-
-
-def _summary(name: str, tensor: torch.Tensor) -> dict[str, float]:
-    flat = accelerator.wide(tensor.detach()).flatten()
-    if not flat.numel():
-        return {}
-    numbers = torch.stack([flat.mean(), flat.std(correction=0), flat.min(), flat.max()]).tolist()
-    return {f"{name}/{what}": number for what, number in zip(("mean", "std", "min", "max"), numbers, strict=True)}
+def batches_in(loader: Any) -> int | None:
+    """Return the length of a loader; None if it is unknown."""
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except TypeError:
+        return None

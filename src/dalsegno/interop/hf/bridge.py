@@ -23,27 +23,28 @@ Hugging Face's loop calls the Bridge as follows; in brackets, what it fires only
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers.trainer_callback import DefaultFlowCallback
 
 from dalsegno import state as run_state
+from dalsegno.args import TrainingArguments
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback
-from dalsegno.events.dispatcher import check_supported
-from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
-from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, Unknown, expect_evaluations
+from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Unknown, checked, unwrapped_optimizer, wrap
 from dalsegno.interop.states import FOLDER, states_in
-from dalsegno.interop.wrapping import unwrapped_optimizer, wrap
+from dalsegno.logs.repeats import RecordDifference
+from dalsegno.policies.triggers import OnBest
+from dalsegno.state import TrainerState
 from dalsegno.witness import OnResume
-
-from .inside import Inside
-from .translation import due_at_next_step, kind_of, mirror, partial_mean_after, set_name_of, settings_of, timeline_of
 
 logger = logging.getLogger("dalsegno")
 
@@ -63,6 +64,13 @@ NEED_TRAINER = dict.fromkeys(
     f"Hugging Face's Trainer has no callback for; give the Bridge the trainer: {_GIVE_TRAINER}",
 )
 """Events that the Bridge fires only if it has the trainer."""
+
+_UNKNOWN = [
+    Unknown(
+        f"ctx.{name} of on_step_end", f"Hugging Face's Trainer logs it, but passes it to no callback; {_GIVE_TRAINER}"
+    )
+    for name in ("loss", "grad_norm")
+]
 
 CAUSES = {
     "data": "Hugging Face's Trainer repeats them only with the same seed and without ignore_data_skip, and only if no "
@@ -111,17 +119,13 @@ class Bridge(transformers.TrainerCallback):
         resume_from_checkpoint: str | Path | None = None,
         on_resume: OnResume = "warn",
     ) -> None:
-        self._callbacks: list[Callback] = check_callbacks(callbacks)
         self._unsupported = UNSUPPORTED_EVENTS | ({} if trainer is not None else NEED_TRAINER)
-        check_supported(self._callbacks, self._unsupported)
+        self._callbacks = checked(callbacks, self._unsupported)
         self._trainer = trainer
         self._on_resume = on_resume
         self._resume_from = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
         self._leg: Leg | None = None  # while training runs
-        self._inside: Inside | None = None
-        self._lr: float | None = None  # that the newest update used
         self._metrics: dict[str, Any] = {}  # of the final record
-        self._is_stopping = False  # because a callback has requested it
         if trainer is not None:
             wrap(trainer, "train", self._train)
 
@@ -130,59 +134,47 @@ class Bridge(transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         if state.is_hyper_param_search:
             raise ConfigurationError("Bridge: a hyperparameter search trains many runs with one trainer; leave it out")
-        remedy = "set eval_strategy in TrainingArguments"
-        expect_evaluations(self._callbacks, are_due=args.eval_strategy != "no", remedy=remedy)
         self._warn_if_nonfinite_is_hidden(args)
         leg = Leg(
             self._callbacks,
-            Surroundings(
-                args=settings_of(args, state, self._on_resume),
-                model=kwargs["model"],
-                optimizer=unwrapped_optimizer(kwargs["optimizer"]),
-                lr_scheduler=kwargs["lr_scheduler"],
-                processing_class=kwargs["processing_class"],
-                train_dataloader=kwargs["train_dataloader"],
-                eval_dataloader=kwargs["eval_dataloader"],
-            ),
+            settings_of(args, state, self._on_resume),
+            model=kwargs["model"],
+            optimizer=unwrapped_optimizer(kwargs["optimizer"]),
+            lr_scheduler=kwargs["lr_scheduler"],
+            processing_class=kwargs["processing_class"],
+            train_dataloader=kwargs["train_dataloader"],
+            eval_dataloader=kwargs["eval_dataloader"],
             loop=state,
             locate=lambda step: Path(args.output_dir) / f"checkpoint-{step}" / FOLDER,
             unsupported_events=self._unsupported,
             causes=CAUSES if self._trainer is not None else CAUSES | CAUSES_WITHOUT_TRAINER,
+            no_evaluations="set eval_strategy in TrainingArguments" if args.eval_strategy == "no" else None,
             excuse=partial_mean_after(state),
         )
         mirror(leg.state, args, state)
         resumed_from = self._resumed_checkpoint(args, state)
         folder = None if resumed_from is None else states_in(resumed_from, mark=_mark_in(state))
         leg.begin(folder, timeline_of(state), saves=args.save_strategy != "no")
-        self._leg, self._metrics, self._is_stopping = leg, {}, False
+        self._leg, self._metrics = leg, {}
         if self._trainer is not None:
-            self._inside = Inside(self._trainer, leg)
+            self._install(self._trainer, leg)
         return self._passed_on(control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._followed(args, state) is None:
-            return
-        leg = self._close()
-        leg.finish()
-        is_whole, is_aborted = state.global_step >= state.max_steps, leg.control.should_abort_without_save
-        leg.end("aborted" if is_aborted else "finished" if is_whole else "stopped", self._metrics)
+        leg, self._leg = self._followed(args, state), None
+        if leg is not None:
+            leg.finish()
+            leg.complete(self._metrics, is_stopped=state.global_step < state.max_steps)
 
     def _train(self, original: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """Around ``trainer.train``: pass on what it raises."""
         try:
             return original(*args, **named)
         except BaseException as error:
-            if self._leg is not None:
-                self._close().fail(error)
+            leg, self._leg = self._leg, None
+            if leg is not None:
+                leg.fail(error)
             raise
-
-    def _close(self) -> Leg:
-        """Stop following the training; returns its leg."""
-        if self._inside is not None:
-            self._inside.close()
-        leg, self._leg, self._inside = self._leg, None, None
-        assert leg is not None, "only called while training runs"
-        return leg
 
     # -- epochs and steps -------------------------------------------------------------------------------------------
 
@@ -207,33 +199,23 @@ class Bridge(transformers.TrainerCallback):
         leg.state.will_log, leg.state.will_evaluate = due.should_log, due.should_evaluate
         leg.state.will_save = due.should_save
         leg.step_begin()
-        if self._inside is not None:
-            self._inside.begin_step()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        leg = self._followed(args, state)
-        if leg is None:
-            return
-        self._lr = float(kwargs["optimizer"].param_groups[0]["lr"])
-        leg.events.pre_optimizer_step.fire_with(None if self._inside is None else self._inside.grad_norm)
+        if (leg := self._followed(args, state)) is not None:
+            leg.before_update(kwargs["optimizer"])
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         leg = self._followed(args, state)
-        if leg is None:
-            return
-        if getattr(kwargs["optimizer"], "step_was_skipped", False):
-            leg.events.step_skipped.fire_with("the gradient scaler found NaN or infinity")
-        else:
-            leg.events.optimizer_step.fire_with()
+        if leg is not None and getattr(kwargs["optimizer"], "step_was_skipped", False):
+            leg.skip_update()
+        elif leg is not None:
+            leg.after_update()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         leg = self._followed(args, state)
         if leg is None:
             return control
-        if self._inside is None:
-            leg.step_end(_unknown("loss"), _unknown("grad_norm"), self._lr)
-        else:
-            leg.step_end(self._inside.loss, self._inside.grad_norm, self._lr)
+        leg.step_end(None if self._trainer is not None else _UNKNOWN)
         state.stateful_callbacks[_MARK] = _mark_of(state)  # in the files that Hugging Face writes before on_save
         is_due = control.should_log or control.should_evaluate or control.should_save or control.should_training_stop
         return self._passed_on(control) if is_due or leg.may_request_each_step() else control
@@ -280,6 +262,57 @@ class Bridge(transformers.TrainerCallback):
                 " and ".join(readers),
             )
 
+    # -- inside a step or an evaluation, by methods of the trainer --------------------------------------------------
+
+    def _install(self, trainer: transformers.Trainer, leg: Leg) -> None:
+        if trainer.accelerator.scaler is not None and leg.events.listens_anywhere(Event.GRADIENTS_READY):
+            raise ConfigurationError(
+                "on_gradients_ready: with fp16, gradients are still scaled where the Bridge could show them; use bf16"
+            )  # only the accelerator's own clipping may unscale them
+        leg.installed.callback(wrap(trainer, "training_step", partial(self._training_step, leg)))
+        leg.installed.callback(wrap(trainer, "evaluation_loop", partial(self._evaluation_loop, leg)))
+        leg.installed.callback(
+            wrap(trainer.accelerator, "clip_grad_norm_", partial(self._clip_grad_norm, leg, trainer))
+        )
+
+    @staticmethod
+    def _training_step(
+        leg: Leg, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **named: Any
+    ) -> Any:
+        leg.see_batch(inputs)
+        loss = original(model, inputs, *args, **named)
+        leg.losses.append(loss.detach())
+        return loss
+
+    @staticmethod
+    def _clip_grad_norm(
+        leg: Leg, trainer: transformers.Trainer, original: Callable[..., Any], *args: Any, **named: Any
+    ) -> Any:
+        if trainer.accelerator.scaler is None:
+            leg.events.gradients_ready.fire_with()
+        leg.grad_norm = norm = original(*args, **named)
+        return norm
+
+    @staticmethod
+    def _evaluation_loop(
+        leg: Leg,
+        original: Callable[..., Any],
+        dataloader: Any,
+        description: str,
+        *args: Any,
+        metric_key_prefix: str = "eval",
+        **named: Any,
+    ) -> Any:
+        events, name = leg.events, metric_key_prefix.removeprefix("eval_")
+        is_evaluation = description == "Evaluation"
+        if is_evaluation:
+            events.evaluate_begin.fire_with(name)
+        try:
+            return original(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **named)
+        finally:
+            if is_evaluation:
+                events.evaluate_end.fire_with(name)
+
     # -- between the two --------------------------------------------------------------------------------------------
 
     def _followed(self, args: Any, state: Any) -> Leg | None:
@@ -300,10 +333,9 @@ class Bridge(transformers.TrainerCallback):
         control.should_evaluate |= requests.evaluate
         control.should_epoch_stop |= requests.end_epoch
         control.should_save |= requests.save
-        if (requests.stop or requests.abort) and not self._is_stopping:
-            self._is_stopping = control.should_training_stop = True
+        if leg.stops_now(requests):
+            control.should_training_stop = True
             control.should_save |= bool(leg.args.saving)
-            leg.warn_stops()
         control.should_save &= not requests.abort
         return control
 
@@ -330,6 +362,107 @@ def _mark_in(state: Any) -> str | None:
     return f'"{_MARK}" from "stateful_callbacks" in its trainer_state.json' if is_marked else None
 
 
-def _unknown(name: str) -> Unknown:
-    what = f"ctx.{name} of on_step_end"
-    return Unknown(what, f"Hugging Face's Trainer logs it, but passes it to no callback; {_GIVE_TRAINER}")
+def settings_of(args: Any, state: Any, on_resume: OnResume) -> TrainingArguments:
+    """Hugging Face's settings as dalsegno's, as far as it has them."""
+    same = (
+        "output_dir",
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "gradient_accumulation_steps",
+        "learning_rate",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "max_grad_norm",
+        "bf16",
+        "fp16",
+        "load_best_model_at_end",
+        "metric_for_best_model",
+        "greater_is_better",
+        "seed",
+        "data_seed",
+        "disable_tqdm",
+        "run_name",
+    )
+    values: dict[str, Any] = {name: getattr(args, name) for name in same}
+    for kind in ("logging", "eval", "save"):
+        strategy = getattr(args, f"{kind}_strategy").value
+        if strategy == "best":
+            values["save"] = OnBest()
+        else:
+            values |= {f"{kind}_strategy": strategy, f"{kind}_steps": int(getattr(state, f"{kind}_steps") or 0)}
+    return TrainingArguments(
+        **values,
+        on_resume=on_resume,
+        max_steps=state.max_steps or -1,
+        num_train_epochs=float(args.num_train_epochs),
+        save_total_limit=args.save_total_limit or None,
+    )
+
+
+def mirror(own: TrainerState, args: Any, state: Any) -> None:
+    """Copy the trainer's progress to dalsegno's state."""
+    for name in ("global_step", "max_steps", "num_train_epochs", "num_input_tokens_seen", "total_flos", "best_metric"):
+        setattr(own, name, getattr(state, name))
+    own.epoch = state.epoch or 0.0
+    own.best_global_step = state.best_global_step or 0
+    own.best_model_checkpoint = state.best_model_checkpoint
+    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    own.samples_seen = state.global_step * batch
+
+
+class _NextStep:
+    """The trainer's state as it will be at the end of the step that begins."""
+
+    def __init__(self, state: Any) -> None:
+        self.global_step = state.global_step + 1
+        self._state = state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+
+def due_at_next_step(args: Any, state: Any, loader: Any) -> transformers.TrainerControl:
+    """What Hugging Face's own schedule will ask for at the end of the step that begins."""
+    flow, due, then = DefaultFlowCallback(), transformers.TrainerControl(), _NextStep(state)
+    flow.on_step_end(args, then, due)  # type: ignore[arg-type]
+    try:
+        batches = len(loader)
+    except TypeError:  # of unknown length
+        return due
+    if then.global_step % max(-(-batches // args.gradient_accumulation_steps), 1) == 0:
+        flow.on_epoch_end(args, then, due)  # type: ignore[arg-type]
+    return due
+
+
+def timeline_of(state: Any) -> str:
+    """Fingerprint of the records so far, which the trainer saves and restores with each checkpoint."""
+    text = json.dumps(state.log_history, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def partial_mean_after(state: Any) -> Callable[[RecordDifference], str | None]:
+    """Excuses the loss of the first record after a resume from ``state``, if that is between two records."""
+    losses = [record["step"] for record in state.log_history if "loss" in record]
+    is_between = state.global_step > 0 and state.global_step not in losses[-1:]
+
+    def excuse(found: RecordDifference) -> str | None:
+        is_first = is_between and found.key == "loss"
+        return "Hugging Face's Trainer averages the first logged loss since the checkpoint only" if is_first else None
+
+    return excuse
+
+
+def kind_of(logs: dict[str, Any]) -> str:
+    if "train_runtime" in logs:
+        return "final"
+    if any(name.startswith("eval_") for name in logs):
+        return "eval"
+    return "train" if "loss" in logs else "user"
+
+
+def set_name_of(metrics: dict[str, Any]) -> str:
+    """Name of the evaluation set: ``eval``, or its key if there are several, as in ``eval_small_runtime``."""
+    prefix = next((name.removesuffix("_runtime") for name in metrics if name.endswith("_runtime")), "eval")
+    return prefix.removeprefix("eval_")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, TypedDict
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NoReturn, TypedDict
 
 from dalsegno.distributed import collectives
 from dalsegno.events.callback import Callback
@@ -18,13 +18,10 @@ from dalsegno.events.contexts import (
     StepEndContext,
     TrainBeginContext,
 )
+from dalsegno.interop.hf.arguments import Arguments, State
 from dalsegno.state import TrainerState
 from dalsegno.stateful.schema import Must
 from dalsegno.system import filesystem
-
-from .args import Arguments
-from .loaders import as_loader, loaders_of
-from .state import State
 
 RANK_PEAK_MEM = "rank_peak_mem"
 """Key of a list that dalsegno logs by default, with each rank's peak memory."""
@@ -150,3 +147,38 @@ def record_of(ctx: LogContext) -> dict[str, Any]:
     if ctx.kind == "final":
         record.setdefault("total_flos", ctx.state.total_flos)
     return record
+
+
+class Batches:
+    """Number of batches in an epoch of the run's data. Not iterable: reading would take batches from the training."""
+
+    def __init__(self, feed: Any) -> None:
+        self._feed = feed
+
+    def __len__(self) -> int:
+        """Batches per epoch on this rank.
+
+        Raises:
+            TypeError: if the length of the data is unknown.
+        """
+        count: int | None = self._feed.microbatches_per_epoch()
+        if count is None:
+            raise TypeError("the length of the data is unknown")
+        return count
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError("a callback cannot read the training data; pass your own loader to the Trainer")
+
+
+def as_loader(given: Any) -> Any:
+    return Batches(given) if hasattr(given, "microbatches_per_epoch") else given
+
+
+def loaders_of(given: Any) -> dict[str, Any]:
+    """Return the evaluation loaders by the name of their set; an only loader under ``"eval"``."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    return {} if given is None else {"eval": given}

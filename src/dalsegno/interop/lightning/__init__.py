@@ -1,15 +1,15 @@
 """Lightning, as ``lightning`` or ``pytorch_lightning``: its callbacks in dalsegno's Trainer, dalsegno's in its own.
 
-The order of calls is in :mod:`.order`; in ``bridge``, dalsegno's callbacks in Lightning's Trainer.
+The order of calls is in :mod:`.dialect`; in ``bridge``, dalsegno's callbacks in Lightning's Trainer.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dalsegno.interop.lightning.dialect import Callback
 from dalsegno.system.lazy_exports import lazy_exports
 
-from .base import Callback
 from .dialect import Lightning
 
 if TYPE_CHECKING:

@@ -24,28 +24,21 @@ Lightning's loop calls the Bridge as follows::
 from __future__ import annotations
 
 import importlib
-import logging
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from dalsegno.args import TrainingArguments
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback
-from dalsegno.events.dispatcher import check_supported
-from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
-from dalsegno.interop.batches import global_batch_size, samples_in
-from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, expect_evaluations
-from dalsegno.interop.optimizer import Optimizer
-from dalsegno.interop.packed import Packed, begin_packed, locate_in, save_packed
+from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, checked, wrap
+from dalsegno.interop.states import Packed
 from dalsegno.witness import OnResume
-
-logger = logging.getLogger("dalsegno")
 
 UNSUPPORTED_EVENTS = dict.fromkeys(
     [*INSIDE_THE_STEP, Event.PREDICT, Event.SAVE],
@@ -106,8 +99,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         on_resume: OnResume = "warn",
     ) -> None:
         super().__init__()
-        self._callbacks: list[Callback] = check_callbacks(callbacks)
-        check_supported(self._callbacks, UNSUPPORTED_EVENTS)
+        self._callbacks = checked(callbacks, UNSUPPORTED_EVENTS)
         self._output_dir = output_dir
         self._processing_class = processing_class
         self._on_resume = on_resume
@@ -115,46 +107,43 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         self._trainer: Any = None
         self._is_training = False
         self._packed: Packed | None = None  # states that fit() has read, until training begins
-        self._installed = ExitStack()
-        self._lr: float | None = None  # that the newest update used
-        self._losses: list[torch.Tensor] = []  # of this step's batches, each divided by their number
-        self._updated = False  # whether this step has updated the weights
         self._before: Mapping[str, Any] = {}  # metrics before the present batch or evaluation
-        self._is_stopping = False
 
     # -- begin and end ----------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if not pl_module.automatic_optimization or len(trainer.optimizers) != 1:
             raise ConfigurationError("Bridge: needs automatic optimization with one optimizer: its steps are the run's")
-        remedy = "pass val_dataloaders= to fit()"
-        expect_evaluations(self._callbacks, are_due=trainer.enable_validation, remedy=remedy)
         optimizer = Optimizer(trainer.optimizers[0])
-        directory = Path(self._output_dir or trainer.default_root_dir)
-        args = settings_of(trainer, directory, optimizer, self._on_resume)
+        args = settings_of(trainer, Path(self._output_dir or trainer.default_root_dir), optimizer, self._on_resume)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         leg = Leg(
             self._callbacks,
-            Surroundings(
-                args=args,
-                model=pl_module,
-                optimizer=optimizer,  # type: ignore[arg-type]
-                lr_scheduler=schedulers[0] if len(schedulers) == 1 else schedulers,
-                processing_class=self._processing_class,
-                train_dataloader=trainer.train_dataloader,
-                eval_dataloader=trainer.val_dataloaders,
-            ),
+            args,
+            model=pl_module,
+            optimizer=optimizer,  # type: ignore[arg-type]
+            lr_scheduler=schedulers[0] if len(schedulers) == 1 else schedulers,
+            processing_class=self._processing_class,
+            train_dataloader=trainer.train_dataloader,
+            eval_dataloader=trainer.val_dataloaders,
             loop=trainer.fit_loop,
-            locate=locate_in(args.directory),
+            locate=lambda step: args.directory / ".dalsegno" / f"states-{step}",
             unsupported_events=UNSUPPORTED_EVENTS,
             causes=CAUSES,
+            no_evaluations=None if trainer.enable_validation else "pass val_dataloaders= to fit()",
         )
-        self._leg, self._trainer, self._is_training, self._is_stopping = leg, trainer, True, False
+        self._leg, self._trainer, self._is_training = leg, trainer, True
         self._mirror(_progress(trainer).current.processed % trainer.num_training_batches)
         packed, self._packed = self._packed, None
-        begin_packed(leg, packed, saves=bool(trainer.checkpoint_callbacks), checkpoint=str(trainer.ckpt_path))
-        self._installed.callback(trainer.optimizers[0].register_step_post_hook(self._after_update).remove)
-        self._install_after_clipping(pl_module, optimizer)
+        leg.begin_packed(packed, saves=bool(trainer.checkpoint_callbacks), checkpoint=str(trainer.ckpt_path))
+        leg.installed.callback(trainer.optimizers[0].register_step_post_hook(lambda *_: leg.after_update()).remove)
+
+        def clip(original: Callable[..., None], *given: Any, **named: Any) -> None:
+            original(*given, **named)  # which is where Lightning has no callback after it
+            optimizer.run_pre_hooks()
+            leg.before_update(optimizer)
+
+        leg.installed.callback(wrap(pl_module, "configure_gradient_clipping", clip))
         self._pass_on()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -162,17 +151,13 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         if leg is None or not self._is_training:
             return
         leg.record_end()
-        self._stop_following()
-        leg.complete(is_stopped=self._is_stopping)
+        self._is_training = False
+        leg.complete(is_stopped=leg.is_stopping)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if (leg := self._followed()) is not None:
-            self._stop_following()
+            self._is_training = False
             leg.fail(exception)
-
-    def _stop_following(self) -> None:
-        self._is_training = False
-        self._installed.close()
 
     # -- epochs and steps -------------------------------------------------------------------------------------------
 
@@ -190,34 +175,14 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         if batch_idx % trainer.accumulate_grad_batches == 0:
             leg.state.will_log = (leg.state.global_step + 1) % max(trainer.log_every_n_steps, 1) == 0
             leg.state.will_evaluate = _evaluates_after(trainer, batch_idx)
-            self._losses, self._updated = [], False
             leg.step_begin()
         leg.see_batch(batch)
         self._before = dict(trainer.callback_metrics)
-        leg.events.microbatch_begin.fire_with(batch, batch_idx % trainer.accumulate_grad_batches, samples_in(batch))
+        leg.events.microbatch_begin.fire_with(batch, batch_idx % trainer.accumulate_grad_batches, _samples_in(batch))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if (leg := self._followed()) is not None:
-            self._lr = float(optimizer.param_groups[0]["lr"])
             leg.events.gradients_ready.fire_with()
-
-    def _install_after_clipping(self, pl_module: Any, optimizer: Optimizer) -> None:
-        """Fire on_pre_optimizer_step after the module's hook that clips: Lightning has no callback there."""
-        original = pl_module.configure_gradient_clipping
-
-        def configure_gradient_clipping(*args: Any, **named: Any) -> None:
-            original(*args, **named)
-            optimizer.run_pre_hooks()
-            if self._leg is not None:
-                self._leg.events.pre_optimizer_step.fire_with(None)
-
-        pl_module.configure_gradient_clipping = configure_gradient_clipping
-        self._installed.callback(delattr, pl_module, "configure_gradient_clipping")
-
-    def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._updated = True
-        if self._leg is not None:
-            self._leg.events.optimizer_step.fire_with()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         leg = self._followed(batch_idx + 1)
@@ -227,31 +192,23 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         is_last = (batch_idx + 1) % accumulated == 0 or _progress(trainer).is_last_batch
         loss = outputs["loss"].detach() if outputs else None
         if loss is not None:
-            self._losses.append(loss)
+            leg.losses.append(loss)
         own_loss = None if loss is None else loss * accumulated
         found = outputs or {}
-        leg.events.microbatch_end.fire_with(own_loss, found, batch, batch_idx % accumulated, samples_in(batch), is_last)
+        leg.events.microbatch_end.fire_with(
+            own_loss, found, batch, batch_idx % accumulated, _samples_in(batch), is_last
+        )
         if is_last:
             self._end_step(leg)
 
     def _end_step(self, leg: Leg) -> None:
-        if not self._updated:
-            leg.events.step_skipped.fire_with("the gradient scaler found NaN or infinity")
-        share = torch.stack(self._losses).sum() / collectives.world_size() if self._losses else None
-        leg.step_end(share, None, self._lr)
+        leg.step_end()
         is_due = leg.state.will_log
         if is_due or leg.may_request_each_step():
             is_due |= self._pass_on()
         if is_due:
-            self._log(leg, share)
+            leg.record_step(self._new_metrics())
             self._pass_on()
-
-    def _log(self, leg: Leg, share: torch.Tensor | None) -> None:
-        logs: dict[str, Any] = self._new_metrics()
-        if share is not None:
-            logs["loss"] = collectives.sum_floats([float(share)], "the loss of a record")[0]
-        logs["learning_rate"] = self._lr
-        leg.record(logs, "train")
 
     # -- evaluations, saves -----------------------------------------------------------------------------------------
 
@@ -278,7 +235,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         leg = self._leg
         if leg is None:
             return {} if self._packed is None else {"dalsegno": self._packed}
-        return {"dalsegno": save_packed(leg)}
+        return {"dalsegno": leg.save_packed()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._packed = state_dict.get("dalsegno")
@@ -313,13 +270,11 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
                 "should_evaluate and should_epoch_stop: Lightning's Trainer has no such requests; leave them to "
                 "val_check_interval= and limit_train_batches="
             )
-        stops = (requests.stop or requests.abort) and not self._is_stopping
+        stops = leg.stops_now(requests)
         if requests.save or (stops and not requests.abort and trainer.checkpoint_callbacks):
             path = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
             trainer.save_checkpoint(Path(path) / f"step={leg.state.global_step}.ckpt")
-        if stops:
-            self._is_stopping = trainer.should_stop = True
-            leg.warn_stops()
+        trainer.should_stop |= stops
         return requests.log
 
     def _new_metrics(self) -> dict[str, Any]:
@@ -327,6 +282,30 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         metrics = self._trainer.callback_metrics
         new = {name: float(value) for name, value in metrics.items() if self._before.get(name) is not value}
         return collectives.broadcast(new, "metrics of the module")
+
+
+class Optimizer:
+    """The user's optimizer as callbacks see it.
+
+    It runs the hooks before a step itself: Lightning's closure computes gradients after torch's.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._before_step: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        handle = RemovableHandle(self._before_step)
+        self._before_step[handle.id] = hook
+        return handle
+
+    def run_pre_hooks(self) -> None:
+        """Call the hooks: gradients are complete and clipped, and the update follows."""
+        for hook in tuple(self._before_step.values()):
+            hook(self._optimizer, (), {})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
 
 
 def settings_of(trainer: Any, directory: Path, optimizer: Any, on_resume: OnResume) -> TrainingArguments:
@@ -366,7 +345,14 @@ def _evaluates_after(trainer: Any, batch_idx: int) -> bool:
 
 
 def _batch_size(trainer: Any) -> int:
-    return global_batch_size(trainer.train_dataloader, int(trainer.world_size))
+    """Samples of a batch on all ranks; 0 if the loader has no ``batch_size``."""
+    return (getattr(trainer.train_dataloader, "batch_size", None) or 0) * int(trainer.world_size)
+
+
+def _samples_in(batch: Any) -> int:
+    """Samples in a batch of the user's form: the length of its first tensor, else 1."""
+    leaves = torch.utils._pytree.tree_leaves(batch)
+    return next((len(each) for each in leaves if isinstance(each, torch.Tensor) and each.dim()), 1)
 
 
 def _as_eval(name: str) -> str:

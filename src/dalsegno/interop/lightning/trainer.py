@@ -1,18 +1,193 @@
-"""Trainer: the first argument of Lightning's callbacks, with the attributes that they use; others raise."""
+"""Lightning's trainer and module as its callbacks see them: the attributes that they use; others raise an error."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypedDict
 
+import torch
+
+from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import device_of
-from dalsegno.interop.stand_in import reads
+from dalsegno.errors import ConfigurationError
+from dalsegno.events.contexts import Context, LogContext, TrainBeginContext
+from dalsegno.interop.stand_in import Progress, StandIn, numbers_of, reads
+from dalsegno.logs import is_wall_clock
+from dalsegno.stateful.schema import Count
 
-from .measured import Measured
-from .parts import FitLoop, Logger, LoggerConnector, OnRanks, Strategy, TrainerState
+
+class LightningState(TypedDict):
+    batches: Count
+    metrics: dict[str, Any]
+
+
+class SharedState(Progress):
+    """What all of Lightning's callbacks share in one run. The newest metrics are saved with the run."""
+
+    name = "lightning"
+    state_schema = LightningState
+    state_compared = False  # what a callback logs may differ between ranks, as in Lightning
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.metrics: dict[str, Any] = {}
+        """``trainer.callback_metrics``."""
+        self.resumed_from: str | None = None
+        self.trainer = Trainer(self)
+        self.module = self.trainer.lightning_module
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Log what a callback has measured."""
+        self.collected.add(values)
+        self.metrics |= {name: torch.as_tensor(value).detach() for name, value in values.items()}
+
+    def position(self) -> dict[str, int]:
+        """What a checkpoint's dict has when a callback gets it."""
+        return {"epoch": self.epoch, "global_step": self.context.state.global_step}
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        super().on_train_begin(ctx)
+        self.resumed_from = None if ctx.resumed_from is None else str(ctx.resumed_from)
+
+    def on_log(self, ctx: LogContext) -> None:
+        for name, value in ctx.logs.items():
+            if isinstance(value, (int, float)) and not is_wall_clock(name):
+                self.metrics[name] = self.metrics[_their_name(name)] = torch.tensor(float(value))
+
+    def state_dict(self) -> LightningState:
+        return {"batches": self.batches, "metrics": self.metrics}
+
+    def load_state_dict(self, state: LightningState) -> None:
+        self.batches, self.metrics = state["batches"], dict(state["metrics"])
+
+
+def _their_name(name: str) -> str:
+    """Return the name that most modules give a metric: ``val_loss`` for ``eval_loss``, ``train_loss`` for ``loss``."""
+    if name.startswith("eval_"):
+        return f"val_{name.removeprefix('eval_')}"
+    return "train_loss" if name == "loss" else name
+
+
+class OnRanks(StandIn):
+    """An object that knows its rank."""
+
+    @property
+    def global_rank(self) -> int:
+        return collectives.rank()
+
+    @property
+    def local_rank(self) -> int:
+        return collectives.local_rank()
+
+    @property
+    def world_size(self) -> int:
+        return collectives.world_size()
+
+    @property
+    def is_global_zero(self) -> bool:
+        return collectives.rank() == 0
+
+
+class Strategy(OnRanks):
+    _stands_for = "trainer.strategy"
+
+    def __init__(self, device: torch.device) -> None:
+        self.root_device = device
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        collectives.all_reduce_max([0], name or "trainer.strategy.barrier")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank ``src``. Collective."""
+        return obj if not collectives.initialized() else collectives.gather(obj, "trainer.strategy.broadcast")[src]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks decide so, or any. Collective."""
+        (found,) = collectives.all_reduce_max([decision is not all], "trainer.strategy.reduce_boolean_decision")
+        return bool(found) is not all
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Any:
+        """Return the mean, or sum, of a number over all ranks. Collective."""
+        (total,) = collectives.sum_floats([float(tensor)], "trainer.strategy.reduce")
+        return torch.tensor(total / (collectives.world_size() if reduce_op in ("mean", "avg") else 1))
+
+
+class Part(StandIn):
+    """A part of the trainer."""
+
+    def __init__(self, shared: SharedState) -> None:
+        self._shared = shared
+
+
+class Logger(Part):
+    """Stands in for ``trainer.logger``: what is logged is in dalsegno's records."""
+
+    _stands_for = "trainer.logger"
+    name = "dalsegno"
+    version = 0
+
+    def __init__(self, shared: SharedState) -> None:
+        super().__init__(shared)
+        self.save_dir = self.log_dir = self.root_dir = str(shared.context.args.directory)
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add to the record of this step or evaluation. ``step`` is ignored."""
+        self._shared.collected.add(numbers_of(metrics))
+
+    def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Nothing: JsonLogger's header is the place for them."""
+
+    def save(self) -> None:
+        """Nothing: every record is written at once."""
+
+
+class LoggerConnector(Part):
+    """Stands in for a private part of the trainer, which LearningRateMonitor reads."""
+
+    _stands_for = "trainer._logger_connector"
+    should_update_logs: bool = reads("_shared.context.state.will_log")
+
+
+class EpochLoop(Part):
+    _stands_for = "trainer.fit_loop.epoch_loop"
+    global_step: int = reads("_shared.context.state.global_step")
+    _batches_that_stepped = global_step
+
+    @property
+    def batch_idx(self) -> int:
+        return self._shared.batches - 1
+
+
+class FitLoop(Part):
+    _stands_for = "trainer.fit_loop"
+    max_epochs: Any = reads("_shared.trainer.max_epochs")
+    max_batches: Any = reads("_shared.trainer.num_training_batches")
+
+    def __init__(self, shared: SharedState) -> None:
+        super().__init__(shared)
+        self.epoch_loop = EpochLoop(shared)
+
+
+class TrainerState(Part):
+    """Stands in for ``trainer.state``: texts, which equal Lightning's enumerations."""
+
+    _stands_for = "trainer.state"
+
+    @property
+    def fn(self) -> str:
+        return "fit" if self._shared.fitting or self._shared.ends_well else "validate"
+
+    @property
+    def stage(self) -> str:
+        return "validate" if self._shared.validating else "train"
+
+    @property
+    def status(self) -> str:
+        return "running" if self._shared.fitting else "finished"
 
 
 class Trainer(OnRanks):
@@ -25,17 +200,17 @@ class Trainer(OnRanks):
     min_epochs = min_steps = None
     num_nodes = 1
 
-    def __init__(self, shared: Measured, module: Callable[[Measured, Trainer], Any]) -> None:
+    def __init__(self, shared: SharedState) -> None:
         context = shared.context
         self._shared, self._context, self._state = shared, context, context.state
         self.model = context.model
-        self.lightning_module = module(shared, self)
+        self.lightning_module = Module(shared, self)
         self.optimizers = [context.optimizer]
         self.strategy = Strategy(device_of(context.model))
         self.logger = Logger(shared)
         self.loggers = [self.logger]
         self.state = TrainerState(shared)
-        self.fit_loop = FitLoop(self, shared)
+        self.fit_loop = FitLoop(shared)
         self.default_root_dir = self.log_dir = str(context.args.directory)
         self.precision = "bf16-mixed" if context.args.bf16 else "16-mixed" if context.args.fp16 else "32-true"
         self._logger_connector = LoggerConnector(shared)
@@ -173,3 +348,98 @@ def _length(loader: Any) -> float:
         return len(loader)
     except TypeError:
         return math.inf
+
+
+class Module(StandIn):
+    """Stands in for ``pl_module``: the model, with what a LightningModule adds to it.
+
+    Every attribute of the model can be read, set and called through it.
+    """
+
+    _stands_for = "pl_module"
+    _shared: SharedState
+    _trainer: Trainer
+    _model: Any
+    automatic_optimization = True
+    example_input_array = None
+    trainer: Trainer = reads("_trainer")
+    logger: Logger = reads("trainer.logger")
+    current_epoch: int = reads("_shared.epoch")
+    global_step: int = reads("trainer.global_step")
+
+    def __init__(self, shared: SharedState, trainer: Trainer) -> None:
+        vars(self).update(_shared=shared, _trainer=trainer, _model=shared.context.model)
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(self._model, name):
+            return getattr(self._model, name)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._model, name, value) if hasattr(self._model, name) else object.__setattr__(self, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self._model)
+
+    @property
+    def global_rank(self) -> int:
+        return collectives.rank()
+
+    def optimizers(self) -> Any:
+        return self.trainer.optimizers[0]
+
+    def lr_schedulers(self) -> Any:
+        schedulers = [each.scheduler for each in self.trainer.lr_scheduler_configs]
+        return schedulers[0] if len(schedulers) == 1 else schedulers
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        *,
+        sync_dist: bool = False,
+        **others: Any,
+    ) -> None:
+        """Add a number to the record of this step or evaluation, and to ``trainer.callback_metrics``.
+
+        ``sync_dist=True``: the mean over the ranks; else a record has rank 0's number. Other arguments are ignored.
+
+        Raises:
+            ConfigurationError: with ``on_epoch=True`` in a step: dalsegno's records have no means over an epoch.
+        """
+        self.log_dict({name: value}, on_epoch=on_epoch, sync_dist=sync_dist)
+
+    def log_dict(
+        self,
+        dictionary: Mapping[str, Any],
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        *,
+        sync_dist: bool = False,
+        **others: Any,
+    ) -> None:
+        """:meth:`log` of several numbers."""
+        if on_epoch and self._shared.in_step:
+            names = ", ".join(dictionary)
+            raise ConfigurationError(
+                f"pl_module.log({names}, on_epoch=True) in a step: records have no means over an epoch; collect the "
+                "numbers, and log their mean in on_train_epoch_end"
+            )
+        numbers = {name: float(value) for name, value in dictionary.items()}
+        if sync_dist and collectives.initialized():
+            sums = collectives.sum_floats(list(numbers.values()), "pl_module.log")
+            numbers = {name: total / collectives.world_size() for name, total in zip(numbers, sums, strict=True)}
+        self._shared.log(numbers)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        self.trainer.print(*args, **kwargs)

@@ -22,7 +22,8 @@ on_pre_optimizer_step and on_optimizer_step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -33,15 +34,12 @@ from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint import Checkpoint, unwrapped
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback
-from dalsegno.events.dispatcher import check_supported
-from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
-from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, expect_evaluations
-from dalsegno.interop.states import FOLDER, states_in
-from dalsegno.interop.wrapping import unwrapped_optimizer, wrap
 from dalsegno.policies.triggers import SaveTrigger
 from dalsegno.state import TrainerState
+
+from .leg import INSIDE_THE_STEP, Leg, checked, unwrapped_optimizer, wrap
+from .states import FOLDER, states_in
 
 UNSUPPORTED_EVENTS = dict.fromkeys(
     [*INSIDE_THE_STEP, Event.MICROBATCH_BEGIN, Event.MICROBATCH_END, Event.PREDICT, Event.SAVE],
@@ -92,28 +90,27 @@ class Bridge:
         lr_scheduler: Any = None,
         processing_class: Any = None,
     ) -> None:
-        self._callbacks: list[Callback] = check_callbacks(callbacks)
-        check_supported(self._callbacks, UNSUPPORTED_EVENTS)
         self._args = args
         self._accelerator = accelerator
         self._optimizer = unwrapped_optimizer(optimizer)
-        self._surroundings = Surroundings(
-            args=args,
+        self._saving_to = args.directory
+        self._make_leg = partial(
+            Leg,
+            checked(callbacks, UNSUPPORTED_EVENTS),
+            args,
             model=unwrapped(model),
             optimizer=self._optimizer,
             lr_scheduler=lr_scheduler,
             processing_class=processing_class,
             train_dataloader=loader,
+            locate=lambda step: self._saving_to / FOLDER,
+            unsupported_events=UNSUPPORTED_EVENTS,
+            causes=CAUSES,
+            no_evaluations=None if args.evaluation else "set eval_steps",
         )
         self._steps_per_epoch = -(-len(loader) // accelerator.gradient_accumulation_steps)
         self._leg: Leg | None = None
         self._resumed_from: Path | None = None
-        self._saving_to = args.directory
-        self._installed = ExitStack()
-        self._losses: list[torch.Tensor] = []  # of this step's batches
-        self._lr: float | None = None  # that the newest update used
-        self._grad_norm: torch.Tensor | None = None  # of this step, before clipping
-        self._updated = False  # whether this step has updated the weights
         self._evaluated_weights: str | None = None
         self.should_evaluate = self.should_save = False
         """Whether that is due at the end of the step that has just ended; on all ranks alike."""
@@ -136,15 +133,7 @@ class Bridge:
 
     def __enter__(self) -> Self:
         args, optimizer = self._args, self._optimizer
-        expect_evaluations(self._callbacks, are_due=bool(args.evaluation), remedy="set eval_steps")
-        leg = self._leg = Leg(
-            self._callbacks,
-            self._surroundings,
-            loop=object(),
-            locate=lambda step: self._saving_to / FOLDER,
-            unsupported_events=UNSUPPORTED_EVENTS,
-            causes=CAUSES,
-        )
+        leg = self._leg = self._make_leg(loop=object())
         folder = None if self._resumed_from is None else states_in(self._resumed_from)
         if folder is not None:
             leg.state.global_step = collectives.from_rank_zero(lambda: Checkpoint.open(folder).step)
@@ -153,19 +142,17 @@ class Bridge:
         leg.state.epoch = self.step / self._steps_per_epoch
         self.should_evaluate = self.should_save = False
         leg.begin(folder, saves=bool(args.saving))
-        self._installed.callback(wrap(self._accelerator, "clip_grad_norm_", self._clip_grad_norm))
-        self._installed.callback(optimizer.register_step_pre_hook(self._before_update).remove)
-        self._installed.callback(optimizer.register_step_post_hook(self._after_update).remove)
-        self._installed.callback(wrap(self._accelerator, "backward", self._backward))
+        leg.installed.callback(wrap(self._accelerator, "clip_grad_norm_", self._clip_grad_norm))
+        leg.installed.callback(optimizer.register_step_pre_hook(lambda own, *_: leg.before_update(own)).remove)
+        leg.installed.callback(optimizer.register_step_post_hook(lambda *_: leg.after_update()).remove)
+        leg.installed.callback(wrap(self._accelerator, "backward", self._backward))
         self.should_stop = self.step >= steps
-        self._losses.clear()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         leg = self._followed
-        self._installed.close()
         if error is not None:
             leg.fail(error)
         else:
@@ -189,15 +176,14 @@ class Bridge:
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def _backward(self, original: Any, loss: torch.Tensor, *args: Any, **named: Any) -> Any:
-        if not self._losses:
-            self._begin_step()
-        self._losses.append(loss.detach())
+        leg = self._followed
+        if not leg.losses:
+            self._begin_step(leg)
+        leg.losses.append(loss.detach())
         return original(loss, *args, **named)
 
-    def _begin_step(self) -> None:
-        leg, args = self._followed, self._args
-        self._grad_norm, self._updated = None, False
-        state, step = leg.state, self.step + 1
+    def _begin_step(self, leg: Leg) -> None:
+        args, state, step = self._args, leg.state, self.step + 1
         state.will_log, state.will_evaluate = self._is_due(args.logging, step), self._is_due(args.evaluation, step)
         state.will_save = bool(args.saving) and (self._is_due(args.saving, step) or step == state.max_steps)
         leg.epoch_begin()
@@ -213,18 +199,16 @@ class Bridge:
         self.should_evaluate = self.should_save = False
         if not self._accelerator.sync_gradients:
             return
-        share = torch.stack(self._losses).mean() / collectives.world_size()
-        self._losses.clear()
+        leg.losses = [torch.stack(leg.losses).mean()]
         leg.state.global_step += 1
         leg.state.epoch = self.step / self._steps_per_epoch
-        if not self._updated:
-            leg.events.step_skipped.fire_with("the gradient scaler found NaN or infinity")
-        leg.step_end(share, self._grad_norm, self._lr)
-        self._run_due_actions(leg, share)
+        leg.step_end()
+        self._run_due_actions(leg)
+        leg.losses.clear()
         if self.step % self._steps_per_epoch == 0:
             leg.epoch_end()
 
-    def _run_due_actions(self, leg: Leg, share: torch.Tensor) -> None:
+    def _run_due_actions(self, leg: Leg) -> None:
         state = leg.state
         logs, self.should_evaluate, self.should_save = state.will_log, state.will_evaluate, state.will_save
         if self.should_save:
@@ -232,41 +216,27 @@ class Bridge:
         if leg.may_request_each_step() or self.should_save or logs:
             logs |= self._follow_requests(leg)
         if logs:
-            self._log(leg, share)
+            leg.record_step({})
             self._follow_requests(leg)
         self.should_stop |= self.step >= state.max_steps
         self.should_save &= not leg.control.should_abort_without_save
-
-    def _log(self, leg: Leg, share: torch.Tensor) -> None:
-        record: dict[str, Any] = {"loss": collectives.sum_floats([float(share)], "the loss of a record")[0]}
-        if self._grad_norm is not None:
-            record["grad_norm"] = float(self._grad_norm)
-        leg.record({**record, "learning_rate": self._lr}, "train")
 
     def _follow_requests(self, leg: Leg) -> bool:
         """Set the flags that callbacks on any rank request. Returns whether a record is wanted. Collective."""
         requests = leg.requests()
         self.should_evaluate |= requests.evaluate
         self.should_save |= requests.save
-        if (requests.stop or requests.abort) and not self.should_stop:
+        if not self.should_stop and leg.stops_now(requests):
             self.should_stop = True
             self.should_save |= requests.stop
-            leg.warn_stops()
         return requests.log
 
     def _clip_grad_norm(self, original: Any, *args: Any, **named: Any) -> Any:
+        leg = self._followed
         if self._accelerator.sync_gradients and self._accelerator.scaler is None:
-            self._followed.events.gradients_ready.fire_with()
-        self._grad_norm = norm = original(*args, **named)
+            leg.events.gradients_ready.fire_with()
+        leg.grad_norm = norm = original(*args, **named)
         return norm
-
-    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._lr = float(optimizer.param_groups[0]["lr"])
-        self._followed.events.pre_optimizer_step.fire_with(self._grad_norm)
-
-    def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._updated = True
-        self._followed.events.optimizer_step.fire_with()
 
     # -- evaluations and records of the user's ----------------------------------------------------------------------
 

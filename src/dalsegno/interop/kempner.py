@@ -25,13 +25,23 @@ from dalsegno.events.callback import Answer, Binder
 from dalsegno.events.contexts import Context, EvaluateContext, MetricsContext
 from dalsegno.events.table import Event
 
-from .base import TrainingHook
-
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+
 __all__ = ["DIALECT", "KempnerForge", "StepContext", "TrainingHook", "eval_metrics"]
+
+
+class TrainingHook:
+    """Base class with KempnerForge's methods. Override only those that are needed."""
+
+    def on_train_begin(self, config: Any) -> None: ...
+    def on_step_end(self, ctx: Any) -> None: ...
+    def on_eval_end(self, metrics: dict[str, float], step: int) -> None: ...
+    def on_checkpoint_save(self, step: int, path: str) -> None: ...
+    def on_train_end(self, step: int, tokens_seen: int) -> None: ...
+
 
 _METHODS = {
     "on_train_begin": (Event.TRAIN_BEGIN, ("config",)),

@@ -1,4 +1,6 @@
-"""Weights of bitsandbytes, taken apart for :mod:`dalsegno.checkpoint.state.wrapped`.
+"""bitsandbytes: quantized weights, taken apart for :mod:`dalsegno.checkpoint.state.wrapped`.
+
+Its optimizers have plain tensors.
 
 ``Params4bit``: packed elements and quantization state. The parts have the names that bitsandbytes itself gives them in
 a state dict (``weight``, ``weight.absmax``, ``weight.quant_map``, ``weight.nested_absmax``,

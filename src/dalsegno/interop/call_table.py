@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.errors import ConfigurationError
 from dalsegno.events.adapters import CallbackAdapter
-from dalsegno.events.callback import Answer, Binder, Callback
+from dalsegno.events.callback import Answer, Binder
 from dalsegno.events.table import Event
 from dalsegno.state import Handler
-from dalsegno.stateful.component import State
+
+from .stand_in import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,79 +24,79 @@ class Row:
     method: str
     given: str = ""
     when: str | None = None
+    once: str | None = None
+    """An attribute of the shared state: the method is called once for each object that is its value."""
+    scope: Callable[[Any, Any], AbstractContextManager[None]] | None = None
+    """Makes the call inside this, of the shared state and the context."""
 
 
 class TableAdapter(CallbackAdapter):
-    """Adapts a callback whose base class has an empty method for everything, ``state_dict`` included."""
+    """Adapts a callback by a table of rows. What a method logs at LOG_STEP is in that record."""
 
     rows: ClassVar[Sequence[Row]]
     """The whole order. Within an event, from top to bottom."""
-    leading: ClassVar[Sequence[str]] = ()
+    shared_kind: ClassVar[type[Progress]]
+    """What all callbacks of this library share in one run."""
+    leading: ClassVar[Sequence[str]]
     """Names of the arguments that every method gets first."""
-    values: ClassVar[Mapping[str, Callable[[Any, Any], Any]]] = {}
+    values: ClassVar[Mapping[str, Callable[[Any, Any], Any]]]
     """Each argument, from the shared state and the context."""
-    conditions: ClassVar[Mapping[str, Callable[[Any, Any], bool]]] = {}
+    conditions: ClassVar[Mapping[str, Callable[[Any, Any], bool]]]
     """Each condition, from the shared state and the context."""
-    instead: ClassVar[Mapping[str, str]] = {}
+    state_hooks: ClassVar[Mapping[str, str]]
+    """Methods that put state into a dict, or read it from there, each with the name of its last argument."""
+    instead: ClassVar[Mapping[str, str]]
     """Classes of the library that are refused, and what to use here."""
 
     def __init_subclass__(cls) -> None:
         cls.calls = tuple((row.event, row.method) for row in cls.rows)
 
     def __init__(self, foreign: object, name: str | None = None) -> None:
-        """Raises ConfigurationError for a class of the library that cannot work here."""
         for base in type(foreign).__mro__:
             if base.__name__ in self.instead and self._is_theirs(base):
                 raise ConfigurationError(
                     f"{type(foreign).__name__} needs parts of the library's own trainer; instead, "
                     f"{self.instead[base.__name__]}"
                 )
+        self._shared: Any = None
+        self._called: dict[str, object] = {}  # for methods that are called once, the object of the newest call
         self._table = {(row.event, row.method): row for row in self.rows}
         super().__init__(foreign, name)
-
-    @abstractmethod
-    def shared_state(self, binder: Binder) -> Callback:
-        """Return what all callbacks of this library share in one run."""
+        for method in self.state_hooks:
+            if self._defines(method):
+                self._check_signature(method)
 
     def arguments(self, method: str) -> tuple[Sequence[str], Sequence[str]]:
-        row = next(row for row in self.rows if row.method == method)
-        return (*self.leading, *row.given.split()), ()
+        given = self.state_hooks.get(method) or next(row.given for row in self.rows if row.method == method)
+        return (*self.leading, *given.split()), ()
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        self.shared_state(binder)  # before the callback's own handlers, even if it has none
+        self._shared = binder.shared(self.shared_kind)  # before the callback's own handlers, even if it has none
         return super().bound_handlers(binder)
 
     def call(self, event: Event, method: str, binder: Binder) -> Callable[[Any, Any], Answer]:
-        shared, row, function = self.shared_state(binder), self._table[event, method], self.method(method)
+        shared, row, function = self._shared, self._table[event, method], self.method(method)
         given = [self.values[name] for name in (*self.leading, *row.given.split())]
         is_due = None if row.when is None else self.conditions[row.when]
 
         def call(_: Any, ctx: Any) -> None:
             if is_due is None or is_due(shared, ctx):
                 function(*[value(shared, ctx) for value in given])
+                if event is Event.LOG_STEP:
+                    shared.collected.move_into(ctx)
 
-        return call
+        def call_specially(adapted: Any, ctx: Any) -> None:
+            if row.once is not None:
+                life = getattr(shared, row.once)
+                if self._called.get(method) is life:
+                    return
+                self._called[method] = life
+            with nullcontext() if row.scope is None else row.scope(shared, ctx):
+                call(adapted, ctx)
 
-    def _check_names(self) -> None:
-        super()._check_names()
-        known = {row.method for row in self.rows} | set(self.silent)
-        theirs = [cls for cls in type(self.__wrapped__).__mro__ if cls is not object and not self._is_theirs(cls)]
-        own = {name for cls in theirs for name, value in vars(cls).items() if callable(value) and name[0] != "_"}
-        for name in sorted(own - known):
-            if difflib.get_close_matches(name, known, n=1, cutoff=0.9):
-                raise UnknownName(f"handler in {type(self.__wrapped__).__name__}:", name, known)
-
-    @classmethod
-    def _is_theirs(cls, base: type) -> bool:
-        return f"{base.__module__}.".startswith(tuple(f"{package}." for package in cls.packages))
+        return call_specially if row.once or row.scope else call
 
     def method(self, name: str) -> Callable[..., Any]:
-        """Return the callback's method of this name."""
+        """Return the callback's method of this name, as :meth:`call` calls it."""
         method: Callable[..., Any] = getattr(self.__wrapped__, name)
         return method
-
-    def state_methods(self) -> tuple[Callable[[], State], Callable[[State], object]] | None:
-        if not (self._defines("state_dict") or self._defines("load_state_dict")):
-            return None
-        foreign: Any = self.__wrapped__
-        return foreign.state_dict, foreign.load_state_dict
