@@ -183,13 +183,13 @@ def test_what_the_last_leg_gave_up_is_no_candidate(tmp_path: Path) -> None:
     former, own = "0123456789abcdef", "fedcba9876543210"
     file = RunFile(tmp_path)
     file.begin(str(memory_dir.root() / former / "checkpoints" / "step-00000015"), 2, 15, memory=own)
-    saves = trainer(tmp_path)._lifecycle._checkpointer.memory
-    saves._run_file = file
-    assert saves._candidates() == {former: 15, own: None}
+    checkpoints = trainer(tmp_path)._lifecycle._checkpoints
+    checkpoints._run_file = file
+    assert checkpoints._memory_candidates() == {former: 15, own: None}
     file.roll_back({"timestamp": 1.0, "from_step": 20, "to_step": 8, "by": "the test", "reason": "the loss is bad"})
-    assert saves._candidates() == {own: None}
+    assert checkpoints._memory_candidates() == {own: None}
     file.end("aborted", None, 8, {})
-    assert saves._candidates() == {}
+    assert checkpoints._memory_candidates() == {}
 
 
 def sent_by_leg(folder: Path, crash: int | None, changes: dict[str, Any]) -> Counter[str]:

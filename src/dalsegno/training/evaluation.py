@@ -36,8 +36,8 @@ from dalsegno.events.table import Event
 from dalsegno.policies.retention import Best, retention_of, rules_of
 from dalsegno.stateful.component import Stateful
 
-from .forward import EvaluationForward
 from .parts import RunParts
+from .train_step import EvaluationForward
 
 logger = logging.getLogger("dalsegno")
 

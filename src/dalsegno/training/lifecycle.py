@@ -14,18 +14,20 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from dalsegno.args import TrainingArguments
+from dalsegno.checkpoint import Checkpoint, LoadReport
 from dalsegno.control import CommandQueue
 from dalsegno.data import NOT_EXACT, TrainingData
 from dalsegno.data.step_batch import LossWeight, agreed_position
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import are_finite
-from dalsegno.errors import ConfigurationError, Locked
+from dalsegno.errors import ConfigurationError, DamagedCheckpoint, Locked, NotFound
 from dalsegno.logs import RecordLog, RunFile
+from dalsegno.logs.recoveries import Recovery
 from dalsegno.stateful.component import Stateful
+from dalsegno.system import archive
 from dalsegno.system.filesystem import make_directory
 from dalsegno.system.lock import DirectoryLock, is_visible
 
-from .checkpointer import Checkpointer
 from .chosen_start import ChosenStart, ResumeOptions
 from .commands import CommandExecutor
 from .contents import CheckpointContents
@@ -33,9 +35,10 @@ from .evaluation import Evaluation, expect_evaluations
 from .learning_rate import planned_steps
 from .parts import RunParts
 from .result import TrainResult
-from .resume import Resumer
 from .rollback import Rollbacks
+from .run_checkpoints import RunCheckpoints
 from .run_json import LastLeg, LegRecorder
+from .save_coordinator import SaveCoordinator
 from .session import Session
 from .settings import RecordedSettings, UserSupplied
 from .step_boundary import StepBoundary
@@ -50,16 +53,13 @@ _UNSAVED: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 class RunLifecycle:
     """Shared by the Trainer and a hand-written loop. Lives as long as the user's object; a
-    :class:`~dalsegno.training.session.Session` lives for one leg.
+    :class:`~dalsegno.training.session.Session` lives for one leg. All methods are collective.
 
     Args:
         data: the training data, for its fingerprint.
         supplied: which parts the user brings along.
         others: further objects with a state, by the key under which each is saved.
         loss_weight: weight of a batch's mean loss within its step; None: the number of its samples.
-
-    Raises:
-        ConfigurationError: as :class:`CheckpointContents` does.
     """
 
     def __init__(
@@ -72,28 +72,40 @@ class RunLifecycle:
         others: Mapping[str, Stateful],
         loss_weight: LossWeight | None = None,
     ) -> None:
+        args = parts.args
         self._parts = parts
         self._loss_weight = loss_weight
         self._signals = SignalWatcher(parts.control)
-        self._time_limit = TimeLimit(parts.control, parts.args.max_seconds)
-        self._run_file = RunFile(parts.args.directory)
+        self._time_limit = TimeLimit(parts.control, args.max_seconds)
+        self._requeue = Requeue(enabled=args.requeue)
+        self._run_file = RunFile(args.directory)
+        self._chosen = ChosenStart(args.directory, has_url=args.url is not None)
         self._settings = RecordedSettings(parts, supplied, data)
         contents = CheckpointContents(parts, self._settings, others)
-        self._chosen = ChosenStart(parts.args.directory, has_url=parts.args.url is not None)
-        self._checkpointer = Checkpointer(
-            parts, contents, self._settings, self._run_file, self._time_limit, self._chosen
-        )
+        self._checkpoints = RunCheckpoints(parts, contents, self._settings, self._run_file, self._chosen)
+        self._saves = SaveCoordinator(parts, contents, self._checkpoints, self._run_file, self._time_limit)
         self._commands = CommandExecutor(parts, self._settings, evaluates=bool(evaluations))
-        self._rollbacks = Rollbacks(parts, self._checkpointer, self._run_file)
-        sources = [self._signals.poll, self._time_limit.poll]
-        self.boundary = StepBoundary(parts, self._checkpointer, evaluations, sources, self._commands, self._rollbacks)
-        self._resumer = Resumer(parts, self._checkpointer, self.boundary, self._commands, self._rollbacks, self._chosen)
-        self._requeue = Requeue(enabled=parts.args.requeue)
+        self._rollbacks = Rollbacks(parts, self._checkpoints, self._run_file)
+        sources = self._signals, self._time_limit, self._saves, self._commands, self._checkpoints
+        self.boundary = StepBoundary(
+            parts,
+            self._saves,
+            evaluations,
+            [each.poll for each in sources],
+            self._commands,
+            self._rollbacks,
+            self._checkpoints.lease_loss,
+        )
         self._session: Session | None = None  # of the newest leg; None if the run was finished before it
         self._result: TrainResult | None = None  # of the previous leg in this process
         self._options = ResumeOptions()  # of the leg
-        self._model_modified = False
+        self._model_modified = False  # trained, or loaded, in this process
         self._repeats = False  # the leg resumes from a checkpoint of this run
+
+    @property
+    def commands(self) -> CommandQueue:
+        """Accepts commands to the run."""
+        return self._commands.queue
 
     @contextmanager
     def lock_run_dir(self) -> Iterator[None]:
@@ -104,7 +116,7 @@ class RunLifecycle:
         self._session = None
         self._time_limit.start()
         with self._signals.listening():
-            with locked_run_dir(self._parts.args), self._checkpointer.opened():
+            with locked_run_dir(self._parts.args), self._checkpoints.opened():
                 try:
                     yield
                 finally:  # the next leg puts the commands in force again
@@ -114,13 +126,18 @@ class RunLifecycle:
                 self._result = self._session.result  # without an exception: the next leg may start from memory
                 self._requeue.end_leg(self._result)
 
-    @property
-    def commands(self) -> CommandQueue:
-        """Accepts commands to the run."""
-        return self._commands.queue
+    def _note_unsaved_weights(self) -> None:
+        if self._session is None:
+            return
+        _UNSAVED.pop(self._parts.model, None)
+        if not self._saves.is_on_disk():
+            step, folder = self._parts.state.global_step, self._parts.args.output_dir
+            _UNSAVED[self._parts.model] = f"step {step} of the run in {folder}"
+
+    # -- restore ------------------------------------------------------------------------------------------------
 
     def restore(self, options: ResumeOptions) -> Path | None:
-        """Restore what the leg begins with: see ``Trainer.train``. The checkpoint that it resumes from. Collective."""
+        """Restore what the leg begins with: see ``Trainer.train``. The checkpoint that it resumes from."""
         parts = self._parts
         parts.callbacks.rebind()
         expect_evaluations(parts.args, parts.callbacks.bound, has_sets=self.boundary.evaluations.has_sets)
@@ -128,52 +145,179 @@ class RunLifecycle:
         parts.state.max_steps = planned_steps(parts.args, parts.loader)  # for on_before_load; commands may change it
         parts.state.num_train_epochs = parts.args.num_train_epochs
         self._settings.begin_session()
-        self._options = options = self._chosen.completed(options)
-        path = self._restored(options)
-        self._checkpointer.start_uploads(path)
+        self._options = self._chosen.completed(options)
+        path = self._restored()
+        self._checkpoints.start_uploads(path)
         return path
 
-    def _restored(self, options: ResumeOptions) -> Path | None:
+    def _restored(self) -> Path | None:
+        options, parts = self._options, self._parts
         self._repeats = False
-        if self._result is not None and self._is_in_memory(self._result, options):
-            self._commands.restore(self._parts.state.global_step)
-            self._parts.flags.keep()
+        if self._result is not None and self._is_in_memory(self._result):
+            self._commands.restore(parts.state.global_step)
+            parts.flags.keep()
             return self._result.checkpoint
-        checkpoint = self._resumer.select_checkpoint(options, model_modified=self._model_modified)
-        if checkpoint is None:
-            self._commands.restore(0)
-            self._parts.random_state.start()
-            if options.load_components:
-                self._resumer.load_components(options)
-            elif (leg := _UNSAVED.get(self._parts.model)) is not None:
-                logger.warning(
-                    "this run begins with weights that no checkpoint contains, left in this model by %s: in another "
-                    "process it would begin with others. Build the model anew, or load a checkpoint into it",
-                    leg,
-                    extra={NOT_EXACT: True},
-                )
-            self._rollbacks.complete()
-            return None
-        self._model_modified = True  # even if the load fails
-        self._resumer.load(checkpoint, options)
-        self._repeats = self._checkpointer.owns(checkpoint.path, checkpoint.step)
-        return checkpoint.path
+        self._continue_rollback()
+        checkpoint = self._select_checkpoint()
+        if checkpoint is not None:
+            parts.dispatcher.before_load.fire_with(checkpoint.path, checkpoint.step)
+            self._model_modified = True  # even if the load fails
+            self._load(checkpoint)
+            self._repeats = self._checkpoints.owns(checkpoint.path, checkpoint.step)
+            return checkpoint.path
+        if not options.load_components:
+            parts.dispatcher.before_load.fire_with(None, 0)
+        self._commands.restore(0)
+        parts.random_state.start()
+        if options.load_components:
+            self._load_components()
+        elif (leg := _UNSAVED.get(parts.model)) is not None:
+            logger.warning(
+                "this run begins with weights that no checkpoint contains, left in this model by %s: in another "
+                "process it would begin with others. Build the model anew, or load a checkpoint into it",
+                leg,
+                extra={NOT_EXACT: True},
+            )
+        self._rollbacks.complete()
+        return None
 
-    def _is_in_memory(self, result: TrainResult, options: ResumeOptions) -> bool:
+    def _is_in_memory(self, result: TrainResult) -> bool:
         """Whether memory still holds the state in which ``result``, of the previous leg in this process, left the run.
 
         After an abort it does not count: what was trained since the newest checkpoint is not to be kept, and may be
         NaN. So the next leg loads that checkpoint, as it would in a new process.
         """
-        args = self._parts.args
+        args, options = self._parts.args, self._options
         if options.origin is not True or args.load_best_model_at_end:  # memory holds the best model, not the last
             return False
         if result.reason != "aborted":
             return True
         return not options.continue_stopped and LastLeg.read(self._run_file, args).ended_run
 
+    def _continue_rollback(self) -> None:
+        """Continue a rollback that was decided in an earlier leg, which ended before it was done."""
+        self._rollbacks.begin_leg()
+        pending = self._parts.recoveries.pending
+        if pending is None:
+            return
+        if self._options.chooses:
+            self._rollbacks.set_aside()
+        else:
+            self._archive_rolled_back(pending)
+
+    def _select_checkpoint(self) -> Checkpoint | None:
+        """The verified checkpoint that the leg resumes from; None: it begins at step 0.
+
+        With ``load_components``, a checkpoint of this run still comes first: the run has begun with them already.
+        """
+        options = self._options
+        if options.origin is False:
+            if self._model_modified:
+                raise ConfigurationError(
+                    "resume_from_checkpoint=False: this model is trained already; build a new trainer"
+                )
+            self._chosen.begin_anew()
+            self._rollbacks.begin_leg()
+            return None
+        if options.origin is not True and not options.load_components:
+            return self._checkpoints.verified(Path(options.origin))
+        checkpoint = self._checkpoints.newest(strict=options.strict)
+        if checkpoint is None and not options.load_components and (origin := self._chosen.origin()) is not None:
+            try:
+                return self._checkpoints.verified(origin)
+            except (NotFound, DamagedCheckpoint) as error:
+                error.add_note(
+                    "this run began with it and has no checkpoint of its own yet; restore it, or pass "
+                    "resume_from_checkpoint= another one, or False to start anew"
+                )
+                raise
+        if checkpoint is None and self._model_modified:
+            raise ConfigurationError(
+                "the last train() was aborted or interrupted inside a step, and there is no checkpoint to resume from; "
+                "build a new trainer (or Run), which begins at step 0"
+            )
+        return checkpoint
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        """Restore everything, and archive what is later on the timeline. Fires on_load."""
+        options, is_own = self._options, self._checkpoints.owns(checkpoint.path, checkpoint.step)
+        with self._commands.restoring(checkpoint.step if is_own else 0, goes_back=options.chooses):
+            report = self._checkpoints.load(
+                checkpoint, strict_callbacks=options.strict_callbacks, allowed=options.allow_changes
+            )
+            self._continue_from(checkpoint, is_own=is_own)
+            if options.chooses:
+                self._archive_after(checkpoint.step if is_own else None, self._chosen.record(checkpoint.path), report)
+                self._rollbacks.drop("the user has chosen another beginning")
+            self._rollbacks.complete()
+        if options.chooses:
+            self._chosen.complete(is_own=is_own)
+        logger.info("resumed from %s\n%s", checkpoint.path, report.table())
+        self._report(checkpoint.path, checkpoint.step, report)
+
+    def _load_components(self) -> None:
+        """Load only ``load_components``, as the beginning of a new run. Fires on_before_load and on_load."""
+        options, path = self._options, Path(str(self._options.origin))
+        load = self._checkpoints.component_load(path, options.load_components, options.allow_changes)
+        self._parts.dispatcher.before_load.fire_with(path, 0)
+        report = load()
+        logger.info("initialized with parts of %s\n%s", path, report.table())
+        self._report(path, 0, report)
+
+    def _continue_from(self, checkpoint: Checkpoint, *, is_own: bool) -> None:
+        """Set what the leg knows of the checkpoint: nothing of its path, metrics and end, if it is another run's."""
+        self._saves.set_latest(*(self._checkpoints.latest_on_disk(checkpoint) if is_own else (None, 0)))
+        self.boundary.evaluations.set_metrics(checkpoint.manifest.metrics if is_own else {})
+        if not is_own:
+            state = self._parts.state
+            state.best_metric, state.best_global_step, state.best_model_checkpoint = None, 0, None
+            state.given_up = None
+
+    def _archive_after(self, step: int | None, place: Path, report: LoadReport) -> None:
+        """Keep one timeline: move the checkpoints after a chosen one's step away; all of them, if it is another run's
+        (None)."""
+        moved = self._checkpoints.archive_after(step, place / "checkpoints")
+        if step is None:
+            self._rollbacks.archive(place)
+        if moved:
+            report.notes.append(f"{len(moved)} later checkpoint(s) are now in {place / 'checkpoints'}")
+
+    def _report(self, path: Path, step: int, report: LoadReport) -> None:
+        """Warn about changes since the save, then fire on_load."""
+        changes = [str(change) for change in report.changes if change.severity != "info"]
+        if changes and self._parts.state.is_world_process_zero:
+            logger.warning("the run resumes with changes:\n  %s", "\n  ".join(changes))
+        self._parts.dispatcher.load.fire_with(path, step, report)
+
+    def _roll_back(self, recovery: Recovery) -> None:
+        """Go back within the leg, as it was decided: archive the later checkpoints, restore everything from the chosen
+        one, and fire on_rollback. Raises NotFound or DamagedCheckpoint, if that was removed or damaged since the
+        decision; the next leg then goes back to the one before."""
+        parts, state = self._parts, self._parts.state
+        step = state.global_step
+        checkpoint = self._checkpoints.verified(self._checkpoints.path_of(recovery.to_step))
+        self._archive_rolled_back(recovery)
+        parts.loader.close()
+        parts.control.clear_timeline()
+        state.clock.stop()
+        self._commands.go_back(checkpoint.step)
+        self._checkpoints.load(checkpoint, strict_callbacks=False, allowed=self._options.allow_changes)
+        self._continue_from(checkpoint, is_own=True)
+        self._rollbacks.complete()
+        parts.witness.go_back(step, checkpoint.step)
+        parts.buffers.begin_leg()
+        self.boundary.begin_timeline()
+        state.clock.start()
+        parts.dispatcher.rollback.fire_with(step, checkpoint.step, recovery.reason)
+
+    def _archive_rolled_back(self, recovery: Recovery) -> None:
+        place = archive.new_archive_dir(self._parts.args.directory) / "checkpoints"
+        self._checkpoints.archive_after(recovery.to_step, place)
+
+    # -- the leg ------------------------------------------------------------------------------------------------
+
     def finished_result(self) -> TrainResult | None:
-        """The result of the leg that ended this run, unless none did or the user asks for more. Collective.
+        """The result of the leg that ended this run, unless none did or the user asks for more.
 
         None also if that leg was killed on its way out: then ``state.given_up`` remains, and the next one only ends.
         """
@@ -186,23 +330,19 @@ class RunLifecycle:
             state.given_up = None
             if not is_done:
                 return None
-        result = self._result or last.result(state, self.boundary.saves.newest, self._checkpointer.path_of)
+        result = self._result or last.result(state, self._saves.newest, self._checkpoints.path_of)
         if result is not None:
             if not is_done and state.is_world_process_zero:
                 last.warn_gave_up()
-            self._checkpointer.load_best_model()
+            self._checkpoints.load_best_model()
         return result
 
     def mark_started(self) -> None:
-        """Note that a leg begins: from now on, memory may hold the middle of a step. Collective.
-
-        Raises:
-            CannotSave: if the first checkpoint would fail, because a state contains what cannot be saved.
-            ConfigurationError: if memory checkpoints would not fit into memory.
-        """
-        self._checkpointer.check_serializable()
-        self._checkpointer.memory.begin_leg()
-        is_finite = are_finite(self._parts.model)  # collective
+        """Note that a leg begins: from now on, memory may hold the middle of a step. Raises CannotSave if the first
+        checkpoint would fail, because a state contains what cannot be saved."""
+        self._saves.check_serializable()
+        self._saves.make_room_in_memory()
+        is_finite = are_finite(self._parts.model)
         if not is_finite and self._parts.state.is_world_process_zero:
             logger.warning(
                 "the model's weights contain NaN or infinity as training begins at step %d; to resume from before, "
@@ -212,24 +352,16 @@ class RunLifecycle:
         self._requeue.begin_leg()
         self._result, self._model_modified = None, True
 
-    def _note_unsaved_weights(self) -> None:
-        if self._session is None:
-            return
-        _UNSAVED.pop(self._parts.model, None)
-        if not self.boundary.saves.is_on_disk():
-            step, folder = self._parts.state.global_step, self._parts.args.output_dir
-            _UNSAVED[self._parts.model] = f"step {step} of the run in {folder}"
-
     def session(self, resumed_from: Path | None) -> Session:
         """A leg from the present state."""
-        recorder = LegRecorder(self._parts, self._run_file, self._checkpointer.memory.checkpoints.name)
+        recorder = LegRecorder(self._parts, self._run_file, self._checkpoints.memory.name)
         self._session = Session(
             self._parts,
             self.boundary,
-            self._checkpointer,
+            self._checkpoints,
             recorder,
             begin_witness=partial(self._begin_witness, recorder),
-            roll_back=self._resumer.roll_back,
+            roll_back=self._roll_back,
             loss_weight=self._loss_weight,
             resumed_from=resumed_from,
         )

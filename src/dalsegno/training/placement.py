@@ -4,25 +4,29 @@ them."""
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint import unwrapped
 from dalsegno.distributed import collectives
+from dalsegno.distributed.blocks import outermost_blocks
 from dalsegno.distributed.layout import Layout
 from dalsegno.distributed.modes import STAGES
 from dalsegno.distributed.parallel import Parallel, parallelize
 from dalsegno.distributed.stage_places import is_elsewhere
-from dalsegno.errors import ConfigurationError
+from dalsegno.errors import ConfigurationError, UnknownName
 
-from .forward import LossFunction
-from .gradient_checkpointing import enable_gradient_checkpointing
 from .optimizers import expect_optimizer, optimizer_from_args
+from .train_step import LossFunction
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +132,49 @@ def _check_steps_alone(optimizer: Optimizer) -> None:
         raise ConfigurationError(
             f"optimizer: {type(optimizer).__name__}.step needs a closure, which only a loop of your own can give it"
         )
+
+
+_SWITCHES = ("activation_checkpointing", "gradient_checkpointing")
+"""Hugging Face's present name of it, and the former one."""
+
+_OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+"""Arguments of torch's ``checkpoint``, which passes any other on to the model."""
+
+
+def enable_gradient_checkpointing(
+    model: nn.Module, options: Mapping[str, Any], apart: Collection[nn.Module] = ()
+) -> None:
+    """Keep the inputs of a model's blocks, and compute the rest again in the backward pass (Chen et al. 2016, "Training
+    Deep Nets with Sublinear Memory Cost", arXiv 1604.06174).
+
+    Uses the model's own ``gradient_checkpointing_enable()``, if it has one, else each of its outermost blocks.
+
+    Args:
+        model: parameter names and modules stay as they are.
+        options: arguments of ``torch.utils.checkpoint.checkpoint``. Reentrant only if set here: FSDP2, and inputs that
+            need no gradient, require the other kind.
+        apart: modules at which another rank continues the forward pass. A block around one is computed in parts, so
+            the blocks inside it are taken.
+
+    Raises:
+        UnknownName: for an option that torch does not have.
+        ConfigurationError: if the model has neither.
+    """
+    for name in options:
+        if name not in _OPTIONS:
+            raise UnknownName("argument in gradient_checkpointing_kwargs=", name, _OPTIONS)
+    options = {"use_reentrant": False, **options}
+    for name in _SWITCHES:
+        enable = getattr(model, f"{name}_enable", None)
+        if callable(enable):
+            enable(**{f"{name}_kwargs": options})
+            return
+    blocks = outermost_blocks(model, apart)
+    if not blocks:
+        raise ConfigurationError(
+            f"gradient_checkpointing=True: {type(model).__name__} has neither gradient_checkpointing_enable() nor "
+            "blocks in a ModuleList or Sequential; use torch.utils.checkpoint in its forward()"
+        )
+    for block in blocks:
+        # On the instance, so that the names and hooks of modules and the units of FSDP2 stay as they are.
+        block.forward = partial(checkpoint, block.forward, **options)

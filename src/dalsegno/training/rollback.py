@@ -30,9 +30,9 @@ from dalsegno.policies.recovery import RecoveryPolicy, RollbackRequest, recovery
 from dalsegno.state import ControlRequests
 from dalsegno.system import filesystem
 
-from .checkpointer import Checkpointer
 from .parts import RunParts
 from .rollback_effects import check_has_rates
+from .run_checkpoints import RunCheckpoints
 
 logger = logging.getLogger("dalsegno")
 
@@ -40,7 +40,7 @@ logger = logging.getLogger("dalsegno")
 class Rollbacks:
     """All methods are collective."""
 
-    def __init__(self, parts: RunParts, checkpointer: Checkpointer, run_file: RunFile) -> None:
+    def __init__(self, parts: RunParts, checkpoints: RunCheckpoints, run_file: RunFile) -> None:
         self._args = parts.args
         self._policy = recovery_of(parts.args.recovery)
         self._state = parts.state
@@ -49,7 +49,7 @@ class Rollbacks:
         self._model = parts.model
         self._optimizer = parts.optimizer
         self._recoveries = parts.recoveries
-        self._checkpointer = checkpointer
+        self._checkpoints = checkpoints
         self._file = RecoveryFile(parts.args.directory)
         self._run_file = run_file
         self._set_aside: Recovery | None = None  # pending, until another beginning is restored
@@ -161,11 +161,11 @@ class Rollbacks:
     def _checkpoint(self, request: RollbackRequest, policy: RecoveryPolicy, step: int) -> Checkpoint | None:
         """The checkpoint to go back to; one from which the run came here before, if none is older."""
         if request.to is not None:
-            return self._checkpointer.newest_until(min(request.to, step - 1))
+            return self._checkpoints.newest_until(min(request.to, step - 1))
         if request.steps is not None:
             policy = replace(policy, margin=request.steps)
-        older = self._checkpointer.newest_until(policy.latest_checkpoint(step, self._recoveries))
-        return older or self._checkpointer.newest_until(policy.latest_checkpoint(step, ()))
+        older = self._checkpoints.newest_until(policy.latest_checkpoint(step, self._recoveries))
+        return older or self._checkpoints.newest_until(policy.latest_checkpoint(step, ()))
 
     def _give_up(self, request: RollbackRequest, why: str, may_save: bool) -> ControlRequests:
         save = may_save and self._policy is not None and self._policy.when_used_up == "stop" and are_finite(self._model)

@@ -1,4 +1,4 @@
-"""SaveCoordinator: the saves of one leg, from the request to the outcome.
+"""SaveCoordinator: who saves. The saves of one leg, on disk and in memory, from the request to the outcome.
 
 At most one save is in progress beside training; the next one waits for it, so every checkpoint that was requested
 exists. When all ranks have finished a save, they are notified of it at the same step boundary.
@@ -7,19 +7,25 @@ exists. When all ranks have finished a save, they are notified of it at the same
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 from dalsegno.checkpoint.save.async_save import AsyncSave
 from dalsegno.distributed import collectives
+from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.errors import SaveFailed
+from dalsegno.logs import RunFile
 from dalsegno.state import NO_REQUESTS, ControlRequests
 
-from .checkpointer import Checkpointer
+from .contents import CheckpointContents
 from .control_sync import expect_lease, requests_against_save
-from .parts import RunParts
+from .parts import Comparison, RunParts
+from .run_checkpoints import RunCheckpoints
+from .stopping import TimeLimit
 
 logger = logging.getLogger("dalsegno")
 
@@ -40,16 +46,31 @@ class _PublishedSave:
 
 
 class SaveCoordinator:
-    """Runs requested saves one at a time, fires on_before_save and on_save, and counts failed saves."""
+    """Runs requested saves one at a time, fires on_before_save and on_save, and counts failed saves.
 
-    def __init__(self, parts: RunParts, checkpointer: Checkpointer) -> None:
+    Methods are collective, unless their text says otherwise. Those that capture raise CannotSave on every rank, if a
+    state contains what cannot be saved, or the ranks' models differ.
+
+    Args:
+        run_file: records the step of each published checkpoint.
+        time_limit: allows for the duration of each save.
+    """
+
+    def __init__(
+        self,
+        parts: RunParts,
+        contents: CheckpointContents,
+        checkpoints: RunCheckpoints,
+        run_file: RunFile,
+        time_limit: TimeLimit,
+    ) -> None:
+        self._parts = parts
         self._args = parts.args
-        self._dispatcher = parts.dispatcher
         self._state = parts.state
-        self._control = parts.control
-        self._witness = parts.witness
-        self._random_state = parts.random_state
-        self._checkpointer = checkpointer
+        self._contents = contents
+        self._checkpoints = checkpoints
+        self._run_file = run_file
+        self._time_limit = time_limit
         self._current: AsyncSave | _PublishedSave | None = None  # in progress, or done and not yet finalized
         self._captured_state = parts.state  # as of the save in progress
         self._best_before: str | None = None  # the best checkpoint before the save in progress
@@ -86,20 +107,38 @@ class SaveCoordinator:
         """Request :meth:`finalize` once a save is done on this rank: a source for ``ControlSync``."""
         return _SAVE_DONE if self._current is not None and self._current.done else NO_REQUESTS
 
+    # -- before the first save ----------------------------------------------------------------------------------
+
+    def check_serializable(self) -> None:
+        """Capture every state as a save does, and write nothing."""
+        if self._args.saving:
+            with self._parts.random_state.kept():
+                self._checkpoints.manager.check_serializable(self._contents.sharded(), self._contents.components())
+
+    def make_room_in_memory(self) -> None:
+        """Free what no leg resumes from any more; reserve room, if this leg saves in memory. Raises ConfigurationError
+        on all ranks, if the state does not fit."""
+        when, base = self._args.saving_in_memory, self._checkpoints.manager.base
+        self._checkpoints.memory.begin_leg(self._contents.sharded(), saving=bool(when), copies=when.copies, base=base)
+
     def prepare(self) -> None:
-        """Allocate save buffers once in a leg, after its first step, when the optimizer has state. Collective."""
+        """Allocate save buffers once in a leg, after its first step, when the optimizer has state."""
         if not self._is_prepared:
             self._is_prepared = True
-            with self._random_state.kept():
-                self._checkpointer.prepare()
+            with self._parts.random_state.kept():
+                if self._parts.comparison is Comparison.FROM_FIRST_STEP:
+                    self._contents.expect_equal_ranks()
+                self._checkpoints.manager.prepare(self._contents.sharded())
         if not self._memory_is_prepared:
             self._memory_is_prepared = True
-            with self._random_state.kept():
-                self._checkpointer.memory.prepare()
+            with self._parts.random_state.kept():
+                self._checkpoints.memory.prepare(self._contents.sharded())
+
+    # -- saves --------------------------------------------------------------------------------------------------
 
     def save_in_memory(self, metrics: Mapping[str, float]) -> ControlRequests:
-        """Save this step in shared memory, unless it is saved to disk or a handler of on_before_save calls it off.
-        Collective.
+        """Save this step in shared memory, unless it is saved to disk or a handler of on_before_save calls it off;
+        returns the requests that do.
 
         While a save to disk is in progress, the state is copied, in place of the last such copy, and published once the
         checkpoint on disk is; never, if that fails. So a leg that resumes from this step finds the same checkpoints as
@@ -107,35 +146,31 @@ class SaveCoordinator:
 
         Args:
             metrics: of the evaluation at this step.
-
-        Returns:
-            The requests that have called the save off.
         """
-        memory, step = self._checkpointer.memory, self._state.global_step
+        memory, step = self._checkpoints.memory, self._state.global_step
         if self._requested_step == step:
             return NO_REQUESTS
         self._memory_is_prepared = True
-        with self._random_state.kept():
-            called_off = self._announce(memory.checkpoints.path_of(step))
-            if not (called_off.abort or called_off.roll_back):
-                memory.capture(step, metrics=metrics)
-                self.captured_step = step
-                if self._current is None:
-                    memory.checkpoints.publish()
+        with self._parts.random_state.kept():
+            called_off = self._announce(memory.path_of(step))
+            if called_off.abort or called_off.roll_back:
+                return called_off
+            self._contents.expect_equal_ranks()
+            sharded, components = self._contents.sharded(), self._contents.components()
+            carried = self._checkpoints.manager.carried
+            memory.capture(step, sharded, components, carried, metrics=metrics, is_finite=self._is_finite())
+            self.captured_step = step
+            if self._current is None:
+                memory.publish()
         return called_off
 
     def save(self, metrics: Mapping[str, float], *, is_planned: bool = True) -> ControlRequests:
-        """Save this step, unless that was requested before or a handler of on_before_save calls it off. Collective.
+        """Save this step, unless that was requested before or a handler of on_before_save calls it off; returns the
+        requests that do.
 
         Args:
             metrics: of the evaluation at this step.
             is_planned: whether a run that is not interrupted here saves this step, too.
-
-        Returns:
-            The requests that have called the save off.
-
-        Raises:
-            CannotSave: on every rank, if a state contains what cannot be saved.
         """
         step = self._state.global_step
         if self._requested_step == step:
@@ -143,31 +178,52 @@ class SaveCoordinator:
         self.finalize()
         self._is_prepared = True
         is_best = self._mark_if_best()
-        with self._random_state.kept():
-            called_off = self._announce(self._checkpointer.path_of(step))
+        with self._parts.random_state.kept():
+            called_off = self._announce(self._checkpoints.path_of(step))
             if called_off.abort or called_off.roll_back:
                 return called_off
             self._state.save_owed = step if is_planned else None
             self._captured_state = self._state.copy()
-            self._current = self._checkpointer.save(step, metrics=metrics, is_best=is_best)
+            self._contents.expect_equal_ranks()
+            self._checkpoints.memory.settle()  # its thread uses the same process group
+            self._current = self._checkpoints.manager.save_async(
+                step,
+                self._contents.sharded(),
+                self._contents.components(),
+                metrics=metrics,
+                is_best=is_best,
+                is_finite=self._is_finite(),
+                background=self._args.save_in_background,
+                published=partial(self._record_published, step, time.monotonic()),
+                settled=self._checkpoints.mirror.poll,
+            )
         self._requested_step = self.captured_step = step
-        self._witness.note_captured(step)
+        self._parts.witness.note_captured(step)
         if not self._args.save_in_background:
             self.finalize()
         return NO_REQUESTS
 
     def _announce(self, path: Path) -> ControlRequests:
-        """Fire on_before_save; the requests against the save. Collective."""
-        self._dispatcher.before_save.fire_with(path, self._state.global_step)
-        return requests_against_save(self._control)
+        """Fire on_before_save; the requests against the save."""
+        self._parts.dispatcher.before_save.fire_with(path, self._state.global_step)
+        return requests_against_save(self._parts.control)
+
+    def _is_finite(self) -> bool:
+        """Whether this rank's weights are not known to contain NaN or infinity. Local."""
+        return not self._parts.metrics.is_broken() or are_finite(self._parts.model)
+
+    def _record_published(self, step: int, began: float) -> None:
+        """On rank 0, on the thread that has saved."""
+        self._run_file.progress(step)
+        self._time_limit.allow_for(time.monotonic() - began)
 
     def amend(self, metrics: Mapping[str, float]) -> None:
-        """Add ``metrics`` to this step's checkpoint, if it was saved before its evaluation. Collective."""
+        """Add ``metrics`` to this step's checkpoint, if it was saved before its evaluation."""
         step = self._state.global_step
         if self._requested_step == step:
             self.finalize()
         if self._published_step == step:
-            self._checkpointer.amend(step, metrics=metrics, is_best=self._mark_if_best())
+            self._checkpoints.manager.amend(step, metrics=metrics, is_best=self._mark_if_best())
 
     def _mark_if_best(self) -> bool:
         """Whether this step was evaluated as the best so far; if so, its checkpoint becomes the best one."""
@@ -175,15 +231,16 @@ class SaveCoordinator:
         self._best_before = state.best_model_checkpoint
         if state.best_metric is None or state.best_global_step != state.global_step:
             return False
-        state.best_model_checkpoint = self._relative(self._checkpointer.path_of(state.global_step))
+        state.best_model_checkpoint = self._relative(self._checkpoints.path_of(state.global_step))
         return True
 
-    def finalize(self) -> None:
-        """Wait for the save in progress, if any; fire on_save, or count its failure. Collective.
+    # -- outcomes -----------------------------------------------------------------------------------------------
 
-        Raises:
-            LeaseLost: if it has failed because another process has taken the run over.
-            SaveFailed: if ``max_failed_saves`` in a row have failed.
+    def finalize(self) -> None:
+        """Wait for the save in progress, if any; fire on_save, or count its failure.
+
+        Raises LeaseLost if it has failed because another process has taken the run over; SaveFailed if
+        ``max_failed_saves`` in a row have failed.
         """
         save = self._current
         if save is None:
@@ -191,32 +248,30 @@ class SaveCoordinator:
         save.wait()
         self._current = self._state.save_owed = None
         if save.failure is not None:
-            self._checkpointer.memory.checkpoints.drop()  # that has the failed one as its best, perhaps
-            expect_lease(self._checkpointer.lease_loss())
+            self._checkpoints.memory.drop()  # that has the failed one as its best, perhaps
+            expect_lease(self._checkpoints.lease_loss())
             self._note_failure(save, save.failure)
             return
         self._note_success(save)
-        self._checkpointer.memory.checkpoints.publish()
-        dispatcher = self._dispatcher
-        if dispatcher.save:
+        self._checkpoints.memory.publish()
+        saved = self._parts.dispatcher.save
+        if saved:
             state = self._state if self._state.global_step == save.step else self._captured_state
-            dispatcher.save.fill(save.path, save.step, save.is_best, state)
-            with self._random_state.kept():  # the step at which it fires depends on the disk
-                dispatcher.save.fire()
+            saved.fill(save.path, save.step, save.is_best, state)
+            with self._parts.random_state.kept():  # the step at which it fires depends on the disk
+                saved.fire()
 
     def tolerate_failed_save(self) -> None:
         """All ranks have agreed to end the leg without a checkpoint: do not raise if the last save failed."""
         self._must_succeed = False
 
     def finish(self) -> None:
-        """Finalize the last save of a leg that ends without an exception. Collective.
-
-        Raises:
-            SaveFailed: if it has failed.
-        """
+        """Finalize the last save of a leg that ends without an exception. Raises SaveFailed if it has failed; LeaseLost
+        on all ranks, if another process has taken the run over."""
         self.finalize()
         if self._failures and self._must_succeed:
             raise self._failures[-1]
+        expect_lease(self._checkpoints.lease_loss())
 
     def close(self) -> None:
         """At the end of every leg: wait for a save still in progress, without callbacks. Not collective: after an
@@ -239,7 +294,7 @@ class SaveCoordinator:
     def _note_success(self, save: AsyncSave | _PublishedSave) -> None:
         self._failures.clear()
         if self._published_step not in (None, save.step):
-            self._witness.note_published(self._published_step)
+            self._parts.witness.note_published(self._published_step)
         self.newest, self._published_step = save.path, save.step
 
     def _note_failure(self, save: AsyncSave | _PublishedSave, failure: SaveFailed) -> None:

@@ -32,9 +32,9 @@ from dalsegno.errors import ConfigurationError, EmptyDataset, LeaseLost
 from dalsegno.events.dispatcher import note_failures, raise_first
 from dalsegno.logs.recoveries import Recovery
 
-from .checkpointer import Checkpointer
 from .parts import RunParts
 from .result import TrainResult, reason_of
+from .run_checkpoints import RunCheckpoints
 from .run_json import LegRecorder
 from .step_boundary import NOTHING_DUE, ActionSchedule, DueActions, StepBoundary
 
@@ -55,7 +55,7 @@ class Session:
         self,
         parts: RunParts,
         boundary: StepBoundary,
-        checkpointer: Checkpointer,
+        checkpoints: RunCheckpoints,
         leg_recorder: LegRecorder,
         *,
         begin_witness: Callable[[], None],
@@ -77,7 +77,8 @@ class Session:
         self._random_state = parts.random_state
         self._boundary = boundary
         self._recorder = boundary.recorder
-        self._checkpointer = checkpointer
+        self._checkpoints = checkpoints
+        self._saves = boundary.saves
         self._leg_recorder = leg_recorder
         self._witness = parts.witness
         self._begin_witness = begin_witness
@@ -109,7 +110,7 @@ class Session:
         self._leg_recorder.begin(self._resumed_from)
         try:
             self._commands.open()
-            self._dispatcher.train_begin.fire_with(self._resumed_from, self._checkpointer.memory.checkpoints.room)
+            self._dispatcher.train_begin.fire_with(self._resumed_from, self._checkpoints.memory.room)
             self._flags.note_changes()
             self._begin_witness()
             self._dispatcher.leave_out_idle()
@@ -143,11 +144,11 @@ class Session:
 
     def _finish(self) -> None:
         """Without an exception: the last checkpoint, the final record, and the best weights. Collective."""
-        self._boundary.finish()
+        self._saves.finish()
         self._witness.conclude(self._state.global_step)
         self._final_metrics = self._recorder.final_metrics()
         self._recorder.log(self._final_metrics, "final")
-        self._checkpointer.load_best_model()
+        self._checkpoints.load_best_model()
 
     def _close(self, error: BaseException | None) -> None:
         """Fire on_exception if there was one, then on_train_end, once. Not collective: after an exception the other
@@ -155,20 +156,18 @@ class Session:
         dispatcher, request, metrics = self._dispatcher, self._control.stop_request, self._final_metrics
         self._state.clock.stop()
         self._commands.close()
-        failures = _failures(self._boundary.saves.close) + _failures(
-            partial(self._witness.close, self._state.global_step)
-        )
+        failures = _failures(self._saves.close) + _failures(partial(self._witness.close, self._state.global_step))
         result = self.result = TrainResult(
             global_step=self._state.global_step,
             reason=reason_of(error, self._control, self._data_is_exhausted),
             why=self._control.stop_reason if error is None else f"{type(error).__name__}: {error}",
             stopped_by=self._control.stopped_by,
             metrics=metrics,
-            checkpoint=self._boundary.saves.newest,
+            checkpoint=self._saves.newest,
             diverged=error is None and request is not None and request.diverged,
-        ).with_best(self._state, self._checkpointer.path_of)
-        is_needed = error is not None or (result.reason != "aborted" and not self._boundary.saves.is_on_disk())
-        failures += _failures(partial(self._checkpointer.memory.checkpoints.close, remove=not is_needed))
+        ).with_best(self._state, self._checkpoints.path_of)
+        is_needed = error is not None or (result.reason != "aborted" and not self._saves.is_on_disk())
+        failures += _failures(partial(self._checkpoints.memory.close, remove=not is_needed))
         failures += _failures(self._loader.close)
         if error is not None and dispatcher.exception:
             dispatcher.exception.fill(error)
@@ -222,7 +221,7 @@ class Session:
         if self._state.evaluations_owed:
             self._boundary.run_due_actions(DueActions(evaluate=True), ends_step=loader.started)
         if not (self._args.save_in_background or self._epoch_is_used_up()):
-            self._boundary.saves.finalize()  # of the checkpoint that the leg resumes from
+            self._saves.finalize()  # of the checkpoint that the leg resumes from
         while not self._is_over():
             if not loader.started:
                 self._state.epoch_is_cut = False  # a request at the previous epoch's end does not cut this one
@@ -244,7 +243,7 @@ class Session:
                 return
             self._plan_step(step_batch)
             if not self._serializability_checked:  # again: some loaders and callbacks create state with the first batch
-                self._checkpointer.check_serializable()
+                self._saves.check_serializable()
                 self._serializability_checked = True
             if self._state.global_step + 1 >= self._witness.next_step:
                 batches = (each.batch for each in step_batch.microbatches)

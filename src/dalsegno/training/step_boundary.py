@@ -27,9 +27,8 @@ from dalsegno.distributed import collectives
 from dalsegno.logs.recoveries import Recovery
 from dalsegno.state import NO_REQUESTS, ControlRequests, StopRequest
 
-from .checkpointer import Checkpointer
 from .commands import CommandExecutor
-from .control_sync import ControlSync, RequestSource, expect_lease
+from .control_sync import ControlSync, RequestSource
 from .evaluation import Evaluation, EvaluationRunner
 from .parts import RunParts
 from .rollback import Rollbacks
@@ -43,15 +42,17 @@ class StepBoundary:
     def __init__(
         self,
         parts: RunParts,
-        checkpointer: Checkpointer,
+        saves: SaveCoordinator,
         evaluations: Sequence[Evaluation],
         sources: Sequence[RequestSource],
         commands: CommandExecutor,
         rollbacks: Rollbacks,
+        lease_loss: Callable[[], str | None],
     ) -> None:
         """
         Args:
             sources: of requests other than those of callbacks, such as signals and the time limit.
+            lease_loss: why this process must not write any more; None if it may.
         """
         self._args = parts.args
         self._dispatcher = parts.dispatcher
@@ -59,26 +60,24 @@ class StepBoundary:
         self._control = parts.control
         self._sources = sources
         self._rollbacks = rollbacks
+        self._lease_loss = lease_loss
         self.commands = commands
         self.recorder = StepLog(parts)
         self.evaluations = EvaluationRunner(parts, evaluations)
-        self.saves = SaveCoordinator(parts, checkpointer)
-        self._checkpointer = checkpointer
+        self.saves = saves
         self.begin_leg()
 
     def begin_leg(self) -> None:
         """Reset what the previous leg decided."""
         self._save_interval_s = self._args.saving.interval_s
         self._saved_at = time.monotonic()
-        sources = [*self._sources, self.saves.poll, self.commands.poll, self._checkpointer.poll]
-        if self._save_interval_s < math.inf:
-            sources.append(self._poll_clock)
+        sources = [*self._sources, self._poll_clock] if self._save_interval_s < math.inf else self._sources
         self._control_sync = ControlSync(
             self._control,
             sources,
             each_step=self._dispatcher.may_request_each_step(),
             each_record=self._dispatcher.may_request_in_records(),
-            lease_loss=self._checkpointer.lease_loss,
+            lease_loss=self._lease_loss,
         )
         self.saves.begin_leg()
         self.stopping = False
@@ -188,16 +187,6 @@ class StepBoundary:
             self._stop()
             self.saves.tolerate_failed_save()
         return requests
-
-    def finish(self) -> None:
-        """Finalize the last save of a leg that ends without an exception. Collective.
-
-        Raises:
-            LeaseLost: on all ranks, if another process has taken the run over.
-            SaveFailed: if the save has failed.
-        """
-        self.saves.finish()
-        expect_lease(self._checkpointer.lease_loss())
 
     def save_held(self, *, also: bool) -> None:
         """Run a held save when the loop is left before on_epoch_end. Collective.

@@ -34,7 +34,6 @@ from dalsegno.system.tracebacks import short_traceback
 from . import loop
 from .chosen_start import ResumeOptions
 from .evaluation import LossEvaluation
-from .forward import EvaluationForward, ForwardPass, LossFunction, PipelinedForward
 from .learning_rate import PlateauStep, build_schedulers
 from .lifecycle import RunLifecycle, check_writable
 from .parts import Comparison, RunParts, build_parts
@@ -43,9 +42,13 @@ from .result import TrainResult
 from .settings import UserSupplied
 from .train_step import (
     Accumulation,
+    EvaluationForward,
+    ForwardPass,
     GradNormDemand,
+    LossFunction,
     MicrobatchAccumulation,
     PipelinedAccumulation,
+    PipelinedForward,
     TrainStep,
     grad_scaler,
 )

@@ -1,10 +1,9 @@
-"""Checkpointer: saves the run's state to checkpoints, and loads it from them. All ranks call every method."""
+"""RunCheckpoints: where the checkpoints of a run are, in memory, on disk and at its URL; finds and loads them."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,15 +14,15 @@ from dalsegno.checkpoint import (
     Checkpoint,
     CheckpointManager,
     LoadReport,
+    MemoryCheckpoints,
     load_parts,
     load_weights,
     weights_are_at,
 )
+from dalsegno.checkpoint.format import memory_dir
 from dalsegno.checkpoint.format.checkpoint_dir import newest_step
 from dalsegno.checkpoint.remote import mirror_of
-from dalsegno.checkpoint.save.async_save import AsyncSave
 from dalsegno.distributed import collectives
-from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, NotFound, UnknownName
 from dalsegno.logs import RunFile
 from dalsegno.state import NO_REQUESTS, ControlRequests, SavedTrainerState
@@ -33,23 +32,23 @@ from dalsegno.system.lock import DirectoryLock
 from .chosen_start import ChosenStart
 from .contents import PROGRESS, CheckpointContents
 from .imported_run import ImportedRun
-from .memory_saves import MemorySaves
-from .parts import Comparison, RunParts
+from .parts import RunParts
 from .settings import RecordedSettings
-from .stopping import TimeLimit
 
 logger = logging.getLogger("dalsegno")
 
 _LEASE_LOST = ControlRequests(lease_lost=True)
 
 
-class Checkpointer:
-    """The checkpoints under ``output_dir``, their copies at its URL, and the newest state in shared memory.
+class RunCheckpoints:
+    """The checkpoints under ``output_dir``, their copies at its URL, and the newest state in shared memory. Methods are
+    collective. ``SaveCoordinator`` adds to them.
+
+    A checkpoint in memory serves one purpose: a leg resumes from it if it is newer than every valid one on disk. A
+    path, retention, a rollback and the best model select from those on disk only.
 
     Args:
-        settings: compared with the saved ones at each load.
-        run_file: records the step of each published checkpoint.
-        time_limit: is given the duration of each save.
+        run_file: names the directory in shared memory of the newest leg.
         chosen: tells whether the URL follows an earlier choice of the user.
     """
 
@@ -59,20 +58,18 @@ class Checkpointer:
         contents: CheckpointContents,
         settings: RecordedSettings,
         run_file: RunFile,
-        time_limit: TimeLimit,
         chosen: ChosenStart,
     ) -> None:
+        args = parts.args
         self._parts = parts
         self._contents = contents
         self._settings = settings
         self._run_file = run_file
-        self._time_limit = time_limit
         self._chosen = chosen
-        args = parts.args
         self._directory = args.directory
-        self._manager = CheckpointManager(self._directory, keep=args.keeping, layout=parts.layout)
-        self._mirror = mirror_of(args.url, self._directory, args.keeping)
-        self.memory = MemorySaves(parts, contents, self._manager, run_file)
+        self.manager = CheckpointManager(self._directory, keep=args.keeping, layout=parts.layout)
+        self.memory = MemoryCheckpoints(self._directory, parts.layout)
+        self.mirror = mirror_of(args.url, self._directory, args.keeping)
         self._lease: Lease | None = None
 
     @contextmanager
@@ -80,26 +77,26 @@ class Checkpointer:
         """Own the run's checkpoints while the context is open; closing waits for all saves and uploads."""
         try:
             self._lease = DirectoryLock.lease_of(self._directory)
-            self._mirror.claim(take_over=self._parts.args.take_over_lock)
-            self._manager.remove_partial()
+            self.mirror.claim(take_over=self._parts.args.take_over_lock)
+            self.manager.remove_partial()
             if self._parts.args.save_frozen == "never":
-                self._manager.leave_out_base(self._contents.sharded())
+                self.manager.leave_out_base(self._contents.sharded())
             yield
         finally:
             try:
-                self._manager.settle()
+                self.manager.settle()
             finally:
-                self._mirror.end()
+                self.mirror.end()
 
     def lease_loss(self) -> str | None:
-        """Why this process must not write any more: another one has taken over the run. None if it may."""
-        return DirectoryLock.loss(self._directory) or self._mirror.loss()
+        """Why this process must not write any more: another one has taken over the run. None if it may. Local."""
+        return DirectoryLock.loss(self._directory) or self.mirror.loss()
 
     def poll(self) -> ControlRequests:
         """Request the leg's end once the lease is lost: a source for :class:`ControlSync`. Looks at the disk only if a
         renewal is overdue."""
         is_late = self._lease is not None and not self._lease.is_certain()
-        is_lost = (is_late and self.lease_loss() is not None) or self._mirror.loss() is not None
+        is_lost = (is_late and self.lease_loss() is not None) or self.mirror.loss() is not None
         return _LEASE_LOST if is_lost else NO_REQUESTS
 
     def start_uploads(self, resumed_from: Path | None) -> None:
@@ -107,94 +104,60 @@ class Checkpointer:
         step = self._parts.state.global_step
         is_own = resumed_from is not None and self.owns(resumed_from, step)
         keeps = is_own and not self._chosen.outdates_url()
-        self._mirror.begin(step if keeps else None, self._chosen.settle)
-
-    # -- save ---------------------------------------------------------------------------------------------------
-
-    def path_of(self, step: int) -> Path:
-        """Where that step's checkpoint is, or would be."""
-        return self._manager.path_of(step)
-
-    def check_serializable(self) -> None:
-        """Capture every state as a save does, and write nothing.
-
-        Raises:
-            CannotSave: on every rank, if a state contains what cannot be saved.
-        """
-        if self._parts.args.saving:
-            with self._parts.random_state.kept():
-                self._manager.check_serializable(self._contents.sharded(), self._contents.components())
-
-    def prepare(self) -> None:
-        """Allocate the memory for the first save, on another thread. To be called once the optimizer has its state.
-
-        Raises:
-            CannotSave: on every rank, if nothing averages their models, and they differ.
-        """
-        if self._parts.comparison is Comparison.FROM_FIRST_STEP:
-            self._contents.expect_equal_ranks()
-        self._manager.prepare(self._contents.sharded())
-
-    def save(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> AsyncSave:
-        """Capture every state and start to write it.
-
-        Raises:
-            CannotSave: on every rank, if a state contains what cannot be saved, or the ranks' models differ.
-        """
-        self._contents.expect_equal_ranks()
-        self.memory.checkpoints.settle()  # its thread uses the same process group
-        parts = self._parts
-        return self._manager.save_async(
-            step,
-            self._contents.sharded(),
-            self._contents.components(),
-            metrics=metrics,
-            is_best=is_best,
-            is_finite=not parts.metrics.is_broken() or are_finite(parts.model),
-            background=parts.args.save_in_background,
-            published=partial(self._note_published, step, time.monotonic()),
-            settled=self._mirror.poll,
-        )
-
-    def _note_published(self, step: int, began: float) -> None:
-        """On rank 0, on the thread that has saved."""
-        self._run_file.progress(step)
-        self._time_limit.allow_for(time.monotonic() - began)
-
-    def amend(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
-        """Add to that step's published checkpoint the metrics of an evaluation that ran after the save."""
-        self._manager.amend(step, metrics=metrics, is_best=is_best)
+        self.mirror.begin(step if keeps else None, self._chosen.settle)
 
     # -- find ---------------------------------------------------------------------------------------------------
+
+    def path_of(self, step: int) -> Path:
+        """Where that step's checkpoint is, or would be. Local."""
+        return self.manager.path_of(step)
 
     def newest(self, *, strict: bool) -> Checkpoint | None:
         """The newest checkpoint that verifies, in memory, here or at the URL; None if there is none at all.
 
-        Raises:
-            DamagedCheckpoint: if none verifies, or ``strict`` and the newest does not.
+        Raises DamagedCheckpoint if none verifies, or ``strict`` and the newest does not.
         """
-        on_disk, step = self._manager.newest_published()
-        oldest = collectives.from_rank_zero(partial(newest_step, self._manager.directory)) if strict else 0
+        on_disk, step = self.manager.newest_published()
+        oldest = collectives.from_rank_zero(partial(newest_step, self._directory)) if strict else 0
         after = max(oldest - 1, -1 if on_disk is None else step)
-        checkpoint = self.memory.newest(after) or self._newest_on_disk(oldest, strict=strict)
+        checkpoint = self._newest_in_memory(after) or self._newest_on_disk(oldest, strict=strict)
         if self._fetch_newer(None if checkpoint is None else checkpoint.step, strict=strict):
-            self.memory.checkpoints.close(remove=True)
-            checkpoint = self._manager.find(strict=strict)
+            self.memory.close(remove=True)
+            checkpoint = self.manager.find(strict=strict)
         return checkpoint
 
     def _newest_on_disk(self, oldest: int, *, strict: bool) -> Checkpoint | None:
         """The newest that verifies; if the newest is damaged, one in memory comes before those that are older, and if
         there is none, the one at the URL, of step ``oldest`` or later."""
         try:
-            return self._manager.find(strict=strict, elsewhere=self.memory.newest)
+            return self.manager.find(strict=strict, elsewhere=self._newest_in_memory)
         except DamagedCheckpoint as error:
             if self._fetch_newer(oldest - 1, strict=strict):
-                return self._manager.find(strict=strict)
+                return self.manager.find(strict=strict)
             error.add_note("resume_from_checkpoint=False starts anew, and moves all of output_dir into rewound/")
             raise
 
+    def _newest_in_memory(self, after: int) -> Checkpoint | None:
+        """The newest checkpoint in memory that verifies, of a step greater than ``after``; None if there is none."""
+        return self.memory.find(collectives.from_rank_zero(self._memory_candidates), after=after)
+
+    def _memory_candidates(self) -> dict[str, int | None]:
+        """The directory of the last leg; and the checkpoint in memory that it resumed from, as long as it has none and
+        is not rolled back. What a leg gave up may still be in the memory of a host that was away then."""
+        last = self._run_file.last_leg()
+        candidates: dict[str, int | None] = {}
+        if last is None or last.reason == "aborted":
+            return candidates
+        if last.from_checkpoint is not None and not last.rollbacks:
+            former = memory_dir.name_of(Path(last.from_checkpoint))
+            if former is not None:
+                candidates[former] = last.first_step
+        if last.memory is not None:
+            candidates[last.memory] = None
+        return candidates
+
     def _fetch_newer(self, newest_here: int | None, *, strict: bool) -> bool:
-        return not self._chosen.outdates_url() and self._mirror.fetch_newer(newest_here, strict=strict)
+        return not self._chosen.outdates_url() and self.mirror.fetch_newer(newest_here, strict=strict)
 
     def latest_on_disk(self, checkpoint: Checkpoint) -> tuple[Path | None, int]:
         """``checkpoint``, which this run owns, and its step; for one in memory, those of the newest before it on disk,
@@ -202,13 +165,13 @@ class Checkpointer:
         path = self.path_of(checkpoint.step)
         if checkpoint.path.resolve() == path.resolve():
             return path, checkpoint.step
-        return self._manager.newest_published(until=checkpoint.step)
+        return self.manager.newest_published(until=checkpoint.step)
 
     def newest_until(self, step: int) -> Checkpoint | None:
         """The newest checkpoint of ``step`` or before that verifies and has finite weights; None if there is none."""
         while step >= 0:
             try:
-                checkpoint = self._manager.find(until=step)
+                checkpoint = self.manager.find(until=step)
             except DamagedCheckpoint as error:
                 if collectives.rank() == 0:
                     logger.warning("%s", error)
@@ -219,13 +182,8 @@ class Checkpointer:
         return None
 
     def verified(self, path: Path) -> Checkpoint:
-        """The checkpoint at ``path``, of this run or another.
-
-        Raises:
-            NotFound: if there is none.
-            DamagedCheckpoint: if it is damaged.
-            ConfigurationError: if ``path`` contains weights only.
-        """
+        """The checkpoint at ``path``, of this run or another. Raises NotFound or DamagedCheckpoint, and
+        ConfigurationError if ``path`` contains weights only."""
         if collectives.from_rank_zero(lambda: weights_are_at(path)):
             raise ConfigurationError(
                 f"resume_from_checkpoint={str(path)!r}: contains weights only, so no run can resume from it; also pass "
@@ -234,33 +192,31 @@ class Checkpointer:
         return self._at(path)
 
     def _at(self, path: Path) -> Checkpoint:
-        checkpoint = self._manager.find(path)
+        checkpoint = self.manager.find(path)
         assert checkpoint is not None, "with a path, find() returns a checkpoint or raises"
         return checkpoint
 
     def owns(self, path: Path, step: int) -> bool:
-        """Whether ``path`` is where this run saves ``step``, on disk or in memory."""
-        return path.resolve() == self.path_of(step).resolve() or self.memory.checkpoints.owns(path)
+        """Whether ``path`` is where this run saves ``step``, on disk or in memory. Local."""
+        return path.resolve() == self.path_of(step).resolve() or self.memory.owns(path)
 
     def archive_after(self, step: int | None, into: Path) -> list[Path]:
         """Move the checkpoints later than ``step`` (None: all) into that folder; their new paths. Those in memory are
         removed."""
-        self.memory.checkpoints.discard()
-        return self._manager.archive_after(step, into)
+        self.memory.discard()
+        return self.manager.archive_after(step, into)
 
     # -- load ---------------------------------------------------------------------------------------------------
 
     def load(self, checkpoint: Checkpoint, *, strict_callbacks: bool, allowed: Collection[str]) -> LoadReport:
-        """Restore every state.
+        """Restore every state from ``checkpoint``, which is verified.
+
+        Raises StateMismatch or DamagedCheckpoint, before anything is changed, if a saved state does not fit its object
+        here, or a required one is missing.
 
         Args:
-            checkpoint: verified.
             strict_callbacks: whether a saved callback that is missing here, or the reverse, raises.
             allowed: changes since the save that do not raise.
-
-        Raises:
-            StateMismatch: before anything is changed, if a saved state does not fit its object here.
-            DamagedCheckpoint: before anything is changed, if a required state is missing.
         """
         _expect_whole_run(checkpoint)
         parts = self._parts
@@ -268,7 +224,7 @@ class Checkpointer:
         adapt: dict[str, Callable[[Any], Any]] = {"trainer": partial(_at_step, checkpoint), "loader": imported.adapt}
         if "dataset" in allowed:
             adapt["loader"] = lambda state: parts.loader.adapt(imported.adapt(state))
-        report = self._manager.load(
+        report = self.manager.load(
             checkpoint,
             self._contents.sharded(),
             self._contents.components(),
@@ -292,14 +248,12 @@ class Checkpointer:
         return report
 
     def component_load(self, path: Path, names: Collection[str], allowed: Collection[str]) -> Callable[[], LoadReport]:
-        """Verify ``path``, and return a function that loads only these components from it into a new run.
+        """Verify ``path``, and return a function that loads only these components from it into a new run. Raises
+        UnknownName for a name that this run, or the checkpoint, does not have.
 
         Args:
             path: a checkpoint of any run or, for the model, safetensors.
             allowed: differences that do not raise.
-
-        Raises:
-            UnknownName: for a name that this run, or the checkpoint, does not have.
         """
         contents = self._contents
         keys = {contents.key_of(name) for name in names}
@@ -330,11 +284,7 @@ class Checkpointer:
         return run
 
     def load_best_model(self) -> None:
-        """Load the best checkpoint's weights, if ``load_best_model_at_end`` is set and there is one.
-
-        Raises:
-            NotFound, DamagedCheckpoint: if that checkpoint was removed or damaged.
-        """
+        """Load the best checkpoint's weights, if ``load_best_model_at_end`` is set and there is one."""
         args, best = self._parts.args, self._parts.state.best_model_checkpoint
         if not args.load_best_model_at_end or best is None:
             return
@@ -350,7 +300,7 @@ class Checkpointer:
 
 def _expect_whole_run(checkpoint: Checkpoint) -> None:
     wanted = ["model", "optimizer", *PROGRESS]
-    wanted.remove(SETTINGS)  # which checkpoints of the first versions lack
+    wanted.remove(SETTINGS)  # which an imported checkpoint lacks
     if missing := [key for key in wanted if key not in checkpoint.manifest.components]:
         raise DamagedCheckpoint(
             f"{checkpoint.path}: contains no state of {', '.join(missing)}, so no run can resume from it; "
