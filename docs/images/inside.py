@@ -44,7 +44,7 @@ STEP = [
 SAVE = [
     Stop("training.step_boundary:StepBoundary.run_due_actions", "a save is due, or requested on any rank"),
     Stop("training.save_coordinator:SaveCoordinator.save", "one at a time; on_before_save"),
-    Stop("training.contents:CheckpointContents", "what is saved: tensors and components"),
+    Stop("training.contents:CheckpointContents.components", "what is saved: tensors and components"),
     Stop("checkpoint.manager:CheckpointManager.save_async", "the checkpoints of a run"),
     Stop("checkpoint.save.snapshot:Snapshotter.capture", "copies into buffers while training waits"),
     Stop("checkpoint.save.async_save:AsyncSave", "streams files to disk, with checksums", True),

@@ -10,7 +10,8 @@ import pytest
 
 from dalsegno.errors import StateMismatch
 from dalsegno.logs import RunFile
-from dalsegno.logs.recoveries import Recovery, RecoveryFile
+from dalsegno.logs.recoveries import RecoveryFile
+from dalsegno.policies.recovery import Rollback
 from dalsegno.system import filesystem
 
 
@@ -47,7 +48,7 @@ def test_a_reason_that_reads_as_a_number(tmp_path: Path) -> None:
 
 
 def test_a_rollback_with_a_reason_that_reads_as_a_number(tmp_path: Path) -> None:
-    recovery = Recovery(
+    recovery = Rollback(
         number=1,
         timestamp=1.0,
         at_step=3,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from dalsegno.errors import ConfigurationError
 
@@ -40,16 +40,35 @@ class RollbackRequest:
         _check_whole("roll_back", self, {"steps": 1, "to": 0} | ({} if self.skip == "policy" else {"skip": 0}))
 
 
-class PastRollback(Protocol):
-    """An earlier rollback of the run, as the policy sees it. Steps are numbers of finished optimizer steps."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollback:
+    """A rollback of the run, decided or done. Steps are numbers of finished optimizer steps; a place in the data is an
+    epoch, and what was consumed of it, in samples or micro-batches."""
 
-    @property
-    def at_step(self) -> int:
-        """The step at whose end the run went back."""
+    number: int
+    """From 1."""
+    timestamp: float
+    """When it was decided, in UTC seconds."""
+    at_step: int
+    """The step at whose end the run went back."""
+    to_step: int
+    """Step of the checkpoint that was restored, or is to be."""
+    reason: str
+    by: str
+    """Who asked for it: a callback's key."""
+    until: tuple[int, int] | None
+    """Where the skipped data ends; None: none is skipped."""
+    lr_factor: float
+    lr_steps: int | None
+    """Steps after ``to_step`` to which ``lr_factor`` applies; None: all."""
+    since: tuple[int, int] | None = None
+    """Where the skipped data begins: at the checkpoint's place."""
+    is_done: bool = False
 
-    @property
-    def to_step(self) -> int:
-        """The step of the checkpoint that was restored."""
+    def lr_factor_at(self, step: int) -> float:
+        """Factor of the learning rate that the update from ``step`` to the next step uses."""
+        is_over = self.lr_steps is not None and step >= self.to_step + self.lr_steps
+        return 1.0 if step < self.to_step or is_over or not self.is_done else self.lr_factor
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -101,7 +120,7 @@ class RecoveryPolicy(Policy):
                 f"RecoveryPolicy(when_used_up={self.when_used_up!r}): allowed are 'stop' and 'abort'"
             )
 
-    def used_up(self, step: int, past: Sequence[PastRollback]) -> str | None:
+    def used_up(self, step: int, past: Sequence[Rollback]) -> str | None:
         """Return which limit a request at ``step`` exceeds: ``the budget of …``; None: it exceeds none."""
         window = math.inf if self.window is None else self.window
         if sum(abs(step - each.at_step) < window for each in past) >= self.budget:
@@ -110,7 +129,7 @@ class RecoveryPolicy(Policy):
             return f"the budget of {self.run_budget} rollbacks in the run"
         return None
 
-    def latest_checkpoint(self, step: int, past: Iterable[PastRollback]) -> int:
+    def latest_checkpoint(self, step: int, past: Iterable[Rollback]) -> int:
         """Highest step of a checkpoint to which a request at ``step`` goes back: at least 0, the run's beginning.
 
         A request up to ``margin`` steps after an earlier one, and after the checkpoint that was restored then, has the

@@ -44,7 +44,6 @@ class ControlSync:
     ) -> None:
         """
         Args:
-            sources: of requests other than those of callbacks.
             each_step: synchronize at every step, since callbacks may set flags of the control there.
             each_record: synchronize after every record, likewise.
             lease_loss: why this process must not write any more; None if it may.
@@ -59,11 +58,8 @@ class ControlSync:
         self._own = Gathered(self._numbers, "the actions at a step's end")
 
     def poll(self, along: Sequence[Gathered] = ()) -> ControlRequests:
-        """Requests that all ranks act on at this step's end; none if the ranks do not synchronize at this step.
-
-        Args:
-            along: fetched by the same exchange. With any, the ranks synchronize.
-        """
+        """Requests that all ranks act on at this step's end; none if the ranks do not synchronize at this step. With
+        anything to fetch ``along``, they do."""
         if self._alone:
             return self.sync()
         is_due = self._steps.is_due() or self._each_step or along  # asked first: it counts the steps
@@ -74,21 +70,16 @@ class ControlSync:
         return self.sync() if self._alone or self._each_record else NO_REQUESTS
 
     def sync(self, along: Sequence[Gathered] = ()) -> ControlRequests:
-        """Synchronize now. Collective.
-
-        Args:
-            along: fetched by the same exchange.
-
-        Raises:
-            LeaseLost: on all ranks, if another process has taken the run over.
-        """
+        """Synchronize now, and fetch ``along`` by the same exchange. Collective. Raises LeaseLost on all ranks, if
+        another process has taken the run over."""
         if self._alone:
-            requests = self._present()
+            requests = self._poll_sources(self._control.requests())
         else:
             gather_together(self._own, *along)
             present, fitting = zip(*self._own.by_rank(), strict=True)
             self._steps.every = int(max(fitting))
-            requests = _of_bits(reduce(operator.or_, map(int, present)))
+            bits = reduce(operator.or_, map(int, present))
+            requests = ControlRequests(*(bool(bits >> place & 1) for place in range(len(NO_REQUESTS))))
         if requests is not NO_REQUESTS:
             if requests.lease_lost:
                 _raise_lease_lost(self._lease_loss())
@@ -116,13 +107,11 @@ class ControlSync:
             requests = collectives.gather(self._control.stop_request, "why training stops")
             self._control.stop_request = next((each for each in requests if each), None)
 
-    def _present(self) -> ControlRequests:
-        """Requests of this rank."""
-        return self._poll_sources(self._control.requests())
-
     def _numbers(self) -> list[float]:
         """Requests of this rank, as bits, and the number of steps between two synchronizations."""
-        return [float(_bits(self._present())), float(self._steps.fitting())]
+        requests = self._poll_sources(self._control.requests())
+        bits = sum(is_set << place for place, is_set in enumerate(requests))
+        return [float(bits), float(self._steps.fitting())]
 
     def _poll_sources(self, requests: ControlRequests) -> ControlRequests:
         """Return ``requests`` together with those of the sources."""
@@ -144,14 +133,7 @@ def requests_against_save(control: TrainerControl) -> ControlRequests:
 
 
 def expect_lease(loss: str | None) -> None:
-    """Collective.
-
-    Args:
-        loss: why this process must not write any more; None if it may.
-
-    Raises:
-        LeaseLost: on all ranks, if another process has taken the run over.
-    """
+    """Raises LeaseLost on all ranks, if one has a ``loss``: why this process must not write any more. Collective."""
     if collectives.all_reduce_max([loss is not None], "whether the run was taken over")[0]:
         _raise_lease_lost(loss)
 
@@ -159,14 +141,6 @@ def expect_lease(loss: str | None) -> None:
 def _raise_lease_lost(loss: str | None) -> NoReturn:
     losses = collectives.gather(loss, "who has taken the run over")
     raise LeaseLost(next(each for each in losses if each is not None))
-
-
-def _bits(requests: ControlRequests) -> int:
-    return sum(is_set << place for place, is_set in enumerate(requests))
-
-
-def _of_bits(bits: int) -> ControlRequests:
-    return ControlRequests(*(bool(bits >> place & 1) for place in range(len(NO_REQUESTS))))
 
 
 class _Pace:

@@ -22,7 +22,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, Locked, NotFound
 from dalsegno.logs import RecordLog, RunFile
-from dalsegno.logs.recoveries import Recovery
+from dalsegno.policies.recovery import Rollback
 from dalsegno.stateful.component import Stateful
 from dalsegno.system import archive
 from dalsegno.system.filesystem import make_directory
@@ -35,7 +35,7 @@ from .evaluation import Evaluation, expect_evaluations
 from .learning_rate import planned_steps
 from .parts import RunParts
 from .result import TrainResult
-from .rollback import Rollbacks
+from .rollback import RollbackDecisions
 from .run_checkpoints import RunCheckpoints
 from .run_json import LastLeg, LegRecorder
 from .save_coordinator import SaveCoordinator
@@ -85,7 +85,7 @@ class RunLifecycle:
         self._checkpoints = RunCheckpoints(parts, contents, self._settings, self._run_file, self._chosen)
         self._saves = SaveCoordinator(parts, contents, self._checkpoints, self._run_file, self._time_limit)
         self._commands = CommandExecutor(parts, self._settings, evaluates=bool(evaluations))
-        self._rollbacks = Rollbacks(parts, self._checkpoints, self._run_file)
+        self._rollbacks = RollbackDecisions(parts, self._checkpoints, self._run_file)
         sources = self._signals, self._time_limit, self._saves, self._commands, self._checkpoints
         self.boundary = StepBoundary(
             parts,
@@ -197,7 +197,7 @@ class RunLifecycle:
     def _continue_rollback(self) -> None:
         """Continue a rollback that was decided in an earlier leg, which ended before it was done."""
         self._rollbacks.begin_leg()
-        pending = self._parts.recoveries.pending
+        pending = self._parts.rollback_effects.pending
         if pending is None:
             return
         if self._options.chooses:
@@ -289,14 +289,14 @@ class RunLifecycle:
             logger.warning("the run resumes with changes:\n  %s", "\n  ".join(changes))
         self._parts.dispatcher.load.fire_with(path, step, report)
 
-    def _roll_back(self, recovery: Recovery) -> None:
+    def _roll_back(self, rollback: Rollback) -> None:
         """Go back within the leg, as it was decided: archive the later checkpoints, restore everything from the chosen
         one, and fire on_rollback. Raises NotFound or DamagedCheckpoint, if that was removed or damaged since the
         decision; the next leg then goes back to the one before."""
         parts, state = self._parts, self._parts.state
         step = state.global_step
-        checkpoint = self._checkpoints.verified(self._checkpoints.path_of(recovery.to_step))
-        self._archive_rolled_back(recovery)
+        checkpoint = self._checkpoints.verified(self._checkpoints.path_of(rollback.to_step))
+        self._archive_rolled_back(rollback)
         parts.loader.close()
         parts.control.clear_timeline()
         state.clock.stop()
@@ -308,11 +308,11 @@ class RunLifecycle:
         parts.buffers.begin_leg()
         self.boundary.begin_timeline()
         state.clock.start()
-        parts.dispatcher.rollback.fire_with(step, checkpoint.step, recovery.reason)
+        parts.dispatcher.rollback.fire_with(step, checkpoint.step, rollback.reason)
 
-    def _archive_rolled_back(self, recovery: Recovery) -> None:
+    def _archive_rolled_back(self, rollback: Rollback) -> None:
         place = archive.new_archive_dir(self._parts.args.directory) / "checkpoints"
-        self._checkpoints.archive_after(recovery.to_step, place)
+        self._checkpoints.archive_after(rollback.to_step, place)
 
     # -- the leg ------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from dalsegno.witness import Witness
 
 from .flags import Flags
 from .mean_loss import MetricAccumulator
-from .rollback_effects import Recoveries
+from .rollback_effects import RollbackEffects
 
 
 class Comparison(Enum):
@@ -75,7 +75,7 @@ class RunParts:
     flags: Flags
     dispatcher: Dispatcher
     callbacks: CallbackSet
-    recoveries: Recoveries
+    rollback_effects: RollbackEffects
     witness: Witness
     comparison: Comparison
     """When the ranks' copies of the model are compared."""
@@ -140,7 +140,7 @@ def build_parts(
         flags=Flags({"model": model} if loss_fn is None else {"model": model, "loss_fn": loss_fn}, optimizer),
         dispatcher=dispatcher,
         callbacks=CallbackSet(dispatcher, model, callbacks, core=core, report_to=args.report_to),
-        recoveries=Recoveries(optimizer, loader),
+        rollback_effects=RollbackEffects(optimizer, loader),
         witness=Witness(args.directory, device_of(model), args.on_resume),
         comparison=comparison,
     )

@@ -1,9 +1,9 @@
-"""Rollbacks: decide to go back to a checkpoint, on all ranks together, and record it before anything changes.
+"""RollbackDecisions: decide to go back to a checkpoint, on all ranks together, and record it before anything changes.
 
 ::
 
     decide     which checkpoint, and what is skipped; one line in recoveries.jsonl, which commits the decision
-    (resumer)  later checkpoints move into rewound/, the checkpoint is restored
+    restore    later checkpoints move into rewound/, the checkpoint is restored: RunLifecycle
     complete   run.json, then a second line, with the checkpoint's place in the data
 
 A leg that is killed before the first line repeats the step, and decides the same. One that is killed between the two
@@ -25,8 +25,8 @@ from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.errors import SaveFailed
 from dalsegno.logs import RunFile
 from dalsegno.logs.legs import RolledBack
-from dalsegno.logs.recoveries import Recovery, RecoveryFile
-from dalsegno.policies.recovery import RecoveryPolicy, RollbackRequest, recovery_of
+from dalsegno.logs.recoveries import RecoveryFile
+from dalsegno.policies.recovery import RecoveryPolicy, Rollback, RollbackRequest, recovery_of
 from dalsegno.state import ControlRequests
 from dalsegno.system import filesystem
 
@@ -37,7 +37,7 @@ from .run_checkpoints import RunCheckpoints
 logger = logging.getLogger("dalsegno")
 
 
-class Rollbacks:
+class RollbackDecisions:
     """All methods are collective."""
 
     def __init__(self, parts: RunParts, checkpoints: RunCheckpoints, run_file: RunFile) -> None:
@@ -48,11 +48,11 @@ class Rollbacks:
         self._loader = parts.loader
         self._model = parts.model
         self._optimizer = parts.optimizer
-        self._recoveries = parts.recoveries
+        self._rollback_effects = parts.rollback_effects
         self._checkpoints = checkpoints
         self._file = RecoveryFile(parts.args.directory)
         self._run_file = run_file
-        self._set_aside: Recovery | None = None  # pending, until another beginning is restored
+        self._set_aside: Rollback | None = None  # pending, until another beginning is restored
 
     def begin_leg(self) -> None:
         """Read the rollbacks of earlier legs, and put in force what they left.
@@ -64,9 +64,9 @@ class Rollbacks:
         if self._policy is not None and self._policy.lr_factor != 1:
             check_has_rates(self._optimizer)
         self._set_aside = None
-        self._recoveries.set(collectives.from_rank_zero(self._file.read))
+        self._rollback_effects.set(collectives.from_rank_zero(self._file.read))
 
-    def decide(self, *, may_save: bool) -> Recovery | ControlRequests:
+    def decide(self, *, may_save: bool) -> Rollback | ControlRequests:
         """Choose the checkpoint for the request of the lowest rank that has one, and record the decision.
 
         Args:
@@ -82,13 +82,13 @@ class Rollbacks:
         request = next(each for each in requests if each is not None)
         policy, step = self._policy, self._state.global_step
         assert policy is not None, "roll_back() raises without a policy"
-        if budget := policy.used_up(step, [*self._recoveries]):
+        if budget := policy.used_up(step, [*self._rollback_effects]):
             return self._give_up(request, f"{budget} is used up", may_save)
         checkpoint = self._checkpoint(request, policy, step)
         if checkpoint is None:
             return self._give_up(request, "no valid checkpoint to go back to is left", may_save)
-        recovery = Recovery(
-            number=len(self._recoveries) + 1,
+        rollback = Rollback(
+            number=len(self._rollback_effects) + 1,
             timestamp=time.time(),
             at_step=step,
             to_step=checkpoint.step,
@@ -98,17 +98,17 @@ class Rollbacks:
             lr_factor=float(policy.lr_factor),
             lr_steps=policy.lr_steps,
         )
-        self._write(lambda: self._file.decide(recovery))
-        self._recoveries.set([*self._recoveries, recovery])
+        self._write(lambda: self._file.decide(rollback))
+        self._rollback_effects.set([*self._rollback_effects, rollback])
         if collectives.rank() == 0:
             logger.warning(
                 "step %d: rolling back to step %d, requested by %s: %s",
                 step,
-                recovery.to_step,
-                recovery.by,
-                recovery.reason,
+                rollback.to_step,
+                rollback.by,
+                rollback.reason,
             )
-        return recovery
+        return rollback
 
     def complete(self) -> None:
         """Record that the pending rollback, if any, is done: its checkpoint, or the run's beginning, is restored.
@@ -116,9 +116,9 @@ class Rollbacks:
         Raises:
             SaveFailed: if ``recoveries.jsonl`` or ``run.json`` cannot be written.
         """
-        if self._recoveries.pending is None:
+        if self._rollback_effects.pending is None:
             return
-        *earlier, pending = self._recoveries
+        *earlier, pending = self._rollback_effects
         done = replace(pending, to_step=self._state.global_step, since=self._furthest(self._loader.place), is_done=True)
         recorded = RolledBack(
             timestamp=done.timestamp,
@@ -133,12 +133,12 @@ class Rollbacks:
             self._file.complete(done)
 
         self._write(write)
-        self._recoveries.set([*earlier, done])
+        self._rollback_effects.set([*earlier, done])
 
     def set_aside(self) -> None:
         """Leave the pending rollback out of this leg. It stays pending for the next one, until :meth:`drop`."""
-        *earlier, self._set_aside = self._recoveries
-        self._recoveries.set(earlier)
+        *earlier, self._set_aside = self._rollback_effects
+        self._rollback_effects.set(earlier)
 
     def drop(self, why: str) -> None:
         """Record that the rollback that was set aside, if any, does not take place."""
@@ -156,7 +156,7 @@ class Rollbacks:
 
         collectives.from_rank_zero(move)
         self._set_aside = None
-        self._recoveries.set([])
+        self._rollback_effects.set([])
 
     def _checkpoint(self, request: RollbackRequest, policy: RecoveryPolicy, step: int) -> Checkpoint | None:
         """The checkpoint to go back to; one from which the run came here before, if none is older."""
@@ -164,7 +164,7 @@ class Rollbacks:
             return self._checkpoints.newest_until(min(request.to, step - 1))
         if request.steps is not None:
             policy = replace(policy, margin=request.steps)
-        older = self._checkpoints.newest_until(policy.latest_checkpoint(step, self._recoveries))
+        older = self._checkpoints.newest_until(policy.latest_checkpoint(step, self._rollback_effects))
         return older or self._checkpoints.newest_until(policy.latest_checkpoint(step, ()))
 
     def _give_up(self, request: RollbackRequest, why: str, may_save: bool) -> ControlRequests:

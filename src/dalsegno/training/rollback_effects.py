@@ -1,4 +1,4 @@
-"""Recoveries: the rollbacks of a run so far, and what stays in force of them.
+"""RollbackEffects: the rollbacks of a run so far, and what stays in force of them.
 
 Each is recorded in ``recoveries.jsonl``, outside of the state that goes back. What it leaves in force is a function of
 that file and of a place: data that is skipped, at a place of the order; and a factor of the learning rate, at a step.
@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 from dalsegno.data import ResumableLoader
 from dalsegno.data.gaps import Gaps, Place, Span
 from dalsegno.errors import ConfigurationError
-from dalsegno.logs.recoveries import Recovery
+from dalsegno.policies.recovery import Rollback
 
 from .learning_rate import copied, set_rate
 
 _UNSCALED = nullcontext()
 
 
-class Recoveries:
+class RollbackEffects:
     """Equal on all ranks.
 
     Args:
@@ -33,28 +33,28 @@ class Recoveries:
     def __init__(self, optimizer: Optimizer, loader: ResumableLoader) -> None:
         self._optimizer = optimizer
         self._loader = loader
-        self._all: Sequence[Recovery] = ()
+        self._all: Sequence[Rollback] = ()
 
-    def __iter__(self) -> Iterator[Recovery]:
+    def __iter__(self) -> Iterator[Rollback]:
         return iter(self._all)
 
     def __len__(self) -> int:
         return len(self._all)
 
     @property
-    def pending(self) -> Recovery | None:
+    def pending(self) -> Rollback | None:
         """The rollback that was decided, and is not done."""
         return next((each for each in self._all if not each.is_done), None)
 
-    def set(self, recoveries: Sequence[Recovery]) -> None:
+    def set(self, rollbacks: Sequence[Rollback]) -> None:
         """Set all rollbacks so far, in their order.
 
         Raises:
             ConfigurationError: if a factor applies to an optimizer that makes its own learning rates.
         """
-        if any(each.lr_factor != 1 for each in recoveries):
+        if any(each.lr_factor != 1 for each in rollbacks):
             check_has_rates(self._optimizer)
-        self._all = tuple(recoveries)
+        self._all = tuple(rollbacks)
         spans = [Span(Place(*each.since), Place(*each.until)) for each in self._all if each.since and each.until]
         self._loader.set_gaps(Gaps(spans))
 

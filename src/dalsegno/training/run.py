@@ -401,7 +401,7 @@ class Run:
         self._lifecycle.boundary.evaluations.between_batches()
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._update.enter_context(self._parts.recoveries.scaled_rates(self.state.global_step))
+        self._update.enter_context(self._parts.rollback_effects.scaled_rates(self.state.global_step))
         self._lr = copied(optimizer.param_groups[0]["lr"])
         self._checks.before_update()
         if self._dispatcher.pre_optimizer_step:

@@ -30,7 +30,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.modes import parts_of_batch
 from dalsegno.errors import ConfigurationError, EmptyDataset, LeaseLost
 from dalsegno.events.dispatcher import note_failures, raise_first
-from dalsegno.logs.recoveries import Recovery
+from dalsegno.policies.recovery import Rollback
 
 from .parts import RunParts
 from .result import TrainResult, reason_of
@@ -59,7 +59,7 @@ class Session:
         leg_recorder: LegRecorder,
         *,
         begin_witness: Callable[[], None],
-        roll_back: Callable[[Recovery], None],
+        roll_back: Callable[[Rollback], None],
         loss_weight: LossWeight | None,
         resumed_from: Path | None,
     ) -> None:
@@ -205,8 +205,8 @@ class Session:
             if self.result is None:  # else this is collected after the leg, perhaps during another one
                 self._random_state.keep()
 
-    def _roll_back(self, recovery: Recovery) -> None:
-        self._restore(recovery)
+    def _roll_back(self, rollback: Rollback) -> None:
+        self._restore(rollback)
         self._schedule = ActionSchedule(self._args)
         self._due, self._ends_epoch, self._data_is_exhausted = NOTHING_DUE, False, False
 

@@ -24,14 +24,14 @@ from typing import NamedTuple
 
 from dalsegno.args import TrainingArguments
 from dalsegno.distributed import collectives
-from dalsegno.logs.recoveries import Recovery
+from dalsegno.policies.recovery import Rollback
 from dalsegno.state import NO_REQUESTS, ControlRequests, StopRequest
 
 from .commands import CommandExecutor
 from .control_sync import ControlSync, RequestSource
 from .evaluation import Evaluation, EvaluationRunner
 from .parts import RunParts
-from .rollback import Rollbacks
+from .rollback import RollbackDecisions
 from .save_coordinator import SaveCoordinator
 from .step_log import StepLog
 
@@ -46,7 +46,7 @@ class StepBoundary:
         evaluations: Sequence[Evaluation],
         sources: Sequence[RequestSource],
         commands: CommandExecutor,
-        rollbacks: Rollbacks,
+        rollbacks: RollbackDecisions,
         lease_loss: Callable[[], str | None],
     ) -> None:
         """
@@ -88,7 +88,7 @@ class StepBoundary:
         """Forget what belongs to the steps before a rollback, or to the previous leg."""
         self.recorder.begin_leg()
         self._save_is_held = False
-        self.rollback: Recovery | None = None
+        self.rollback: Rollback | None = None
         """All ranks have agreed to go back before the next step."""
 
     @property

@@ -90,7 +90,7 @@ class TrainStep:
         self._accumulate = accumulate
         self._parallel = parallel
         self._state = parts.state
-        self._recoveries = parts.recoveries
+        self._rollback_effects = parts.rollback_effects
         self._optimizer = parts.optimizer
         self._schedulers = [each for each in parts.schedulers if not isinstance(each, ReduceLROnPlateau)]
         self._wants_norm = wants_norm
@@ -130,8 +130,8 @@ class TrainStep:
         if dispatcher.pre_optimizer_step:
             dispatcher.pre_optimizer_step.fill(grad_norm)
             dispatcher.pre_optimizer_step.fire()
-        if self._recoveries:
-            with self._recoveries.scaled_rates(self._state.global_step):
+        if self._rollback_effects:
+            with self._rollback_effects.scaled_rates(self._state.global_step):
                 lr, stepped = self._update()
         else:
             lr, stepped = self._update()
