@@ -5,15 +5,26 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Replicate
 
-from dalsegno.callbacks.norms.matrix_blocks import MatrixBlock, combined, gram_products, matrices_and_vectors
 from dalsegno.distributed import collectives
-from dalsegno.distributed.sharded_tensors import DeviceScalars, LocalShard
+from dalsegno.distributed.sharded_tensors import (
+    DeviceScalars,
+    LocalShard,
+    copies_in,
+    joint_group,
+    named_parameters,
+    parameter_shards,
+    strip_wrappers,
+)
+from dalsegno.distributed.stage_places import place_of
 from dalsegno.stateful.schema import Must
 
 TOLERANCE = 1e-3
@@ -29,12 +40,12 @@ class SpectralNorms:
 
     Uses Lanczos iteration on WᵀW with full reorthogonalization (Golub and Van Loan, "Matrix Computations", sections
     10.1 and 10.3), in fp32, until the residual is below :data:`TOLERANCE`. The relative error of the norm is then at
-    most half of that, and usually about its square. Parameters may be sharded in any way: each rank multiplies its
-    blocks, and the products of all parameters are summed in one collective per iteration, or two if a parameter's
-    columns are split (:mod:`~dalsegno.callbacks.norms.matrix_blocks`). For a parameter with fewer than two
-    dimensions, the norm is the largest absolute value: the spectral norm of the diagonal matrix that it acts as. A
-    parameter with three dimensions, except a convolution's, is a stack of matrices (say, of experts): each matrix has
-    its norm, under the parameter's name and its number.
+    most half of that, and usually about its square. Parameters may be sharded in any way; no matrix is gathered. A rank
+    multiplies the whole rows of W that it has, and DTensor the parameters that are split otherwise. The products of all
+    parameters are summed in one collective per iteration, or two if one is split otherwise. For a parameter with fewer
+    than two dimensions, the norm is the largest absolute value: the spectral norm of the diagonal matrix that it acts
+    as. A parameter with three dimensions, except a convolution's, is a stack of matrices (say, of experts): each matrix
+    has its norm, under the parameter's name and its number.
     """
 
     def __init__(self, steps: int) -> None:
@@ -47,40 +58,130 @@ class SpectralNorms:
 
     def measure(self, model: nn.Module) -> DeviceScalars:
         """Measure the present parameters, a tied one once. Collective."""
-        measured = matrices_and_vectors(model)
-        values = self._norms([each for each in measured if isinstance(each, MatrixBlock)])
-        values |= _largest([each for each in measured if isinstance(each, LocalShard)])
-        names = [each.name for each in measured]
+        modules = [name for name, module in model.named_modules() if isinstance(module, nn.Conv1d | nn.ConvTranspose1d)]
+        convolved = {strip_wrappers(f"{name}.weight").lstrip(".") for name in modules}
+        parameters = dict(named_parameters(model))
+        shards = parameter_shards(model)
+        rows = [shard for shard in shards if shard.local.dim() < 2]
+        matrices = [
+            _Matrices.of(shard, parameters[shard.name], is_convolution=shard.name in convolved)
+            for shard in shards
+            if shard.local.dim() > 1
+        ]
+        values = self._norms(matrices) | _largest(rows)
+        names_of = {shard.name: [shard.name] for shard in shards} | {each.parameter: each.names for each in matrices}
+        names = [name for its in names_of.values() for name in its]
         return DeviceScalars(names, torch.stack([values[name].cpu() for name in names]) if names else torch.zeros(0))
 
-    def _norms(self, blocks: Sequence[MatrixBlock]) -> dict[str, Tensor]:
-        if not blocks:
+    def _norms(self, parameters: Sequence[_Matrices]) -> dict[str, Tensor]:
+        if not parameters:
             return {}
-        spaces = [_Krylov(self._vector(block)) for block in blocks]
+        spaces = [[_Krylov(self._vector(each, name)) for name in each.names] for each in parameters]
         for number in range(1, self._steps + 1):
-            products = gram_products(blocks, [space.newest for space in spaces])
-            for space, product in zip(spaces, products, strict=True):
-                space.extend(product)
+            newest = [torch.stack([space.newest for space in its]) for its in spaces]
+            products = _gram_products(parameters, newest)
+            for its, rows in zip(spaces, products, strict=True):
+                for space, product in zip(its, rows, strict=True):
+                    space.extend(product)
             if number % _LOOK_EVERY == 0 or number == self._steps:
-                found = [space.largest() for space in spaces]
+                found = [space.largest() for its in spaces for space in its]
                 (is_unfinished,) = collectives.all_reduce_max(
                     [any(each.residual > TOLERANCE for each in found)], "SpectralNorms"
                 )
                 if not is_unfinished:
                     break
-        named = dict(zip([block.name for block in blocks], found, strict=True))
+        named = dict(zip([name for each in parameters for name in each.names], found, strict=True))
         self.vectors = {name: each.vector for name, each in named.items()}
         self.unfinished = {name: each.residual for name, each in named.items() if each.residual > TOLERANCE}
         return {name: each.value.sqrt().float() for name, each in named.items()}
 
-    def _vector(self, block: MatrixBlock) -> Tensor:
-        """Return the last vector found, or a first one: drawn from a generator seeded by the parameter's name."""
-        _, length = block.shape
-        kept = self.vectors.get(block.name)
+    def _vector(self, matrices: _Matrices, name: str) -> Tensor:
+        """Return the last vector found, or a first one: drawn from a generator seeded by the matrix's name."""
+        _, length = matrices.shape
+        kept = self.vectors.get(name)
         if kept is None or kept.numel() != length:
-            kept = torch.randn(length, generator=torch.Generator().manual_seed(zlib.crc32(block.name.encode())))
+            kept = torch.randn(length, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
             kept /= kept.norm()
-        return kept.to(block.local.device)
+        return kept.to(matrices.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrices:
+    """A parameter as a matrix, or as a stack of them."""
+
+    parameter: str
+    names: Sequence[str]
+    """Of the matrices."""
+    shape: tuple[int, int]
+    """Rows and columns of each."""
+    weight: Tensor
+    """(rows, columns) or (matrices, rows, columns): this rank's whole rows; if the parameter is split otherwise, a
+    DTensor. Empty where another rank counts the parameter."""
+    groups: tuple[ProcessGroup, ...]
+    """The process groups that the parameter is sharded over."""
+    is_split: bool
+    """Whether ranks have other parts than whole rows of each matrix; equal on all ranks."""
+    device: torch.device
+
+    @classmethod
+    def of(cls, shard: LocalShard, parameter: Tensor, *, is_convolution: bool) -> _Matrices:
+        place, is_stack = place_of(parameter), parameter.dim() == 3 and not is_convolution
+        placements = parameter.placements if isinstance(parameter, DTensor) else place.placements if place else ()
+        split = [placement.dim for placement in placements if hasattr(placement, "dim")]
+        is_split = bool(split) and (is_stack or max(split) > 0)
+        weight = shard.local
+        if is_split and isinstance(parameter, DTensor) and (place is None or place.counts):
+            weight = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+        rows, *others = parameter.shape[is_stack:]
+        shape = rows, math.prod(others) * (2 if parameter.is_complex() else 1)
+        names = [f"{shard.name}.{number}" for number in range(len(parameter))] if is_stack else [shard.name]
+        weight, device = weight.flatten(1 + is_stack), shard.local.device
+        return cls(shard.name, names, shape, weight, shard.groups, is_split, device)
+
+    def times(self, vectors: Tensor) -> Tensor:
+        """Return Wv for v of shape (matrices, columns): this rank's rows; if W is split otherwise, a summand of all
+        rows."""
+        return self._summand(self.weight, vectors, self.shape[0])
+
+    def transposed_times(self, products: Tensor) -> Tensor:
+        """Return this rank's summand of Wᵀp."""
+        return self._summand(self.weight.mT, products, self.shape[1])
+
+    def _summand(self, weight: Tensor, vectors: Tensor, length: int) -> Tensor:
+        if not weight.numel():
+            return vectors.new_zeros(len(self.names), length)
+        weight = weight.float()
+        operand = vectors[0] if weight.dim() == 2 else vectors.unsqueeze(-1)
+        if not isinstance(weight, DTensor):
+            return (weight @ operand).view(len(self.names), -1)
+        product = cast(DTensor, weight @ _replicated(operand, weight))
+        summand = vectors.new_zeros(product.numel())
+        numbers = _replicated(torch.arange(len(summand), device=self.device).view(product.shape), weight)
+        whole = [Replicate() if each.is_partial() else each for each in product.placements]
+        here = numbers.redistribute(placements=whole).to_local()  # no collective: each rank takes its part
+        copies = math.prod(
+            size
+            for size, its, result in zip(product.device_mesh.shape, weight.placements, product.placements, strict=True)
+            if result.is_replicate() and not its.is_replicate()
+        )
+        summand[here.reshape(-1)] = product.to_local().reshape(-1) / copies
+        return summand.view(len(self.names), length)
+
+
+def _replicated(tensor: Tensor, like: DTensor) -> DTensor:
+    mesh = like.device_mesh
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _gram_products(parameters: Sequence[_Matrices], vectors: Sequence[Tensor]) -> list[Tensor]:
+    """Return WᵀWv of each. Collective: one sum, and one before it if ranks have other parts than whole rows."""
+    products = [each.times(its) for each, its in zip(parameters, vectors, strict=True)]
+    split = [number for number, each in enumerate(parameters) if each.is_split]
+    whole = _combined([products[number] for number in split], [parameters[number].groups for number in split])
+    for number, product in zip(split, whole, strict=True):
+        products[number] = product
+    summands = [each.transposed_times(product) for each, product in zip(parameters, products, strict=True)]
+    return _combined(summands, [each.groups for each in parameters])
 
 
 class _Found:
@@ -135,5 +236,30 @@ def _largest(pieces: Sequence[LocalShard]) -> dict[str, Tensor]:
         torch.cat([piece.local.reshape(-1).float().abs(), nothing]).max()
         for piece, nothing in zip(pieces, zero, strict=True)
     ]
-    whole = combined(own, [piece.groups for piece in pieces], dist.ReduceOp.MAX)
+    whole = _combined(own, [piece.groups for piece in pieces], dist.ReduceOp.MAX)
     return {piece.name: value for piece, value in zip(pieces, whole, strict=True)}
+
+
+def _combined(
+    parts: Sequence[Tensor],
+    groups: Sequence[tuple[ProcessGroup, ...]],
+    how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> list[Tensor]:
+    """Reduce each part over the ranks that share its tensor, in one collective.
+
+    Args:
+        parts: fp32, of any shape; on this rank.
+        groups: the process groups that each tensor is sharded over.
+        how: a sum, or a maximum.
+    """
+    reduced = list(parts)
+    group = joint_group(groups)
+    if group is None:
+        return reduced
+    members = [number for number, its in enumerate(groups) if its]
+    flat = torch.cat([parts[number].reshape(-1) for number in members])
+    dist.all_reduce(flat, how, group=group)
+    for number, part in zip(members, torch.split(flat, [parts[each].numel() for each in members]), strict=True):
+        copies = copies_in(group, groups[number]) if how == dist.ReduceOp.SUM else 1
+        reduced[number] = (part / copies if copies > 1 else part).reshape(parts[number].shape)
+    return reduced
