@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import dalsegno as ds
 from dalsegno.data import TrainingData, check_same_length
-from dalsegno.data.digest import digest
+from dalsegno.data.digests import digest
 from dalsegno.data.generators import OwnGenerators
 from dalsegno.errors import ConfigurationError
 from dalsegno.testing import TinyRegression, run_ranks, tiny_regression_data

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from dalsegno.distributed.clipping import GradientClipping
+from dalsegno.distributed.loss_and_norm import GradientClipping
 
 
 class Layers(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dalsegno.distributed import collectives
-from dalsegno.distributed.gathered import Gathered, gather_together
+from dalsegno.distributed.collectives import Gathered, gather_together
 from dalsegno.testing import run_ranks
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dalsegno.distributed import collectives
-from dalsegno.distributed.gathered import Gathered
+from dalsegno.distributed.collectives import Gathered
 from dalsegno.errors import RanksApart
 from dalsegno.state import NO_REQUESTS, ControlRequests, TrainerControl
 from dalsegno.training import control_sync

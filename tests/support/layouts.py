@@ -19,7 +19,7 @@ from dalsegno import callbacks
 from dalsegno.checkpoint import Checkpoint, read_tensors
 from dalsegno.distributed import collectives
 from dalsegno.distributed.rng import preserved_generators
-from dalsegno.distributed.stage_places import is_elsewhere
+from dalsegno.distributed.stage_places import is_on_other_stage
 from dalsegno.logs import read_records
 from dalsegno.testing import tiny_regression_data
 from support import exchanges
@@ -103,7 +103,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def own_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Those that this rank has: under a pipeline, its stage's."""
-    return {name: each for name, each in model.named_parameters() if not is_elsewhere(each)}
+    return {name: each for name, each in model.named_parameters() if not is_on_other_stage(each)}
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

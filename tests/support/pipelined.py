@@ -27,7 +27,7 @@ from dalsegno.callbacks import (
     ParameterNormLogger,
     WeightNormLogger,
 )
-from dalsegno.distributed.stage_places import is_elsewhere
+from dalsegno.distributed.stage_places import is_on_other_stage
 from dalsegno.logs import read_records
 from dalsegno.testing import FaultPlan, TinyLanguageModel
 from support.small import ByteLines, arguments
@@ -64,7 +64,7 @@ def build(folder: Path, *callbacks: Any, model: nn.Module | None = None, dropout
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
     """The tensors that this rank has, whole; collective if they are sharded."""
-    found = {name: each.detach() for name, each in model.named_parameters() if not is_elsewhere(each)}
+    found = {name: each.detach() for name, each in model.named_parameters() if not is_on_other_stage(each)}
     return {name: _whole(each) for name, each in found.items()}
 
 
@@ -343,7 +343,7 @@ def normalize(folder: Path, parallel: Any) -> tuple[dict[str, Any], int, int]:
         callbacks=[calls],
     )
     trainer.train()
-    buffers = {name: each.numpy().copy() for name, each in trainer.model.named_buffers() if not is_elsewhere(each)}
+    buffers = {name: each.numpy().copy() for name, each in trainer.model.named_buffers() if not is_on_other_stage(each)}
     return buffers, calls.count, calls.of_model
 
 
@@ -557,7 +557,7 @@ class Failing(ds.Callback):
 
     def on_step_begin(self, ctx: Any) -> None:
         if ctx.state.global_step == 1 and dist.get_rank() == self._rank:
-            own = next(layer for layer in ctx.model.layers if not is_elsewhere(layer.weight))
+            own = next(layer for layer in ctx.model.layers if not is_on_other_stage(layer.weight))
             own.register_forward_hook(self._fail)
 
     def _fail(self, *given: Any) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from dalsegno.system.memory import peak_resident_memory
+from dalsegno.system.machine import peak_resident_memory
 
-CHILD = "from dalsegno.system.memory import peak_resident_memory; print(peak_resident_memory())"
+CHILD = "from dalsegno.system.machine import peak_resident_memory; print(peak_resident_memory())"
 
 
 def test_a_child_does_not_count_what_its_parent_has_used() -> None:

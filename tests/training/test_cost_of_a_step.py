@@ -16,7 +16,7 @@ from dalsegno.testing import TinyRegression, tiny_regression_data
 
 SOURCES = f"{Path(ds.__file__).parent}/"
 STEPS = 20
-WITNESS = ("witness/", "data/batch_digest.py", "logs/values.py", "system/filesystem.py", "distributed/accelerator.py")
+WITNESS = ("witness/", "data/digests.py", "logs/values.py", "system/filesystem.py", "distributed/accelerator.py")
 """Called for as many steps as may be recorded in 0.3 % of the time: more on a slow machine."""
 
 

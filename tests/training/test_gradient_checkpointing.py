@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import dalsegno as ds
 from dalsegno.callbacks import NaNChecker
-from dalsegno.distributed.stage_places import is_elsewhere
+from dalsegno.distributed.stage_places import is_on_other_stage
 from dalsegno.testing import TinyLanguageModel, run_ranks
 from support.resumed import assert_resumes
 from support.small import ByteLines, small_trainer, weights
@@ -119,7 +119,7 @@ def spread(output_dir: str) -> tuple[list[bool], list[int]]:
             small_trainer(
                 folder, model=model, parallel=parallel, gradient_checkpointing=checkpointing, max_steps=4
             ).train()
-            own = [each.detach() for each in model.parameters() if not is_elsewhere(each)]
+            own = [each.detach() for each in model.parameters() if not is_on_other_stage(each)]
             kept.append([each.full_tensor() if isinstance(each, DTensor) else each for each in own])
             calls.append(model.calls)
         same.append(all(map(torch.equal, *kept)))

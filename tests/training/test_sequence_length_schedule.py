@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
-from dalsegno.data.sequence_length import shortened
+from dalsegno.data.cut_batches import shortened
 from dalsegno.testing import DataOrder, FaultPlan, TinyLanguageModel, assert_resume_equivalent, run_ranks
 from support.listeners import Listener
 from support.small import arguments

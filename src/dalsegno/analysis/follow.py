@@ -12,7 +12,7 @@ import xxhash
 
 from dalsegno.logs.formats import strip_line
 from dalsegno.logs.values import Record
-from dalsegno.system.posix import pread
+from dalsegno.system.machine import pread
 
 from .formats.find import source_of_run
 from .formats.json_lines import JsonLines, decode_lines

@@ -28,7 +28,7 @@ from dalsegno.errors import ConfigurationError, Locked, NotFound
 from dalsegno.logs.values import decode
 from dalsegno.stateful.schema import check
 from dalsegno.system import filesystem
-from dalsegno.system.kernel import boot_id
+from dalsegno.system.machine import boot_id
 
 ENDPOINT = "endpoint.json"
 TOKEN = "auth_token"

@@ -4,7 +4,8 @@ A run iterates a :class:`ResumableLoader` of :class:`Microbatch` es. :func:`trai
 :func:`resumable_loader` from a loader. docs/data.md lists which kinds of data resume exactly, and how.
 """
 
-from .device import to_device
+from dalsegno.data.loader import to_device
+
 from .eval_batches import EvalBatches
 from .loader import NOT_EXACT, Microbatch, ResumableLoader, sample_count
 from .mixture import Mixture

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from dalsegno.data.loader import to_device
 from dalsegno.errors import ConfigurationError
 
-from .device import to_device
 from .sources import EvalLoader
 
 

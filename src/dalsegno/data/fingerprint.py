@@ -15,10 +15,10 @@ import torch
 import xxhash
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, get_worker_info
 
+from dalsegno.data.digests import digest, parts_of
 from dalsegno.distributed.rng import capture_generators, preserved_generators, seed_generators
 from dalsegno.stateful.component import Stateful
 
-from .digest import digest, parts_of
 from .loader import length_of
 from .mixture import Mixture
 from .own_states import OwnStates

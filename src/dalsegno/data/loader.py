@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from dalsegno.data.skipped_data import Gaps, Place
 from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import Scope
 from dalsegno.stateful.schema import Count, Form, Must
-
-from .gaps import Gaps, Place
 
 
 @dataclass(slots=True)
@@ -235,3 +234,21 @@ def _first_tensor(tree: Any) -> torch.Tensor | None:
     elif isinstance(tree, Sequence) and not isinstance(tree, str | bytes):
         branches = tree
     return next((found for branch in branches if (found := _first_tensor(branch)) is not None), None)
+
+
+# --- to the device --------------------------------------------------------------------------------------------------
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move every tensor in a batch to ``device``; containers are rebuilt only if there is something to move."""
+    if device.type == "cpu":
+        return batch  # loaders yield CPU tensors
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

@@ -8,13 +8,13 @@ from typing import Any, Literal, NotRequired
 import torch
 from torch.utils.data import DataLoader
 
+from dalsegno.data.batch_fetcher import Samples
+from dalsegno.data.skipped_data import Gaps, Place
 from dalsegno.distributed.rng import LOADER, mix
 from dalsegno.stateful.component import Scope
 
-from .gaps import Gaps, Place
 from .loader import Microbatch, expect_kind, or_another_kind
 from .sampler import ResumableSampler, SamplerState, Share
-from .samples import Samples
 from .workers import ignore_stop_signals
 
 

@@ -14,13 +14,13 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
+from dalsegno.data.batch_fetcher import takes_seed
 from dalsegno.distributed.rng import MIXTURE, SAMPLE, WORD, mix
 from dalsegno.errors import ConfigurationError, StateMismatch, UnknownName
 from dalsegno.stateful.schema import Count, check
 
 from .generators import OwnGenerators
 from .permutation import permute, uniform
-from .samples import takes_seed
 
 logger = logging.getLogger("dalsegno")
 

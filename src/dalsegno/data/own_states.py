@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from dalsegno.data.digests import digest
 from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import Stateful, is_stateful, stateful_behind
 
-from .digest import digest
 from .generators import OwnGenerators
 from .loader import CountingCollate
 

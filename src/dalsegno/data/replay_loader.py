@@ -12,6 +12,8 @@ import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
+from dalsegno.data.digests import add_batch
+from dalsegno.data.splitting import RankShard
 from dalsegno.distributed import collectives
 from dalsegno.distributed.rng import (
     GeneratorStates,
@@ -22,9 +24,7 @@ from dalsegno.distributed.rng import (
 from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import Stateful
 
-from .batch_digest import add_batch
 from .loader import NOT_EXACT, EpochPlace, Microbatch, or_another_kind
-from .stream import RankShard
 from .user_loader import END, UserLoader
 
 log = logging.getLogger(__name__)

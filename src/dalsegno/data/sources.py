@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from dalsegno.data.batch_fetcher import Samples, StatefulSamples
+from dalsegno.data.splitting import RankShard, RestartedStream, StatefulRankShard
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.component import Stateful
@@ -17,12 +19,10 @@ from .loader import CountingCollate, Microbatch, ResumableLoader, length_of
 from .map_loader import MapLoader
 from .replay_loader import ReplayLoader
 from .sampler import ResumableSampler
-from .samples import Samples, StatefulSamples
 from .splitting import keeps_its_place, part_of_rank
 from .stateful_dataloader import StatefulDataLoader, keeps_its_order
 from .stateful_loader import StatefulLoader
 from .step_batch import LoaderView
-from .stream import RankShard, RestartedStream, StatefulRankShard
 from .user_loader import UserLoader
 
 Collate = Callable[[list[Any]], Any]

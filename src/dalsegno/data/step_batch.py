@@ -19,11 +19,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from dalsegno.data.digests import digest
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError, EmptyDataset, StateMismatch
 
-from .digest import digest
 from .loader import Microbatch, MicrobatchLoader, plain_batch
 
 LossWeight = Callable[[Any], float]

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from dalsegno.data.skipped_data import Gaps, Place
 from dalsegno.distributed import collectives
 from dalsegno.distributed.rng import LOADER, mix
 from dalsegno.errors import EmptyDataset, StateMismatch
 from dalsegno.stateful.component import Scope
 
-from .gaps import Gaps, Place
 from .generators import EpochGenerator
 from .loader import Microbatch, expect_kind, length_of, plain_batch, sample_count
 from .own_states import OwnStates

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dalsegno.errors import ConfigurationError
-from dalsegno.system.processors import thread_count
+from dalsegno.system.machine import thread_count
 
 from .signature import Specs, TensorSpec, master_dtype
 

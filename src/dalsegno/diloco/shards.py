@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from dalsegno.checkpoint.format.layout import as_bytes
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import named_parameters
-from dalsegno.distributed.stage_places import is_elsewhere, like_parameter, place_of
+from dalsegno.distributed.stage_places import is_on_other_stage, like_parameter, place_of
 from dalsegno.errors import ConfigurationError
 
 from .frames import in_file_order
@@ -91,7 +91,7 @@ class GlobalSnapshot:
         place = place_of(parameter)
         if place is None:
             return full(parameter).cpu()
-        if is_elsewhere(parameter):
+        if is_on_other_stage(parameter):
             whole = torch.empty(spec.shape, dtype=spec.dtype, device=place.device)
         else:
             whole = full(parameter).contiguous()
@@ -113,7 +113,7 @@ class GlobalSnapshot:
         """
         remaining = {}
         for spec in sent:
-            if spec.dtype == torch.int8 and not is_elsewhere(self._parameters[spec.name]):
+            if spec.dtype == torch.int8 and not is_on_other_stage(self._parameters[spec.name]):
                 whole = self._difference_and_error(spec.name)
                 left = _placed_like(self.errors[spec.name], whole - as_received(whole))
                 remaining[spec.name] = like_parameter(left, self._parameters[spec.name])
@@ -134,13 +134,13 @@ class GlobalSnapshot:
             whole = whole.to(collectives.communication_device())
             dist.broadcast(as_bytes(whole), src=0)
         target = self.tensors[spec.name]
-        if not is_elsewhere(self._parameters[spec.name]):
+        if not is_on_other_stage(self._parameters[spec.name]):
             _local(target).copy_(_local(_placed_like(target, whole)))
 
     @torch.no_grad()
     def adopt(self, specs: Specs, share: float = 0.0) -> None:
         """Move the model's parameters to the global ones: ``share · own + (1 − share) · global``."""
-        here = [spec.name for spec in specs if not is_elsewhere(self._parameters[spec.name])]
+        here = [spec.name for spec in specs if not is_on_other_stage(self._parameters[spec.name])]
         own = [_local(self._parameters[name]) for name in here]
         globals_ = [_local(self.tensors[name]) for name in here]
         if not here:  # a pipeline's other stages have the whole fragment

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from dalsegno.system import filesystem
-from dalsegno.system.posix import O_NOFOLLOW
+from dalsegno.system.machine import O_NOFOLLOW
 
 from . import collectives
 from .collectives import BackgroundGroup

@@ -14,10 +14,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from .eval_mode import evaluating
-from .pipeline.runner import PipelineRunner
-from .sharded_tensors import device_of
+from dalsegno.distributed.pipeline.runner import PipelineRunner
+from dalsegno.distributed.sharded_tensors import device_of
+
+
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Switch to evaluation mode without gradients; on exit, restore each submodule's mode and reshard FSDP modules."""
+    # Restored one by one: a frozen submodule may have been in evaluation mode before.
+    modes = [(part, part.training) for module in modules for part in module.modules()]
+    for module in modules:
+        module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in modes:
+            part.training = training
+            if isinstance(part, FSDPModule):
+                part.reshard()  # FSDP2 leaves the root unsharded if no backward pass follows
+
 
 _runners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[PipelineRunner]] = weakref.WeakKeyDictionary()
 """What runs the stages of each model that is cut. Weak on both sides, since the runner refers to the model."""

@@ -10,15 +10,13 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dalsegno.errors import ConfigurationError, UnknownName
-
-from . import collectives
-from .modes import (
+from dalsegno.distributed import accelerator, collectives
+from dalsegno.distributed.modes import (
     DDP,
     REPLICATE,
     SHARD,
@@ -32,6 +30,7 @@ from .modes import (
     modes_of,
     text_of,
 )
+from dalsegno.errors import ConfigurationError, UnknownName
 
 T = TypeVar("T")
 
@@ -129,7 +128,7 @@ class Layout:
         return [self.data_ranks.index(number) for number in range(self.data_size)]
 
     @property
-    def counts(self) -> bool:
+    def is_primary(self) -> bool:
         """Whether this rank stands for its data rank."""
         return self.data_ranks.index(self.data_rank) == collectives.rank()
 
@@ -224,3 +223,21 @@ def layout_of_own_loop(parallel: Setting) -> Layout:
             "parallel=Parallelized(mesh, data=…), which names the dimensions over which the data are split"
         )
     return Layout.flat()
+
+
+# --- what determines the order of sums, and so their last bits, without being a setting -----------------------------
+
+
+def environment_of(device: torch.device, layout: Layout) -> dict[str, Any]:
+    """Of this job, as plain values."""
+    values = {"world_size": collectives.world_size(), "torch": str(torch.__version__)}
+    if layout.mesh is not None:
+        values["mesh"] = layout.dimensions
+    if device.type != "cpu":
+        return {**values, "processor": accelerator.name_of(device)}
+    return {**values, "processor": _processor(), "threads": torch.get_num_threads()}
+
+
+def _processor() -> str:
+    """The instructions for which torch chooses its kernels: ``AVX2``, ``AVX512``, …"""
+    return str(torch.backends.cpu.get_cpu_capability())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Self
@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from dalsegno.distributed import accelerator
+from dalsegno.distributed.stage_places import is_on_other_stage, place_of
 from dalsegno.errors import ConfigurationError
-
-from . import accelerator
-from .stage_places import is_elsewhere, place_of
-from .wrapped_tensors import holds_numbers, plain_parts
 
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -83,7 +81,7 @@ def gradient_shards(model: nn.Module) -> list[LocalShard]:
 def are_finite(model: nn.Module) -> bool:
     """Whether this rank's shards of the parameters contain no NaN or infinity; of quantized ones, the scales. Syncs the
     device; no collective."""
-    held = [part for each in model.parameters() if not is_elsewhere(each) for part in plain_parts(each.detach())]
+    held = [part for each in model.parameters() if not is_on_other_stage(each) for part in plain_parts(each.detach())]
     extremes: dict[object, list[Tensor]] = defaultdict(list)
     for values in (dense(part) for part in held if holds_numbers(part)):
         if values.numel():  # none where a sparse tensor has no elements
@@ -297,3 +295,25 @@ def _gradient_shard(name: str, parameter: nn.Parameter) -> LocalShard:
         return LocalShard(name, torch.zeros(0, device=place.device), place.groups)
     local = torch.zeros((), device=parameter.device) if gradient is None else _local_gradient(parameter, gradient)
     return LocalShard(name, local, shard_groups(parameter), gradient is not None)
+
+
+# --- subclasses, such as quantized weights, whose data are other tensors (``__tensor_flatten__``) -------------------
+
+
+def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors of a tensor on this rank: itself, or those that it wraps."""
+    tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from plain_parts(getattr(tensor, name))
+
+
+def holds_numbers(tensor: Tensor) -> bool:
+    """Whether the elements are numbers to calculate with; not if they are quantized: integers, float8 or wrapped."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return (tensor.is_floating_point() or tensor.is_complex()) and (
+        tensor.dtype.itemsize > 1 and not hasattr(local, "__tensor_flatten__")
+    )

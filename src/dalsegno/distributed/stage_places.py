@@ -69,7 +69,7 @@ def like_parameter(tensor: Tensor, parameter: Tensor) -> Tensor:
     return tensor
 
 
-def is_elsewhere(tensor: Tensor) -> bool:
+def is_on_other_stage(tensor: Tensor) -> bool:
     """Whether other ranks store the tensor, and this one only knows its shape."""
     return tensor.is_meta and place_of(tensor) is not None
 

@@ -36,7 +36,7 @@ from . import contexts
 from .table import Event
 
 if TYPE_CHECKING:
-    from dalsegno.distributed.gathered import Gathered  # loads torch
+    from dalsegno.distributed.collectives import Gathered
 
 Answer = TrainerControl | None
 """A handler may return a TrainerControl, whose flags are then copied."""

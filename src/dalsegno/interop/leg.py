@@ -25,8 +25,7 @@ from dalsegno.checkpoint import CALLBACKS, CallbackTensors, CheckpointManager, L
 from dalsegno.checkpoint.load.compatibility import END_OF_SCHEDULE, reasons_to_differ
 from dalsegno.control import CommandQueue
 from dalsegno.distributed import collectives
-from dalsegno.distributed.environment import environment_of
-from dalsegno.distributed.layout import Layout
+from dalsegno.distributed.layout import Layout, environment_of
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, EventNotFired, StateMismatch
 from dalsegno.events.adapters import external_global_callbacks

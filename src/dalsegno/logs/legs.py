@@ -17,7 +17,7 @@ from dalsegno.errors import DamagedRunFile, StateMismatch
 from dalsegno.state import ResumeProof
 from dalsegno.stateful.schema import Must, check
 from dalsegno.system import filesystem
-from dalsegno.system.posix import host_name
+from dalsegno.system.machine import host_name
 
 from .previous_leg import PreviousLeg
 from .values import from_json, to_json

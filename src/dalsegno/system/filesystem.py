@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .posix import O_BINARY, O_DIRECT, O_DIRECTORY, O_NOFOLLOW, fcntl
+from dalsegno.system.machine import O_BINARY, O_DIRECT, O_DIRECTORY, O_NOFOLLOW, fcntl
 
 if TYPE_CHECKING:
     from .lease import Lease  # not needed by commands that only read

@@ -8,9 +8,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from dalsegno.errors import Locked
-
-from .kernel import boot_id, pid_namespace
-from .posix import can_train, host_name
+from dalsegno.system.machine import boot_id, can_train, host_name, pid_namespace
 
 _LONGEST_LEASE_S = 3600.0
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from dalsegno.errors import Locked, NotSupported
+from dalsegno.system.machine import O_BINARY, O_NOFOLLOW, O_NONBLOCK, can_train, fcntl, pread
 
 from .filesystem import add_fence, open_own, remove_fence
 from .holder import Holder
 from .lease import LOCK, Lease, outlast, read_holder
-from .posix import O_BINARY, O_NOFOLLOW, O_NONBLOCK, can_train, fcntl, pread
 
 VISIBLE_WITHIN_S = 60.0
 """Seconds until a file written on one host must be visible on all: network disks cache that a file was absent."""

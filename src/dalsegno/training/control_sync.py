@@ -18,7 +18,7 @@ from functools import reduce
 from typing import NoReturn
 
 from dalsegno.distributed import collectives
-from dalsegno.distributed.gathered import Gathered, gather_together
+from dalsegno.distributed.collectives import Gathered, gather_together
 from dalsegno.errors import LeaseLost
 from dalsegno.state import NO_REQUESTS, ControlRequests, TrainerControl
 

@@ -27,7 +27,7 @@ from dalsegno.args import TrainingArguments
 from dalsegno.data import EvalLoader, to_device
 from dalsegno.data.step_batch import LossWeight, iter_steps
 from dalsegno.distributed import accelerator
-from dalsegno.distributed.eval_mode import evaluating
+from dalsegno.distributed.inference import evaluating
 from dalsegno.distributed.rng import RandomState
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.events.callback import Callback

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
 from dalsegno.data import NOT_EXACT
-from dalsegno.data.batch_digest import add_batch
+from dalsegno.data.digests import add_batch
 from dalsegno.stateful.component import Stateful, is_stateful
 from dalsegno.witness.digests import GENERATORS, generator_digests
 

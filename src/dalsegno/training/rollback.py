@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dalsegno.checkpoint import Checkpoint
-from dalsegno.data.gaps import Place
+from dalsegno.data.skipped_data import Place
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.errors import SaveFailed

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch.optim import Optimizer
 
 from dalsegno.data import ResumableLoader
-from dalsegno.data.gaps import Gaps, Place, Span
+from dalsegno.data.skipped_data import Gaps, Place, Span
 from dalsegno.errors import ConfigurationError
 from dalsegno.policies.recovery import Rollback
 

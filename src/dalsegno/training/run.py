@@ -46,8 +46,8 @@ from dalsegno.checkpoint import unwrapped
 from dalsegno.control import CommandQueue
 from dalsegno.data import TrainingData, resumable_loader
 from dalsegno.data.step_batch import StepBatch
-from dalsegno.distributed.ddp_buckets import rebuilds_buckets
 from dalsegno.distributed.layout import layout_of_own_loop
+from dalsegno.distributed.parallel.ddp import rebuilds_buckets
 from dalsegno.distributed.sharded_tensors import check_materialized, device_of
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback

@@ -22,9 +22,8 @@ from typing import Any, Self
 
 import torch
 
+from dalsegno.data.cut_batches import ShortenedSequences, SplitBatches
 from dalsegno.data.loader import MicrobatchLoader
-from dalsegno.data.sequence_length import ShortenedSequences
-from dalsegno.data.split_batches import SplitBatches
 from dalsegno.data.step_batch import LossWeight, StepBatch, agreed_position, iter_steps
 from dalsegno.distributed import collectives
 from dalsegno.distributed.modes import parts_of_batch

@@ -15,9 +15,9 @@ from torch import nn
 from dalsegno.checkpoint.format.keys import ADAPTERS
 from dalsegno.checkpoint.load.compatibility import END_OF_SCHEDULE, Change, reasons_to_differ
 from dalsegno.data import NOT_EXACT, TrainingData
-from dalsegno.data.digest import digest
+from dalsegno.data.digests import digest
 from dalsegno.distributed import collectives
-from dalsegno.distributed.environment import environment_of
+from dalsegno.distributed.layout import environment_of
 from dalsegno.distributed.modes import modes_of
 from dalsegno.distributed.precision import gathered_dtype
 from dalsegno.distributed.sharded_tensors import device_of, strip_wrappers

@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from dalsegno.data.batch_digest import add_batch
+from dalsegno.data.digests import add_batch
 from dalsegno.distributed import accelerator
 
 ELEMENTS = 65_536

@@ -14,7 +14,7 @@ from dalsegno.analysis.blocks import Block, FrameBlock, RecordBlock
 from dalsegno.errors import ConfigurationError, NotFound
 from dalsegno.logs.reader import record_in
 from dalsegno.logs.values import Record
-from dalsegno.system.posix import pread
+from dalsegno.system.machine import pread
 
 from .json_frames import FrameReader
 from .naming import FIRST, HEADER, Naming, no_step

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from dalsegno.distributed import accelerator
 from dalsegno.distributed.sharded_tensors import named_parameters
-from dalsegno.distributed.stage_places import is_elsewhere, like_parameter
+from dalsegno.distributed.stage_places import is_on_other_stage, like_parameter
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.contexts import EvaluateBeginContext
 
@@ -92,7 +92,7 @@ class Averages:
             self._averages = {name: each for name, each in self._averages.items() if name not in begun}
         parameters = dict(named_parameters(model))
         self._model = model
-        here = {name: average for name, average in self._averages.items() if not is_elsewhere(average)}
+        here = {name: average for name, average in self._averages.items() if not is_on_other_stage(average)}
         self._weights = [_part(parameters[name]) for name in here]
         self._local = [_part(average) for average in here.values()]
         self._parameters, self._followed = [*parameters.values()], [name in self._averages for name in parameters]

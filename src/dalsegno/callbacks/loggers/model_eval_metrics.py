@@ -86,7 +86,7 @@ class ModelEvalMetrics(Callback):
             return
         selected = self._select(ctx.outputs, ctx.batch)
         for metric in self._metrics.values():
-            if ctx.samples and ctx.layout.counts:
+            if ctx.samples and ctx.layout.is_primary:
                 metric.update(*selected)
             else:
                 _update_without_rows(metric, selected)

@@ -17,7 +17,7 @@ from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import LogContext, StepDoneContext, TrainBeginContext, TrainEndContext
-from dalsegno.system.memory import peak_resident_memory
+from dalsegno.system.machine import peak_resident_memory
 
 logger = logging.getLogger("dalsegno")
 

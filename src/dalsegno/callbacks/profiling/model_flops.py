@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from dalsegno.callbacks.profiling.flops import Uncountable, count_flops
 from dalsegno.callbacks.profiling.peaks import GivenPeak
-from dalsegno.data.device import to_device
+from dalsegno.data.loader import to_device
 from dalsegno.distributed import collectives
 from dalsegno.distributed.precision import autocast_dtype
 from dalsegno.distributed.sharded_tensors import device_of

@@ -12,7 +12,7 @@ from dalsegno.callbacks.profiling.memory import peak_memory
 from dalsegno.callbacks.profiling.model_flops import ModelFlops
 from dalsegno.callbacks.profiling.peaks import GivenPeak
 from dalsegno.distributed import collectives
-from dalsegno.distributed.gathered import Gathered
+from dalsegno.distributed.collectives import Gathered
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.events.callback import Binder, Callback
 from dalsegno.events.contexts import Context, LogContext, RollbackContext, TrainBeginContext

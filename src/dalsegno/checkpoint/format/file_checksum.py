@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
-from dalsegno.system.processors import thread_count
+from dalsegno.system.machine import thread_count
 
 _PIECE = 2 << 20  # bytes read at once: still in the processor's cache; from a cold disk, twice as fast as 1 MB
 

@@ -26,8 +26,7 @@ from pathlib import Path
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.system import filesystem
-from dalsegno.system.kernel import boot_id
-from dalsegno.system.posix import host_name
+from dalsegno.system.machine import boot_id, host_name
 
 from . import checkpoint_dir, names
 

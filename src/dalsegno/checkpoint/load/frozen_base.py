@@ -14,7 +14,7 @@ from dalsegno.checkpoint.state.contract import ShardedState, Tensors
 from dalsegno.checkpoint.state.model import ModelState
 from dalsegno.checkpoint.state.sharding import box_here
 from dalsegno.distributed import collectives
-from dalsegno.distributed.stage_places import is_elsewhere
+from dalsegno.distributed.stage_places import is_on_other_stage
 from dalsegno.stateful.component import State
 
 from .compatibility import Change
@@ -64,7 +64,7 @@ def _differing(tensors: Tensors, fingerprints: dict[str, Sequence[Fingerprint]])
     """Names of the tensors that differ, in order. Goes through all of them, since the other ranks do."""
     names = []
     for name in sorted(tensors):
-        if is_elsewhere(tensor := tensors[name]):
+        if is_on_other_stage(tensor := tensors[name]):
             continue
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if not all(each.fits(full) for each in fingerprints[name]):

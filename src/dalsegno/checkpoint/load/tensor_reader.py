@@ -23,7 +23,7 @@ from dalsegno.checkpoint.state.sharding import box_here, local_part
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import unexpanded
 from dalsegno.errors import StateMismatch
-from dalsegno.system.processors import thread_count
+from dalsegno.system.machine import thread_count
 
 
 def load(tensors: TensorsByComponent, files: Files, index: Index) -> None:

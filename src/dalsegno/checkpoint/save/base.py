@@ -11,7 +11,7 @@ from dalsegno.checkpoint.format.layout import FileLayout, TensorChunk
 from dalsegno.checkpoint.state.contract import Capturable, TensorsByComponent
 from dalsegno.checkpoint.state.sharding import local_part
 from dalsegno.distributed import collectives
-from dalsegno.distributed.stage_places import is_elsewhere
+from dalsegno.distributed.stage_places import is_on_other_stage
 
 from .live_digest import live_digest
 from .planning import FrozenNames
@@ -56,10 +56,10 @@ def _checksums(tensors: Mapping[str, torch.Tensor], frozen: Collection[str]) -> 
 def _digest(tensors: Mapping[str, torch.Tensor], frozen: Collection[str]) -> bytes:
     """Of the names and of this rank's parts."""
     with torch.no_grad():
-        parts = {name: local_part(tensors[name]) for name in sorted(frozen) if not is_elsewhere(tensors[name])}
+        parts = {name: local_part(tensors[name]) for name in sorted(frozen) if not is_on_other_stage(tensors[name])}
     layout = FileLayout.of([TensorChunk.entire(name, part) for name, part in parts.items()])
     return live_digest(layout, [*parts.values()])
 
 
 def _checksum(tensor: torch.Tensor) -> str:
-    return "" if is_elsewhere(tensor) else checksum_of(local_part(tensor))
+    return "" if is_on_other_stage(tensor) else checksum_of(local_part(tensor))

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from dalsegno.system.processors import thread_count
+from dalsegno.system.machine import thread_count
 
 SMALL = 1 << 15
 """Elements: torch copies no more than that on the calling thread alone."""

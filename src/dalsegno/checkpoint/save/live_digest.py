@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from dalsegno.checkpoint.format.layout import FileLayout
-from dalsegno.system.processors import thread_count
+from dalsegno.system.machine import thread_count
 
 from .file_order import in_file_order
 

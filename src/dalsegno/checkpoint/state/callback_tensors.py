@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from dalsegno.checkpoint.format.index import Index
-from dalsegno.distributed.stage_places import is_elsewhere, like_parameter
+from dalsegno.distributed.stage_places import is_on_other_stage, like_parameter
 from dalsegno.errors import CannotSave, ConfigurationError
 from dalsegno.stateful.component import State, Stateful, TensorHolder, declared_schema, varying_fields
 from dalsegno.stateful.schema import check
@@ -75,6 +75,6 @@ class CallbackTensors:
             for name, tensor in tensors_to_load(self._model, rest).items()
             if name in there and there[name].shape == tensor.shape
         }
-        here = {name: tensor for name, tensor in fitting.items() if not is_elsewhere(tensor)}
+        here = {name: tensor for name, tensor in fitting.items() if not is_on_other_stage(tensor)}
         # All ranks are notified of the same names: other stages load those that are elsewhere.
         return LoadTarget(here, lambda: self._holder.load_sharded_state(fitting.keys(), rest))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dalsegno.checkpoint.format.layout import is_plain
-from dalsegno.distributed.stage_places import is_elsewhere
+from dalsegno.distributed.stage_places import is_on_other_stage
 
 _TENSORS = (torch.Tensor, nn.Parameter)  # a subclass may hide its data
 
@@ -17,7 +17,7 @@ _TENSORS = (torch.Tensor, nn.Parameter)  # a subclass may hide its data
 def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
     """Whether this is a tensor that can be saved as it is, here or by the rank that stores it."""
     memory = value._local_tensor if type(value) is DTensor else value
-    return type(memory) in _TENSORS and (is_plain(memory) or is_elsewhere(value))
+    return type(memory) in _TENSORS and (is_plain(memory) or is_on_other_stage(value))
 
 
 def is_sharded(value: object, parameter: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from dalsegno.checkpoint.format.keys import MODEL
 from dalsegno.checkpoint.format.layout import name_of
 from dalsegno.checkpoint.format.stored_tensors import StoredTensor
 from dalsegno.distributed.sharded_tensors import strip_wrappers, unexpanded
-from dalsegno.distributed.stage_places import is_elsewhere
+from dalsegno.distributed.stage_places import is_on_other_stage
 from dalsegno.errors import CannotSave
 from dalsegno.stateful.component import State
 
@@ -105,7 +105,7 @@ class ModelState:
             if name not in in_mismatches
             and sources[name] in there
             and tensor.shape == there[sources[name]].shape
-            and not is_elsewhere(tensor)
+            and not is_on_other_stage(tensor)
         }
         here = {name: tensor for name, tensor in model.tensors.items() if name not in in_mismatches}
         room = self._room(here, {name: there[sources[name]] for name in here if sources[name] in there})

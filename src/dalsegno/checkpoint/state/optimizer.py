@@ -18,7 +18,7 @@ from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.format.keys import LOSS, MODEL
 from dalsegno.checkpoint.format.stored_tensors import StoredTensor
 from dalsegno.distributed.sharded_tensors import strip_wrappers
-from dalsegno.distributed.stage_places import is_cut, is_elsewhere, like_parameter
+from dalsegno.distributed.stage_places import is_cut, is_on_other_stage, like_parameter
 from dalsegno.errors import CannotSave
 from dalsegno.stateful.component import State
 
@@ -220,7 +220,7 @@ class OptimizerState:
             for number, ((name, parameter), fqn) in enumerate(zip(named, fqns, strict=True))
             if name in rows.plain
             and (fqn not in weights or weights[fqn].shape == parameter.shape)
-            and not is_elsewhere(parameter)
+            and not is_on_other_stage(parameter)
         }
 
     def _groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:

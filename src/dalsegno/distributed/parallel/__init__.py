@@ -21,6 +21,8 @@ from dalsegno.distributed.modes import (
     TensorParallel,
     modes_of,
 )
+from dalsegno.distributed.parallel.base import WithTrainedLoss, has_own_parameters
+from dalsegno.distributed.parallel.fsdp import Spread
 from dalsegno.distributed.precision import gathered_dtype
 from dalsegno.errors import ConfigurationError
 
@@ -29,10 +31,8 @@ from .ddp import DataParallel
 from .fsdp import FullySharded
 from .fused_backward import FusedBackward
 from .pipeline import Pipelined
-from .spread import Spread
 from .tensor import TensorSharded
 from .torchrun import require_launch
-from .trained_loss import WithTrainedLoss, has_own_parameters
 
 __all__ = ["FusedBackward", "Parallel", "Pipelined", "parallelize"]
 

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .base import Parallel
+from dalsegno.distributed.parallel.base import Parallel
 
 
 class _SameBuckets(DistributedDataParallel):
     """DDP with the same buckets in each step.
 
-    Torch's own rebuilds them after the first step (:mod:`dalsegno.distributed.ddp_buckets`). So a resumed run, whose
+    Torch's own rebuilds them after the first step (:mod:`dalsegno.distributed.parallel.ddp`). So a resumed run, whose
     next step is the first of its leg, would not take the same step as the run that was killed.
     """
 
@@ -58,3 +58,20 @@ class DataParallel(Parallel):
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(gradient)
                 parameter.grad = gradient.div_(dist.get_world_size())
+
+
+# --- torch's own DDP, in a loop of the user's -----------------------------------------------------------------------
+
+# After the first step, torch's reducer puts the gradients into other buckets, in the order in which they arrived. With
+# three or more ranks, the position of a gradient in its bucket determines the order in which its sum over the ranks is
+# rounded.
+
+
+def rebuilds_buckets(model: nn.Module) -> bool:
+    """Whether ``model`` is in torch's DDP over three or more ranks, which rebuilds its buckets after the first step."""
+    return any(
+        isinstance(module, DistributedDataParallel)
+        and (module.static_graph or not module.find_unused_parameters)  # the condition of torch's reducer
+        and dist.get_world_size(module.process_group) > 2
+        for module in model.modules()
+    )

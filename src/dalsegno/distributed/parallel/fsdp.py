@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 from dalsegno.distributed import collectives
 from dalsegno.distributed.blocks import matching_names, unshared
 from dalsegno.distributed.modes import FSDP, TensorParallel
+from dalsegno.distributed.parallel.base import Parallel, ReplacedParameters, make_copies_equal
+from dalsegno.distributed.parallel.tensor import planned_styles, split_layers
 from dalsegno.errors import ConfigurationError
-
-from .base import ReplacedParameters, make_copies_equal
-from .tensor import planned_styles, split_layers
 
 
 class FullySharded(ReplacedParameters):
@@ -117,3 +116,18 @@ def _expect_of_all_ranks(model: nn.Module, layers: TensorParallel | None) -> Non
         f"the model is sharded already, over {', '.join(map(str, meshes))}; pass parallel=Parallelized(mesh, data=…), "
         "which names the dimensions over which the data are split"
     )
+
+
+# --- a model that the user has sharded or split: used as it is ------------------------------------------------------
+
+
+class Spread(Parallel):
+    """Reduces the gradients in the user's own way; with FSDP2, in a step's last backward pass only."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._sharded = sharded_parts(model)
+
+    def synchronize(self, wanted: bool) -> None:
+        for part in self._sharded:
+            part.set_requires_gradient_sync(wanted, recurse=False)

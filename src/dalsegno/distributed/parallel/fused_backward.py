@@ -16,13 +16,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dalsegno.distributed.gradients import GradientNorms
+from dalsegno.distributed.loss_and_norm import StepTotals, totals_of_whole
+from dalsegno.distributed.parallel.base import WithTrainedLoss
 from dalsegno.distributed.sharded_tensors import total_norm
-from dalsegno.distributed.totals import StepTotals, totals_of_whole
 from dalsegno.errors import ConfigurationError
 
 from .base import Parallel
 from .ddp import DataParallel
-from .trained_loss import WithTrainedLoss
 
 
 class FusedBackward(Parallel):

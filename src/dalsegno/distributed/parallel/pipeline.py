@@ -18,15 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from dalsegno.distributed.clipping import complete
 from dalsegno.distributed.inference import run_stages_of
 from dalsegno.distributed.layout import data_dimensions
+from dalsegno.distributed.loss_and_norm import StageTotals, StepTotals, complete
 from dalsegno.distributed.modes import FSDP, STAGES, TENSOR, Pipeline, TensorParallel
 from dalsegno.distributed.pipeline.cut import Cut, cut
 from dalsegno.distributed.pipeline.runner import PipelineRunner
 from dalsegno.distributed.pipeline.stage import StageModule
 from dalsegno.distributed.stage_places import StagePlace, place_of, set_place
-from dalsegno.distributed.totals import StageTotals, StepTotals
 from dalsegno.errors import ConfigurationError
 
 from .base import ReplacedParameters, make_copies_equal

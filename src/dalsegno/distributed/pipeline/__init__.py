@@ -3,7 +3,6 @@
 ::
 
     cut.py        which module belongs to which stage
-    missing.py    stands for an activation that only another stage computes
     stage.py      runs one stage: the user's own forward, between two activations
     schedules.py  torch's schedules by name, and what each needs
     runner.py     runs the micro-batches of a step, or an evaluation batch, through all stages

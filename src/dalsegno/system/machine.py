@@ -1,0 +1,112 @@
+"""The machine and its system: what Windows lacks of POSIX, the kernel's identity, memory and processors.
+
+Logs are read on any system; training needs Linux or macOS.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from pathlib import Path
+
+try:
+    import fcntl as fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+O_DIRECT = getattr(os, "O_DIRECT", 0)
+"""Absent on macOS, too."""
+O_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
+O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+O_BINARY = getattr(os, "O_BINARY", 0)
+"""Of Windows only: keeps bytes as they are."""
+O_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
+
+
+def pread(descriptor: int, count: int, offset: int) -> bytes:
+    """Read up to ``count`` bytes at ``offset``. On Windows this moves the file's position."""
+    if hasattr(os, "pread"):
+        return os.pread(descriptor, count, offset)
+    os.lseek(descriptor, offset, os.SEEK_SET)
+    return os.read(descriptor, count)
+
+
+def host_name() -> str:
+    """Name of this host."""
+    return os.uname().nodename if hasattr(os, "uname") else platform.node()
+
+
+def can_train() -> bool:
+    """Whether this system has what training needs: file locks that end with their process, and forks."""
+    return fcntl is not None
+
+
+# --- the kernel that runs this process ------------------------------------------------------------------------------
+
+
+def boot_id() -> str | None:
+    """Id of this start of the kernel, which the containers of a machine share; None on systems without ``/proc``."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except (OSError, ValueError):
+        return None
+
+
+def pid_namespace() -> str | None:
+    """Name of the namespace that this process's pid belongs to; None on systems without ``/proc``.
+
+    A container usually has one of its own. Once all its processes have ended, the kernel may give the name to another.
+    """
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return None
+
+
+# --- peak resident memory of this process ---------------------------------------------------------------------------
+
+
+_STATUS = Path("/proc/self/status")
+
+_read: tuple[int, int, int] | None = None
+"""Process, its ``ru_maxrss`` when ``/proc`` was last read, and the peak in bytes that was read there."""
+
+
+def peak_resident_memory() -> int:
+    """Return the highest resident memory of this process so far, in bytes.
+
+    On Linux, ``ru_maxrss`` would not do: a child process begins with the peak of its parent, even after ``exec``. But
+    it grows with this process's own peak; ``/proc``, which takes twenty times as long, is read only if it may have.
+    """
+    global _read
+    process, resident = os.getpid(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if _read is not None and _read[:2] == (process, resident) and resident * 1024 <= _read[2]:
+        return _read[2]
+    peak = _read_status()
+    if peak is None:
+        return resident if sys.platform == "darwin" else resident * 1024
+    _read = process, resident, peak
+    return peak
+
+
+def _read_status() -> int | None:
+    """Return the peak in bytes; None if the system has no such file."""
+    if _STATUS.exists():
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024  # in KiB, whatever "kB" says
+    return None
+
+
+# --- how many threads of a rank move memory at once -----------------------------------------------------------------
+
+
+_MOST_THREADS = 4
+
+
+def thread_count() -> int:
+    """This rank's share of the processors that it may run on; at most 4, which saturate the memory."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(_MOST_THREADS, allowed // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
