@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import torch
 
-from dalsegno.distributed.gathered import Gathered
+from dalsegno.distributed.collectives import Gathered
 from dalsegno.errors import CannotSave, ConfigurationError, EventNotFired, UnknownName
 from dalsegno.state import Handler, method_of, owner_of, running
 

@@ -22,7 +22,7 @@ from dalsegno.distributed.blocks import outermost_blocks
 from dalsegno.distributed.layout import Layout
 from dalsegno.distributed.modes import STAGES
 from dalsegno.distributed.parallel import Parallel, parallelize
-from dalsegno.distributed.stage_places import is_elsewhere
+from dalsegno.distributed.stage_places import is_on_other_stage
 from dalsegno.errors import ConfigurationError, UnknownName
 
 from .optimizers import expect_optimizer, optimizer_from_args
@@ -112,7 +112,7 @@ def _check_sharded(optimizer: Optimizer) -> None:
     """Raises ConfigurationError if the optimizer would fail in its first step on parameters that are sharded: a fused
     one on split and whole parameters in one kernel, Adafactor on any."""
     for group in optimizer.param_groups:
-        are_sharded = {isinstance(each, DTensor) for each in group["params"] if not is_elsewhere(each)}
+        are_sharded = {isinstance(each, DTensor) for each in group["params"] if not is_on_other_stage(each)}
         if group.get("fused") and len(are_sharded) > 1:
             raise ConfigurationError(
                 f"optimizer: a fused {type(optimizer).__name__} cannot update the split layers of TensorParallel "

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dalsegno.distributed import collectives
-from dalsegno.distributed.gathered import Gathered
+from dalsegno.distributed.collectives import Gathered
 from dalsegno.events.table import Event
 
 from .parts import RunParts
