@@ -17,10 +17,11 @@ import torch
 
 import dalsegno
 from dalsegno.diloco import DiLoCoServer, DiLoCoWorker, Rules, WorkerOptions
-from dalsegno.diloco.outer import nesterov
-from dalsegno.diloco.run import OuterRun
-from dalsegno.diloco.signature import TensorSpec
-from dalsegno.diloco.state import Applied, Joined, Submission
+from dalsegno.diloco.server.outer import nesterov
+from dalsegno.diloco.server.run import OuterRun
+from dalsegno.diloco.server.state import Applied, Joined
+from dalsegno.diloco.wire.messages import Submission
+from dalsegno.diloco.wire.signature import TensorSpec
 from dalsegno.testing import start_ranks
 from dalsegno.testing.tiny import TinyLanguageModel
 
@@ -234,7 +235,7 @@ def _steps(folder: Path, size: int, repeats: int) -> tuple[Figure, Figure]:
     worker.join()
     times: dict[bool, list[float]] = {False: [], True: []}
     while min(len(times[False]), len(times[True])) < 10 * repeats:
-        travels = worker._flight is not None and worker._flight._transfer.is_running
+        travels = worker._flight is not None and worker._flight.is_travelling
         began = time.perf_counter()
         model(batch).square().mean().backward()
         optimizer.step()
@@ -332,7 +333,7 @@ def _work(
         int8_comm=wire == "int8",
     )
     with DiLoCoWorker(training.model, options, optimizer=training.optimizer, samples_per_step=BATCH) as joined:
-        client = joined._exchange.link.client
+        client = joined._exchange.client
         before = client.bytes_sent  # one of them has sent the first parameters
         while training.step < steps:
             training.advance([number])

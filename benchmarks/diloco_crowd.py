@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 
 from dalsegno.diloco import DiLoCoClient, DiLoCoServer, Rules, nesterov
-from dalsegno.diloco.link import await_result
-from dalsegno.diloco.signature import TensorSpec
-from dalsegno.diloco.state import Result, Settings, Submission
+from dalsegno.diloco.wire.messages import Result, Settings, Submission
+from dalsegno.diloco.wire.signature import TensorSpec
 from dalsegno.testing import start_ranks
 
 from .row import Row
@@ -157,7 +156,7 @@ class _Worker(threading.Thread):
 
     def _take(self, client: DiLoCoClient, number: int) -> int:
         """Fetch the parameters after a submission, which count it, and those before. Returns their version."""
-        result: Result = await_result(client, self._id, number, _PATIENCE)
+        result: Result = client.await_result(self._id, number, _PATIENCE)
         client.fetch(result, self._specs, lambda reader: reader.tensor(self._global))
         self.number = number
         self.wrong += int(self._global[self._place]) != number

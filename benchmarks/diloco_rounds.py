@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from dalsegno.diloco import DiLoCoClient, DiLoCoServer, Rules
-from dalsegno.diloco.outer import nesterov
-from dalsegno.diloco.signature import Specs, TensorSpec, as_sent
-from dalsegno.diloco.state import Settings, Submission
+from dalsegno.diloco.server.outer import nesterov
+from dalsegno.diloco.wire.messages import Settings, Submission
+from dalsegno.diloco.wire.signature import Specs, TensorSpec, as_sent
 from dalsegno.testing import start_ranks
 
 from .row import Row, count, duration, three_digits

@@ -15,11 +15,12 @@ from torch import nn
 import dalsegno as ds
 from dalsegno.callbacks import DiLoCoCallback, JsonLogger
 from dalsegno.diloco import DiLoCoServer, DiLoCoWorker, Rules, WorkerOptions, nesterov
-from dalsegno.diloco.frames import in_file_order
-from dalsegno.diloco.outer import MakeOptimizer
-from dalsegno.diloco.run import OuterRun
-from dalsegno.diloco.signature import Specs, TensorSpec
-from dalsegno.diloco.state import Applied, Joined, Submission
+from dalsegno.diloco.server.outer import MakeOptimizer
+from dalsegno.diloco.server.run import OuterRun
+from dalsegno.diloco.server.state import Applied, Joined
+from dalsegno.diloco.wire.frames import in_file_order
+from dalsegno.diloco.wire.messages import Submission
+from dalsegno.diloco.wire.signature import Specs, TensorSpec
 from dalsegno.system import filesystem
 from dalsegno.testing.tiny import TinyRegression, tiny_regression_data
 from support import layouts

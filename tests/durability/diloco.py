@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dalsegno.diloco import DiLoCoServer, exchange, link, transfer
+from dalsegno.diloco import DiLoCoServer
+from dalsegno.diloco.worker import exchange, flight
 from dalsegno.logs import drop_wall_clock, read_records
 from dalsegno.testing import FaultPlan, start_ranks
 from diloco.scenes import rules, train_as_worker
@@ -69,7 +70,7 @@ def serve(folder: Path, port: int, plan: FaultPlan | None) -> None:
 def work(folder: Path, port: int, number: int, plan: FaultPlan | None) -> dict[str, list[Any]]:
     if plan is not None:
         plan.arm()
-    for module in (exchange, link, transfer):  # a server that was killed is back at once
+    for module in (exchange, flight):  # a server that was killed is back at once
         vars(module)["retry_delay"] = lambda attempt: 0.1
     return train_as_worker(folder / f"w{number}", f"127.0.0.1:{port}", TOKEN, number, max_sync_retries=10_000)
 

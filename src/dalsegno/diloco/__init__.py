@@ -4,15 +4,7 @@ Workers train on their own for some hundred steps, then send how their parameter
 of these changes as the gradient of an outer optimizer, and returns its result (DiLoCo, Douillard et al. 2023,
 arXiv:2311.08105).
 
-Both sides rest on these modules, each of which imports only from those above it::
-
-    quantization elements as int8
-    signature    names, dtypes and shapes of what is synchronized; fragments
-    frames       tensors on the wire
-    server:      outer, state, spool → journal, versions → store → run → rules, presence → patience, status
-                 → coordinator → api → server
-    worker:      options, client, shards, progress → link, heartbeat, transfer → exchange → flight → worker
-
+``wire`` is what travels and its form, ``server`` and ``worker`` are the two sides; neither imports the other.
 The names are imported on first use.
 """
 
@@ -23,20 +15,20 @@ from typing import TYPE_CHECKING
 from dalsegno.system.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .client import DiLoCoClient
-    from .options import WorkerOptions
-    from .outer import DelayedNesterov, delayed_nesterov, nesterov
-    from .rules import Rules
-    from .server import DiLoCoServer
-    from .worker import DiLoCoWorker
+    from .server.outer import DelayedNesterov, delayed_nesterov, nesterov
+    from .server.rounds import Rules
+    from .server.server import DiLoCoServer
+    from .worker.client import DiLoCoClient
+    from .worker.options import WorkerOptions
+    from .worker.worker import DiLoCoWorker
 
 _HOMES = {
-    "client": ("DiLoCoClient",),
-    "options": ("WorkerOptions",),
-    "outer": ("DelayedNesterov", "delayed_nesterov", "nesterov"),
-    "rules": ("Rules",),
-    "server": ("DiLoCoServer",),
-    "worker": ("DiLoCoWorker",),
+    "worker.client": ("DiLoCoClient",),
+    "worker.options": ("WorkerOptions",),
+    "server.outer": ("DelayedNesterov", "delayed_nesterov", "nesterov"),
+    "server.rounds": ("Rules",),
+    "server.server": ("DiLoCoServer",),
+    "worker.worker": ("DiLoCoWorker",),
 }
 
 __all__ = [

@@ -9,9 +9,9 @@ from typing import Any
 import xxhash
 from torch import Tensor, nn
 
-from dalsegno.diloco.options import WorkerOptions
-from dalsegno.diloco.progress import WorkerState
-from dalsegno.diloco.worker import DiLoCoWorker
+from dalsegno.diloco.worker.options import WorkerOptions
+from dalsegno.diloco.worker.progress import WorkerState
+from dalsegno.diloco.worker.worker import DiLoCoWorker
 from dalsegno.distributed import collectives
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (

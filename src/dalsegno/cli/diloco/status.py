@@ -23,8 +23,8 @@ def run(arguments: argparse.Namespace) -> int:
         NotRunning: if nothing answers there.
         ConfigurationError: if the token is refused, or no server is named.
     """
-    from dalsegno.diloco.link import connect
-    from dalsegno.diloco.options import WorkerOptions
+    from dalsegno.diloco.worker.client import connect
+    from dalsegno.diloco.worker.options import WorkerOptions
     from dalsegno.system.byte_sizes import format_bytes
 
     options = WorkerOptions().with_environment(dict(os.environ) | environment_of(arguments))

@@ -58,7 +58,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigurationError for an invalid option, or without a command."""
     from dalsegno import cli
-    from dalsegno.diloco.options import WorkerOptions
+    from dalsegno.diloco.worker.options import WorkerOptions
 
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not words or words[0] not in RUN:

@@ -1,0 +1,1 @@
+"""The server of a DiLoCo run: it takes submissions, applies them, and loses none."""

@@ -1,0 +1,146 @@
+"""Rounds: which submissions are due, and which workers a round waits for, by the rules and by who is alive."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dalsegno.diloco.wire.messages import Submission
+from dalsegno.errors import ConfigurationError, StateMismatch
+
+from .state import ServerState
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How a server treats its workers.
+
+    Raises:
+        ConfigurationError: for a value that cannot work.
+    """
+
+    num_workers: int
+    """Workers that must have joined before the first round ends."""
+    asynchronous: bool = False
+    """Apply each submission when it arrives, instead of the mean of all workers' ones."""
+    min_workers: int = 1
+    """Submissions that a round has at least, whatever happened to the other workers."""
+    heartbeat_timeout: float = 120.0
+    """Seconds without a request of a worker after which rounds no longer wait for it; 0: they wait for ever."""
+    save_every: int = 10
+    """Outer steps between two checkpoints. In between, submissions are kept."""
+    dylu: bool = False
+    """Recommend each worker a number of local steps that follows its speed."""
+    dylu_base_sync_every: int = 500
+    """That of the fastest worker."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_workers", "min_workers", "save_every", "dylu_base_sync_every"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigurationError(f"DiLoCoServer: {name}={value!r}; needs an integer of at least 1")
+        if not 0 <= self.heartbeat_timeout < float("inf"):
+            raise ConfigurationError(f"heartbeat_timeout={self.heartbeat_timeout!r}; needs seconds, 0 or more")
+        if self.min_workers > self.num_workers:
+            raise ConfigurationError(
+                f"DiLoCoServer: min_workers={self.min_workers}; more than num_workers={self.num_workers}"
+            )
+
+
+class Presence:
+    """Takes no lock.
+
+    Args:
+        timeout: seconds without a request after which a worker counts as dead; 0: never.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self._seen: dict[str, float] = {}  # monotonic time of each worker's newest request
+
+    def note(self, worker_id: str) -> None:
+        """Note that a worker is alive."""
+        self._seen[worker_id] = time.monotonic()
+
+    def seconds_ago(self, worker_id: str) -> float | None:
+        """Seconds since a worker was seen; None if it was not seen since the server's start."""
+        seen = self._seen.get(worker_id)
+        return None if seen is None else time.monotonic() - seen
+
+    def is_alive(self, worker_id: str) -> bool:
+        """Whether a worker has been seen within the timeout."""
+        ago = self.seconds_ago(worker_id)
+        return self.timeout == 0 or (ago is not None and ago < self.timeout)
+
+
+class Rounds:
+    """Decides by the rules, the state of the run, and the workers that are alive."""
+
+    def __init__(self, rules: Rules, presence: Presence) -> None:
+        self._rules = rules
+        self._presence = presence
+
+    def ready(self, state: ServerState) -> list[str]:
+        """The workers whose submissions are to be applied now, together."""
+        pending = {name: each for name, each in state.members.items() if each.pending is not None}
+        if self._rules.asynchronous:
+            return sorted(pending, key=lambda name: pending[name].accepted)[:1]
+        if len(state.members) < self._rules.num_workers or len(pending) < self._rules.min_workers:
+            return []
+        return [] if any(self._is_awaited(state, name) for name in state.members) else sorted(pending)
+
+    def waiting(self, state: ServerState) -> list[str]:
+        """The workers that wait for the next round although the present one has lost all its workers."""
+        if self._rules.asynchronous or any(self._is_in_round(state, name) for name in state.members):
+            return []
+        return [
+            name
+            for name, each in state.members.items()
+            if each.base > state.version and not each.has_left and self._presence.is_alive(name)
+        ]
+
+    def is_in_progress(self, state: ServerState, worker_id: str) -> bool:
+        """Whether a worker that joins now is too late for the present round."""
+        if self._rules.asynchronous:
+            return False
+        member = state.members.get(worker_id)
+        if member is not None and member.pending is not None:
+            return True
+        others = [name for name in state.members if name != worker_id]
+        return len(state.members) >= self._rules.num_workers and any(self._is_in_round(state, name) for name in others)
+
+    def check_next(self, state: ServerState, submission: Submission) -> None:
+        """Raises StateMismatch if a submission is not the next one of its worker, which has joined, or is of an old
+        round."""
+        member, who = state.members[submission.worker_id], f"{submission.worker_id}, submission {submission.number}"
+        if member.pending is not None or submission.number != member.number + 1:
+            raise StateMismatch(f"{who}: not the next one; {member.number} was accepted last")
+        if submission.base != member.base:
+            raise StateMismatch(f"{who}: relative to version {submission.base}; the worker was given {member.base}")
+        if submission.fragment >= state.settings.num_fragments:
+            raise StateMismatch(f"{who}: there is no fragment {submission.fragment}")
+        if not self._rules.asynchronous:
+            if submission.base != state.version:
+                raise StateMismatch(
+                    f"{who}: belongs to the old round of version {submission.base}; now it is {state.version}"
+                )
+            if submission.fragment != state.version % state.settings.num_fragments:
+                raise StateMismatch(f"{who}: fragment {submission.fragment} is not that of this round")
+
+    def recommended_steps(self, state: ServerState, worker_ids: Sequence[str]) -> dict[str, int]:
+        """Dynamic local updates: the steps of each worker are in proportion to its speed (arXiv:2401.09135, 5.2)."""
+        fastest = max((each.speed for each in state.members.values() if not each.has_left), default=0.0)
+        following = [name for name in worker_ids if state.members[name].dylu] if fastest > 0 else []
+        base = self._rules.dylu_base_sync_every
+        return {name: max(1, math.floor(state.members[name].speed / fastest * base)) for name in following}
+
+    def _is_in_round(self, state: ServerState, worker_id: str) -> bool:
+        return state.members[worker_id].pending is not None or self._is_awaited(state, worker_id)
+
+    def _is_awaited(self, state: ServerState, worker_id: str) -> bool:
+        """Whether the round in progress waits for a worker's submission."""
+        member = state.members[worker_id]
+        is_due = member.pending is None and member.base == state.version and not member.has_left
+        return is_due and self._presence.is_alive(worker_id)

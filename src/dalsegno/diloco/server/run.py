@@ -1,0 +1,325 @@
+"""OuterRun: the global parameters of a DiLoCo run, and the events that change them.
+
+An event changes them at once, and is in the journal before anything that depends on it leaves the server. So after a
+kill, the newest checkpoint and the events after it lead to the same parameters, bit by bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from dalsegno.diloco.wire.messages import Result, Settings, Submission
+from dalsegno.diloco.wire.signature import Specs
+from dalsegno.errors import NotFound, SaveFailed, StateMismatch
+from dalsegno.system.durability import NotDurable
+
+from .files import SpooledTensors, Version
+from .outer import BLOCK, MakeOptimizer, ReadBlock, describe, outer_step, without_kernels
+from .state import Accepted, Applied, Event, ServerState
+from .store import Globals, Scratch, ServerStore, TensorFile
+
+logger = logging.getLogger("dalsegno")
+
+
+class OuterRun:
+    """The run in ``folder``; a new one has no parameters until :meth:`begin`. Used by one thread at a time, except
+    :meth:`commit`, and except :meth:`write_versions` and :meth:`save` while other threads record events.
+
+    Args:
+        save_every: outer steps between two checkpoints.
+
+    Raises:
+        StateMismatch: if the folder is another kind of run's, or was trained by another optimizer.
+        DamagedCheckpoint: if none of its checkpoints verifies.
+    """
+
+    def __init__(self, folder: Path, make_optimizer: MakeOptimizer, save_every: int) -> None:
+        self.store = ServerStore(folder)
+        self.newest_record: dict[str, Any] | None = None
+        """Of the newest outer step."""
+        self._make_optimizer = make_optimizer
+        self._save_every = save_every
+        self._state: ServerState | None = None
+        self._parts: Globals | None = None
+        self._fragments: list[Specs] = []
+        self._opened = time.monotonic()  # the round in progress
+        self._recover()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has parameters."""
+        return self._state is not None
+
+    @property
+    def state(self) -> ServerState:
+        """Changed by :meth:`record` only.
+
+        Raises:
+            NotFound: if no worker has sent its parameters yet.
+        """
+        if self._state is None:
+            raise NotFound("this run has no parameters yet; register first")
+        return self._state
+
+    def begin(self, arrived: SpooledTensors, num_fragments: int = 1) -> None:
+        """Take a worker's parameters as the first version, and save them.
+
+        Raises:
+            ConfigurationError: if a parameter has an impossible name.
+            SaveFailed: if they cannot be saved; the run has not begun.
+            OSError: if the journal cannot be written; likewise.
+        """
+        specs = arrived.specs
+        settings = Settings([spec.to_json() for spec in specs], num_fragments)
+        parts = Globals.of(specs, self._make_optimizer)
+        file, scratch = TensorFile(arrived.path, specs), Scratch()
+        for spec in specs:
+            flat = parts.model.by_name[spec.name].data.view(-1)
+            for begin in range(0, spec.count, BLOCK):
+                part = flat[begin : begin + BLOCK]
+                part.copy_(file.block(spec.name, begin, len(part), scratch))
+        state = ServerState(uuid.uuid4().hex, settings, describe(parts.optimizer))
+        self.store.journal.clear()
+        self.store.save(state, parts)
+        self._take(state, parts)
+        logger.info("DiLoCo run %s begins, with %d tensors", state.run_id, len(specs))
+
+    def _recover(self) -> None:
+        found = self.store.find()
+        if found is None:
+            self.store.release_submissions(except_for=())
+            return
+        checkpoint, state = found
+        parts = Globals.of(state.settings.specs(), self._make_optimizer)
+        before, now = without_kernels(state.optimizer), describe(parts.optimizer)
+        if before != now:
+            raise StateMismatch(
+                f"{self.store.folder}: its outer optimizer is {before}, now it is {now}; start the server as before, "
+                "or with a new folder"
+            )
+        self._take(state, parts)
+        self.store.load(checkpoint, parts)
+        self.newest_record = self.store.newest_record()
+        events = self.store.journal.recover(state.events)
+        self.store.release_submissions(except_for=_submissions_after(state, events))
+        self.store.versions.release_damaged()
+        for event in events:
+            self._carry_out(event)
+        self.store.write_log()
+        self.keep_versions()
+        logger.info(
+            "DiLoCo run %s continues at version %d: %s, and %d events after it",
+            state.run_id,
+            state.version,
+            checkpoint.path.name,
+            len(events),
+        )
+
+    def _take(self, state: ServerState, parts: Globals) -> None:
+        self._state, self._parts, self._fragments = state, parts, state.settings.fragments()
+
+    @property
+    def _globals(self) -> Globals:
+        assert self._parts is not None, "the run has begun"
+        return self._parts
+
+    def close(self, *, save: bool) -> None:
+        """Save a checkpoint if ``save``, then close the log.
+
+        Raises:
+            SaveFailed: if it cannot be written; the journal has all that was acknowledged.
+        """
+        try:
+            if save and self._state is not None:
+                self._save_last(self._state)
+        finally:
+            self.store.close()
+
+    def _save_last(self, state: ServerState) -> None:
+        try:
+            self.commit()
+        except OSError as error:
+            raise SaveFailed(
+                f"no checkpoint of version {state.version}: the journal cannot be written: {error}"
+            ) from error
+        if not self.store.save(state, self._globals):
+            return
+        try:
+            if self._shorten_journal(state):
+                self.release_submissions()
+        except OSError as error:  # the checkpoint needs neither
+            logger.error(
+                "version %d is saved, and what it contains is not removed from the journal: %s", state.version, error
+            )
+
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    def record(self, event: Event, make_durable: Callable[[], object] | None = None) -> None:
+        """Carry out an event. Call :meth:`commit` before anything that depends on it leaves the server.
+
+        It is recorded first, so that commits of other threads write it to disk during an outer step. If carrying it out
+        raises, nothing is committed any more, as another event would get its number.
+        """
+        self.store.journal.record(event, self.state.events + 1, make_durable)
+        try:
+            self._carry_out(event)
+        except BaseException:
+            self.store.journal.close()
+            raise
+
+    def accept(self, submission: Submission, arrived: SpooledTensors) -> None:
+        """Give a submission's file its name, and record that it is accepted."""
+        self.store.keep(arrived, submission)
+        self.record(Accepted(submission), arrived.make_durable)
+
+    def commit(self) -> None:
+        """Write what was recorded to disk. May be called on any thread.
+
+        Raises:
+            OSError: if the disk refuses it; the next commit tries again.
+            NotDurable: if the disk has lost a submission, or may lose the journal; each later commit raises it again.
+        """
+        self.store.journal.commit()
+
+    def _carry_out(self, event: Event) -> None:
+        state = self.state
+        if isinstance(event, Applied):
+            self._step(state, self._globals, event)
+        elif isinstance(event, Accepted):
+            submission = event.submission
+            sent = self.sent(submission)
+            state.bytes_received += sum(spec.size for spec in sent)
+            state.change(event)
+        else:
+            state.change(event)
+
+    def _step(self, state: ServerState, parts: Globals, event: Applied) -> None:
+        """The outer step of an event, and its record in the log."""
+        submissions, loss = state.pending(event.worker_ids), state.mean_loss(event.worker_ids)
+        specs = self._fragments[submissions[0].fragment]
+        weights = [each.samples for each in submissions]
+        files = [self.store.tensors(each, specs) for each in submissions]
+
+        def open_reader() -> ReadBlock:
+            scratch = Scratch()
+            return lambda number, spec, begin, count: files[number].block(spec.name, begin, count, scratch)
+
+        outer_step(parts.model, parts.optimizer, specs, weights, open_reader)
+        staleness = max(state.version - each.base for each in submissions)
+        state.change(event)
+        now = time.monotonic()
+        record = {
+            "timestamp": time.time(),
+            "global_step": state.version,
+            **({} if loss is None else {"loss": loss}),
+            "workers": len(submissions),
+            "samples": sum(weights),
+            "staleness": staleness,
+            "bytes": state.bytes_received,
+            "round_runtime": now - self._opened,
+        }
+        self._opened = now
+        self.newest_record = record
+        self.store.log(record)
+
+    def state_to_save(self) -> ServerState | None:
+        """A copy of the state every ``save_every`` outer steps, for a checkpoint of this version; None otherwise."""
+        return copy.deepcopy(self.state) if self.state.version % self._save_every == 0 else None
+
+    def save(self, state: ServerState) -> bool:
+        """Save a checkpoint of the present parameters, and drop the events that it contains from the journal. They were
+        committed. Meanwhile, other threads may record events, but no outer step.
+
+        Returns:
+            Whether both are done, so that :meth:`release_submissions` may follow. A failure is logged: the journal has
+            everything.
+
+        Raises:
+            NotDurable: if the disk may lose the journal; each later commit raises it again.
+        """
+        try:
+            return self.store.save(state, self._globals) and self._shorten_journal(state)
+        except SaveFailed as error:
+            logger.error("version %d is not saved: %s; the journal has it", state.version, error)
+            return False
+
+    def _shorten_journal(self, state: ServerState) -> bool:
+        try:
+            self.store.journal.shorten(state.events)
+        except NotDurable:
+            raise
+        except OSError as error:
+            logger.error("the journal is not shortened: %s; it will be after the next checkpoint", error)
+            return False
+        return True
+
+    def release_submissions(self) -> None:
+        """Release the submissions that are applied. The newest checkpoint has the present version."""
+        self.store.release_submissions(except_for=_submissions_after(self.state, ()))
+
+    # -- versions ---------------------------------------------------------------------------------------------------
+
+    def specs(self, fragment: int | None) -> Specs:
+        """What a fragment has; None: the whole model."""
+        return self.state.settings.specs() if fragment is None else self._fragments[fragment]
+
+    def sent(self, submission: Submission) -> Specs:
+        """What the frame of a submission has."""
+        return submission.sent(self._fragments[submission.fragment])
+
+    def has(self, result: Result | None) -> bool:
+        """Whether the parameters of a result can be fetched, now or later: :meth:`keep_versions` makes the present
+        ones."""
+        if result is None or result.version >= self.state.version:
+            return result is not None
+        return self.store.versions.has(Version(result.version, result.fragment))
+
+    def begin_versions(self) -> list[Version]:
+        """Announce the present parameters that workers will fetch; from now on they can be. Changes nothing on disk.
+
+        The caller writes them (:meth:`write_versions`) and at the end, also after a failure, calls
+        :meth:`.Versions.abandon`.
+        """
+        state, versions = self.state, self.store.versions
+        present = {each for each in self._needed_versions() if each.number == state.version}
+        missing = sorted((each for each in present if not versions.has(each)), key=lambda each: each.file_name)
+        versions.begin({each: self.specs(each.fragment) for each in missing}, self._globals.model)
+        return missing
+
+    def write_versions(self, begun: Iterable[Version]) -> None:
+        """Write the present parameters. Meanwhile, other threads may record events, but no outer step.
+
+        Raises:
+            OSError: if the disk refuses it; the next call continues.
+        """
+        for each in begun:
+            self.store.versions.write(each)
+
+    def release_versions(self) -> None:
+        """Release versions that no worker needs."""
+        self.store.versions.release(except_for=self._needed_versions())
+
+    def keep_versions(self) -> None:
+        """Write the present parameters for workers that will fetch them; release versions that no worker needs."""
+        begun = self.begin_versions()
+        try:
+            self.write_versions(begun)
+        finally:
+            self.store.versions.abandon(begun)
+        self.release_versions()
+
+    def _needed_versions(self) -> set[Version]:
+        results = [each for member in self.state.members.values() for each in member.results.values()]
+        return {Version(each.version, each.fragment) for each in results}
+
+
+def _submissions_after(state: ServerState, events: Iterable[Event]) -> set[str]:
+    """Names of the files that the events after ``state`` need."""
+    accepted = [event.submission for event in events if isinstance(event, Accepted)]
+    return {each.file_name for each in (*state.pending(state.members), *accepted)}

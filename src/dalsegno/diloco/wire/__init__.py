@@ -1,0 +1,1 @@
+"""What travels between workers and their server, and its form."""
