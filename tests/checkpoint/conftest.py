@@ -1,4 +1,4 @@
-"""Where pickles are read, and where memory checkpoints lie."""
+"""Where memory checkpoints lie."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import forked_reader
 from dalsegno.checkpoint.format import memory_dir
-from dalsegno.checkpoint.interchange import pickles
-
-
-@pytest.fixture
-def warm_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pickles are read in a forked process, which has torch already; in tests without it, in one as users have it."""
-    monkeypatch.setattr(pickles, "subprocess", forked_reader)
 
 
 @pytest.fixture

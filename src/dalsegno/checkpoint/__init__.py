@@ -6,7 +6,8 @@ Each package imports only from those above it::
     state/                model and optimizer as tensors by FQN and a small rest
     save/   load/         one checkpoint to disk, and back into a run
     inspect/              list, read and compare checkpoints, without a model
-    interchange/ remote/  checkpoints and weights of other programs; a copy of the run at a URL
+    export, weights       the model as safetensors: written for other programs, and read from them
+    foreign/ remote/      runs of other programs; a copy of the run at a URL
     manager, memory       the checkpoints of a run on disk, and in shared memory: what the training engine uses
 
 A save: :meth:`CheckpointManager.save_async` → ``save/snapshot`` captures the states that ``save/planning`` assigned to
@@ -28,6 +29,16 @@ from typing import TYPE_CHECKING
 from dalsegno.system.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from dalsegno.checkpoint.export import Exported as Exported
+    from dalsegno.checkpoint.export import export_adapters as export_adapters
+    from dalsegno.checkpoint.export import export_model as export_model
+    from dalsegno.checkpoint.foreign.programs import ExportedRun as ExportedRun
+    from dalsegno.checkpoint.foreign.programs import Imported as Imported
+    from dalsegno.checkpoint.foreign.programs import export_checkpoint as export_checkpoint
+    from dalsegno.checkpoint.foreign.programs import import_checkpoint as import_checkpoint
+    from dalsegno.checkpoint.weights import load_weights as load_weights
+    from dalsegno.checkpoint.weights import weights_are_at as weights_are_at
+
     from .format.keys import CALLBACKS as CALLBACKS
     from .format.keys import LOSS as LOSS
     from .format.keys import SETTINGS as SETTINGS
@@ -35,15 +46,6 @@ if TYPE_CHECKING:
     from .format.manifest import Manifest as Manifest
     from .inspect.contents import read_tensors as read_tensors
     from .inspect.contents import saved_states as saved_states
-    from .interchange.adapters import export_adapters as export_adapters
-    from .interchange.export import Exported as Exported
-    from .interchange.export import export_model as export_model
-    from .interchange.exporting import ExportedRun as ExportedRun
-    from .interchange.exporting import export_checkpoint as export_checkpoint
-    from .interchange.importing import Imported as Imported
-    from .interchange.importing import import_checkpoint as import_checkpoint
-    from .interchange.weights import load_weights as load_weights
-    from .interchange.weights import weights_are_at as weights_are_at
     from .load.restore import load_parts as load_parts
     from .load.states import LoadReport as LoadReport
     from .manager import CheckpointManager as CheckpointManager
@@ -58,11 +60,9 @@ _HOMES = {
     "format.keys": ("CALLBACKS", "LOSS", "SETTINGS"),
     "format.manifest": ("Checkpoint", "Manifest"),
     "inspect.contents": ("read_tensors", "saved_states"),
-    "interchange.adapters": ("export_adapters",),
-    "interchange.export": ("Exported", "export_model"),
-    "interchange.exporting": ("ExportedRun", "export_checkpoint"),
-    "interchange.importing": ("Imported", "import_checkpoint"),
-    "interchange.weights": ("load_weights", "weights_are_at"),
+    "export": ("Exported", "export_adapters", "export_model"),
+    "foreign.programs": ("ExportedRun", "Imported", "export_checkpoint", "import_checkpoint"),
+    "weights": ("load_weights", "weights_are_at"),
     "load.restore": ("load_parts",),
     "load.states": ("LoadReport",),
     "manager": ("CheckpointManager",),

@@ -138,12 +138,8 @@ class ImportedPlace(TypedDict):
     epoch: Count
     fraction: Annotated[float, Must("0 to 1", lambda fraction: 0 <= fraction <= 1)] | None
     """Consumed micro-batches of the epoch, as a fraction of all."""
-    samples: Count | None
-    """Consumed samples of the epoch, on all ranks."""
     microbatches: Count | None
     """Consumed micro-batches of the epoch, on each rank."""
-    batch: Annotated[int, Must("1 or more", lambda batch: batch >= 1)] | None
-    """Samples in a micro-batch, on all ranks."""
 
 
 NOT_EXACT = "data_is_not_exact"

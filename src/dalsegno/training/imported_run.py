@@ -63,15 +63,15 @@ def _jump(scheduler: Any) -> str | None:
 
 
 def _consumed(place: ImportedPlace, loader: ResumableLoader) -> int | None:
-    """Samples of the epoch that are consumed; None if that is unknown."""
-    if place["samples"] is not None:
-        return place["samples"]
-    whole, batch = _samples_per_epoch(loader), place["batch"] or loader.samples_per_microbatch()
+    """Samples of the epoch that are consumed, if its micro-batches have the size of those here; None if unknown."""
+    whole, batch = _samples_per_epoch(loader), loader.samples_per_microbatch()
     if place["fraction"] == 0:
         return 0
+    if batch is None:
+        return None
     if place["microbatches"] is not None:
-        return None if batch is None else place["microbatches"] * batch
-    if place["fraction"] is None or whole is None or batch is None:
+        return place["microbatches"] * batch
+    if place["fraction"] is None or whole is None:
         return None
     return min(whole, round(place["fraction"] * -(-whole // batch)) * batch)
 

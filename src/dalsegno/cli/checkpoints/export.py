@@ -60,8 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.program is not None:
         return _export_run(arguments)
 
-    from dalsegno.checkpoint.interchange.adapters import export_adapters
-    from dalsegno.checkpoint.interchange.export import export_model
+    from dalsegno.checkpoint.export import export_adapters, export_model
 
     if arguments.adapters:
         done = export_adapters(arguments.place, arguments.to, average=arguments.average, best=arguments.best)
@@ -102,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _export_run(arguments: argparse.Namespace) -> int:
-    from dalsegno.checkpoint.interchange.exporting import export_checkpoint
+    from dalsegno.checkpoint.foreign.programs import export_checkpoint
 
     for option, value in (("--average", arguments.average), ("--adapters", arguments.adapters)):
         if value:

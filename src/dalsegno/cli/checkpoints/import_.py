@@ -5,8 +5,7 @@ save_state, of PyTorch's Distributed Checkpoint or of torchtitan, or a file of t
 that one checkpoint and the log up to it: train() of a trainer with the same model, and with output_dir OUTPUT_DIR,
 resumes from there. A table lists what was imported, and what was not and why.
 
-Pickled files are read in a separate process with torch's restricted unpickler, without network and with a memory
-limit; a file that contains code is refused.
+Pickled files are read as data, by torch's restricted unpickler; a file that contains code is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dalsegno.cli.tables import Column, number, print_json, print_table, size
 from .arguments import add_json
 
 if TYPE_CHECKING:
-    from dalsegno.checkpoint.interchange.importing import Imported
+    from dalsegno.checkpoint.foreign.programs import Imported
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: if it is not a checkpoint of a known program, or OUTPUT_DIR contains a run.
         StateMismatch: if a file contains more than data.
     """
-    from dalsegno.checkpoint.interchange.importing import import_checkpoint
+    from dalsegno.checkpoint.foreign.programs import import_checkpoint
 
     done = import_checkpoint(
         arguments.source,
@@ -96,7 +95,7 @@ def _rows(done: Imported) -> list[dict[str, Any]]:
         taken["random generators"] = f"of {len(run.random)} ranks"
     if run.place.is_known:
         within = "" if run.place.microbatches is None else f", after {number(run.place.microbatches)} micro-batches"
-        taken["place in the data"] = f"epoch {run.place.epoch if run.epoch is None else run.epoch:g}{within}"
+        taken["place in the data"] = f"epoch {run.place.position:g}{within}"
     if run.records:
         taken["log"] = f"{number(len(run.records))} records"
     rows = [{"part": part, "taken": "yes", "detail": detail} for part, detail in taken.items()]

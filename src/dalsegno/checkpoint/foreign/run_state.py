@@ -1,8 +1,4 @@
-"""RunState: a training run's state in the terms that the formats of all programs share.
-
-The read half of a format makes one; importing turns it into a checkpoint. Exporting makes one of a checkpoint, and the
-write half of a format puts it into that program's files.
-"""
+"""RunState: a training run's state in the terms that the files of all programs share."""
 
 from __future__ import annotations
 
@@ -13,34 +9,37 @@ from typing import Any
 
 import torch
 
+from dalsegno.errors import ConfigurationError
+
 from .optimizer_contents import OptimizerContents
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Position in the data. Within the epoch it is known by one of the next three, or unknown."""
+    """Position in the data. Within the epoch it is known as a fraction, as a number of micro-batches, or not at all."""
 
     epoch: int = 0
     """Finished epochs."""
     fraction: float | None = None
-    """Micro-batches of the epoch that are consumed, as a fraction of all of them."""
-    samples: int | None = None
-    """Samples of the epoch that are consumed, on all ranks."""
+    """Consumed micro-batches of the epoch, as a fraction of all."""
     microbatches: int | None = None
-    """Micro-batches of the epoch that are consumed, on each rank."""
-    batch: int | None = None
-    """Samples in a micro-batch, on all ranks."""
+    """Consumed micro-batches of the epoch, on each rank."""
 
     @classmethod
-    def at(cls, epoch: float, batch: int | None = None) -> Place:
-        """``epoch`` as a number with the fraction of the current one."""
-        finished = math.floor(epoch + 1e-9)
-        return cls(finished, max(0.0, epoch - finished), batch=batch)
+    def at(cls, position: float) -> Place:
+        """Passes over the data, such as 1.25."""
+        finished = math.floor(position + 1e-9)
+        return cls(finished, max(0.0, position - finished))
 
     @property
     def is_known(self) -> bool:
         """Whether the position within the epoch is known."""
-        return not self.fraction is self.samples is self.microbatches is None
+        return self.fraction is not None or self.microbatches is not None
+
+    @property
+    def position(self) -> float:
+        """Passes over the data, as far as known."""
+        return self.epoch + (self.fraction or 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +49,10 @@ class RunState:
     Attributes:
         program: the program whose files these are.
         step: finished optimizer steps.
-        epoch: passes over the data, including the fraction of the current one; None if unknown.
         model: tensors by FQN, each tied tensor once.
         tied: further name of a tied tensor to its name in ``model``, as far as known.
         schedulers: ``state_dict`` of each learning rate schedule.
         random: of each rank, the states ``python``, ``numpy``, ``torch`` and ``cuda`` (a list).
-        place: position in the data.
         records: of the log, with ``global_step`` and ``epoch``.
         settings: of the run, by their names in ``TrainingArguments``.
         left_out: parts that are missing in the files, or have no place in a run here, and why.
@@ -70,13 +67,25 @@ class RunState:
     scaler: Mapping[str, Any] | None = None
     random: Sequence[Mapping[str, Any]] = ()
     place: Place = Place()
-    epoch: float | None = None
-    samples_seen: int = 0
     tokens_seen: int = 0
     total_flos: float = 0.0
     best_metric: float | None = None
     best_step: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)
     records: Sequence[Mapping[str, Any]] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def state_dict(self, prefix: str) -> dict[str, torch.Tensor]:
+        """The model's tensors under all their names; tied ones are the same tensor."""
+        names = {**{name: name for name in self.model}, **self.tied}
+        return {f"{prefix}{name}": self.model[source] for name, source in names.items()}
+
+    def expect_optimizer(self, program: str) -> OptimizerContents:
+        """Raises ConfigurationError if there is none."""
+        if self.optimizer is None:
+            raise ConfigurationError(f"the checkpoint contains no optimizer, without which {program} cannot resume")
+        return self.optimizer
+
+    def further_schedulers(self) -> dict[str, str]:
+        """The reason for which each schedule after the first is left out."""
+        return {f"scheduler.{number}": "there is a place for one" for number in range(1, len(self.schedulers))}

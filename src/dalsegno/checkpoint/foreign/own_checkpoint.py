@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dalsegno.checkpoint.export import expect_all_saved
 from dalsegno.checkpoint.format import names
 from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.format.keys import CALLBACKS, MODEL, SETTINGS
@@ -25,14 +26,13 @@ from dalsegno.checkpoint.state.contract import Captured
 from dalsegno.data.loader import IMPORTED
 from dalsegno.distributed.rng import RANK, capture_generators, mix, preserved_generators, seed_generators
 from dalsegno.errors import ConfigurationError
-from dalsegno.logs import RecordLog
+from dalsegno.logs import RecordLog, read_records
 from dalsegno.stateful.component import Scope, State
 
-from .export import expect_all_saved
 from .optimizer_contents import OptimizerContents
 from .run_state import Place, RunState
 
-LOG = "logs/train.jsonl"
+_LOG = "logs/train.jsonl"
 _OPTIMIZER = "optimizer"
 _LOGGER = f"{CALLBACKS}JsonLogger"
 
@@ -68,7 +68,7 @@ def write(run: RunState, output_dir: Path) -> Path:
         NewDirectory(names.checkpoint_path(output_dir / names.CHECKPOINTS, run.step)),
         step=run.step,
         is_best=False,
-        manifest_of=partial(snapshot.manifest, run.step, run.metrics, False, True),
+        manifest_of=partial(snapshot.manifest, run.step, {}, False, True),
     )
     save.join()
     if save.failure is not None:
@@ -77,7 +77,7 @@ def write(run: RunState, output_dir: Path) -> Path:
 
 
 def read(checkpoint: Checkpoint) -> RunState:
-    """The state in a verified checkpoint. Its log is not read.
+    """The state in a verified checkpoint, and the run's log up to it.
 
     Raises:
         ConfigurationError: if it is not that of a whole run, was saved without its frozen parameters, or contains
@@ -96,7 +96,10 @@ def read(checkpoint: Checkpoint) -> RunState:
     index = Index.of_checkpoint(checkpoint)
     expect_all_saved(checkpoint, index, index.of(MODEL))
     tensors = read_tensors(checkpoint)
-    settings = saved.state(SETTINGS) if SETTINGS in saved else {}
+    settings, loader = saved.state(SETTINGS) if SETTINGS in saved else {}, saved.state("loader")
+    if loader.get("microbatches") and loader.get("samples"):  # a loader of the user's own
+        batch = loader["samples"] // loader["microbatches"] // settings.get("world_size", 1)
+        settings = {"per_device_train_batch_size": batch, **settings}
     optimizer = None
     if _OPTIMIZER in saved:
         _expect_plain(checkpoint, saved.state(_OPTIMIZER), "states of parameters", "export the model alone")
@@ -115,14 +118,12 @@ def read(checkpoint: Checkpoint) -> RunState:
         schedulers=[saved.state(key) for key in schedulers],
         scaler=saved.state("scaler") if "scaler" in saved else None,
         random=[state for state in saved.all_of("rng").states if "torch" in state],
-        place=_place(saved.state("loader"), trainer["epoch"], settings),
-        epoch=trainer["epoch"],
-        samples_seen=trainer["samples_seen"],
+        place=_place(loader, trainer["epoch"], settings),
         tokens_seen=saved.state("meter")["run_tokens"],
         total_flos=trainer["total_flos"],
         best_metric=trainer["best_metric"],
         best_step=trainer["best_global_step"],
-        metrics=checkpoint.manifest.metrics,
+        records=_records(checkpoint),
         settings=settings,
         left_out=left_out,
     )
@@ -141,24 +142,28 @@ def _expect_plain(checkpoint: Checkpoint, rest: State, what: str, instead: str) 
 def _place(loader: Mapping[str, Any], epoch: float, settings: Mapping[str, Any]) -> Place:
     if loader["kind"] == IMPORTED:
         return Place(**{name: value for name, value in loader.items() if name != "kind"})
-    within = max(0.0, epoch - loader["epoch"])
     if loader["kind"] != "map":
-        samples, microbatches = loader["samples"], loader["microbatches"]
-        return Place(loader["epoch"], within, samples, microbatches, samples // max(1, microbatches) or None)
-    batch = settings.get("per_device_train_batch_size", 0) * settings.get("world_size", 1)
-    microbatches = -(-loader["cursor"] // batch) if batch else None
-    return Place(loader["epoch"], within, loader["cursor"], microbatches, batch or None)
+        microbatches = loader["microbatches"]
+    else:
+        batch = settings.get("per_device_train_batch_size", 0) * settings.get("world_size", 1)
+        microbatches = -(-loader["cursor"] // batch) if batch else None
+    return Place(loader["epoch"], max(0.0, epoch - loader["epoch"]), microbatches)
+
+
+def _records(checkpoint: Checkpoint) -> list[dict[str, object]]:
+    log = checkpoint.path.parents[1] / _LOG
+    found = read_records(log) if log.exists() else ()
+    return [each for each in found if each.get("global_step") is not None and each["global_step"] <= checkpoint.step]
 
 
 def _components(run: RunState) -> dict[str, SavedState]:
     best = names.checkpoint_path(Path(names.CHECKPOINTS), run.step)
-    place = run.place
     states = {
         "trainer": {
             "global_step": run.step,
-            "epoch": float(run.epoch if run.epoch is not None else place.epoch),
-            "samples_seen": run.samples_seen,
-            "total_flos": float(run.total_flos),
+            "epoch": run.place.position,
+            "samples_seen": 0,
+            "total_flos": run.total_flos,
             "best_metric": run.best_metric,
             "best_global_step": run.best_step,
             "best_model_checkpoint": best.as_posix() if run.best_step == run.step > 0 else None,
@@ -168,7 +173,7 @@ def _components(run: RunState) -> dict[str, SavedState]:
             "save_owed": None,
         },
         "clock": {"seconds": 0.0},
-        "loader": {"kind": IMPORTED, **dataclasses.asdict(place)},
+        "loader": {"kind": IMPORTED, **dataclasses.asdict(run.place)},
         **{f"scheduler.{number}": dict(state) for number, state in enumerate(run.schedulers)},
         **({} if run.scaler is None else {"scaler": dict(run.scaler)}),
         SETTINGS: dict(run.settings),
@@ -212,7 +217,7 @@ def _log(run: RunState, output_dir: Path) -> dict[str, SavedState]:
     """Write the records, and return the state with which a JsonLogger continues that file."""
     if not run.records:
         return {}
-    log = RecordLog(LOG, output_dir, lambda: {"kind": "header", "imported_from": run.program})
+    log = RecordLog(_LOG, output_dir, lambda: {"kind": "header", "imported_from": run.program})
     log.open()
     try:
         for record in run.records:

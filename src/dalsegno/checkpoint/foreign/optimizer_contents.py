@@ -97,7 +97,7 @@ class OptimizerContents:
             plain = rows.plain[name] = {}
             for kind, value in self.state[name].items():
                 if isinstance(value, torch.Tensor) and value.dim():
-                    tensors[f"{name}.{kind}"] = value
+                    tensors[f"{name}.{kind}"] = value.contiguous()
                     rows.sharded.setdefault(name, []).append(kind)
                 else:
                     plain[kind] = value

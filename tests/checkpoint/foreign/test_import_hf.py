@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 import dalsegno as ds
 from cli.command import dalsegno
-from dalsegno.checkpoint.interchange.importing import import_checkpoint
+from dalsegno.checkpoint.foreign.programs import import_checkpoint
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, StateMismatch
 from dalsegno.testing import run_ranks
 
@@ -186,7 +186,6 @@ def test_two_ranks_with_fsdp_go_on_from_the_run_of_one(begun: Any, run: Path) ->
     np.testing.assert_allclose(losses[BEGUN:], begun[1][BEGUN:], rtol=1e-4)
 
 
-@pytest.mark.usefixtures("warm_reader")
 def test_the_optimizer_is_needed_to_resume_and_the_weights_are_not_lost(begun: Any, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(begun[0] / f"checkpoint-{BEGUN}", tmp_path / "checkpoint-6"))
     for name in PICKLES:
@@ -202,7 +201,6 @@ def test_the_optimizer_is_needed_to_resume_and_the_weights_are_not_lost(begun: A
     assert trainer.state.global_step == 1
 
 
-@pytest.mark.usefixtures("warm_reader")
 def test_code_is_refused_in_words_and_nothing_is_written(begun: Any, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(begun[0] / f"checkpoint-{BEGUN}", tmp_path / "checkpoint-6"))
     torch.save({"state": {}, "param_groups": [], "more": Touch(tmp_path / "ran")}, folder / "optimizer.pt")
@@ -217,7 +215,6 @@ def test_a_folder_with_a_run_is_refused(begun: Any, run: Path) -> None:
         import_checkpoint(begun[0] / f"checkpoint-{BEGUN}", run)
 
 
-@pytest.mark.usefixtures("warm_reader")
 def test_sharded_weights_and_pickled_ones(begun: Any, imported: Path, tmp_path: Path) -> None:
     source = begun[0] / f"checkpoint-{BEGUN}"
     whole = load_file(source / "model.safetensors")

@@ -1,0 +1,351 @@
+"""Export a checkpoint's model for other programs, or its adapters alone, as safetensors.
+
+Full tensors are assembled from the shards of all ranks, one at a time in memory. File names, index and split size are
+those of Hugging Face's ``save_pretrained``, so that ``from_pretrained`` finds them. Tied tensors are written once,
+under the first of their names; the metadata has the others as ``safetensors.torch.save_model`` writes them and
+``load_model`` reads them.
+
+Adapters are those of peft (LoRA, DoRA, IA³, …), written as a folder for ``PeftModel``. A checkpoint has their tensors
+under the names of the whole model, and their configuration among the run's settings. The names in peft's own files
+contain neither the adapter's name nor the base's::
+
+    adapter_config.json
+    adapter_model.safetensors
+    other/…                      a further adapter, by its name
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dalsegno.errors import CannotSave, ConfigurationError, DamagedCheckpoint, NotFound, UnknownName
+from dalsegno.system import filesystem
+from dalsegno.system.byte_sizes import parse_bytes
+
+from .format.index import Index
+from .format.keys import ADAPTERS, CALLBACKS, MODEL, SETTINGS
+from .format.layout import SAFETENSORS_NAMES, byte_count, name_of
+from .format.manifest import Checkpoint
+from .format.names import checkpoint_path, component_and_name
+from .format.stored_tensors import ChunkReader, StoredTensor
+from .inspect import listing
+from .load.states import SavedStates
+
+SINGLE_FILE = "model.safetensors"
+SHARD_INDEX = "model.safetensors.index.json"
+
+_CONFIGURATION = (
+    "config.json",
+    "generation_config.json",
+    "chat_template.*",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "*.tiktoken",
+)
+_ADAPTER_CONFIGURATION = "adapter_config.json"
+_ADAPTER_TENSORS = "adapter_model.safetensors"
+_DEFAULT_ADAPTER = "default"
+_ROOT = "base_model.model."
+"""Prefix of all names in peft's files."""
+_OF_TRAINED_MODULE = "modules_to_save"
+_MAGNITUDE = "lora_magnitude_vector"
+"""DoRA's vector, whose name in peft's files ends here."""
+_ADAPTER_PREFIXES = ("lora_", "hada_", "trainable_tokens_", _OF_TRAINED_MODULE)
+"""Of the modules that contain an adapter under its name; besides them, a tuner's own are prefixed with its type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Outcome of an export.
+
+    Attributes:
+        checkpoint: the exported checkpoint.
+        files: the files of tensors, in order, and the index if there is one.
+        size: bytes of all tensors.
+        tensors: number of tensors.
+        tied: further name of a tied tensor to the name that it is written under.
+        left_out: names of the model's non-tensor state (``get_extra_state``).
+        copied: files copied from ``config_from``.
+        wrapped: names of quantized and wrapped tensors, which are written as the plain tensors inside them.
+    """
+
+    checkpoint: Path
+    files: list[Path]
+    size: int
+    tensors: int
+    tied: Mapping[str, str]
+    left_out: list[str]
+    copied: list[Path]
+    wrapped: Collection[str] = ()
+
+
+def export_model(
+    checkpoint: str | Path,
+    folder: str | Path,
+    *,
+    max_shard_size: int | str = "5GB",
+    config_from: str | Path | None = None,
+    average: str | None = None,
+    best: bool = False,
+) -> Exported:
+    """Write the model of a checkpoint as plain safetensors, for inference or other programs. In one process.
+
+    Verifies the checkpoint first. Files appear under their names once they are complete, the index last. A quantized
+    weight is written as the plain tensors inside it, from which other programs do not build it again.
+
+    Args:
+        checkpoint: a checkpoint, or a run, whose newest valid checkpoint is exported.
+        folder: destination; created if needed. It must not contain a model.
+        max_shard_size: bytes, or a text such as ``"5GB"``, ``"200MB"``, ``"1GiB"``. A larger model is split into
+            ``model-00001-of-00003.safetensors`` and so on, with ``model.safetensors.index.json``. Only a
+            single larger tensor makes a larger file.
+        config_from: directory with configuration and tokenizer (``config.json``, ``tokenizer.json``, …), copied so
+            that ``from_pretrained(folder)`` needs nothing else.
+        best: export the run's checkpoint with the best evaluation instead of the newest one.
+        average: key of an ``EMA`` or ``ModelMerge`` callback, to export its averages instead of the trained weights.
+
+    Raises:
+        NotFound: if there is no such checkpoint, no best one, or no configuration in ``config_from``.
+        UnknownName: if the checkpoint has no such averages; the message suggests the nearest name.
+        DamagedCheckpoint: if its bytes do not match its manifest.
+        ConfigurationError: if ``max_shard_size`` is not a size, or ``folder`` contains a model.
+        CannotSave: if a tensor has a dtype that safetensors lacks, such as complex.
+    """
+    try:
+        limit = parse_bytes(str(max_shard_size))
+    except ValueError as error:
+        raise ConfigurationError(f"max_shard_size: {error}") from error
+    target = Path(folder)
+    configuration = _configuration(Path(config_from)) if config_from is not None else []
+    if target.is_dir() and (present := sorted(target.glob("model*.safetensors*"))):
+        raise ConfigurationError(f"{target}: contains {present[0].name} already; choose another directory")
+    source = checkpoint_to_export(checkpoint, best=best)
+    index = Index.of_checkpoint(source)
+    stored = _stored(index, average)
+    expect_all_saved(source, index, stored)
+    rest = SavedStates(source).state(MODEL)
+    _check_types(source, stored)
+    shards = _shards(stored, limit)
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    names = names if len(shards) > 1 else [SINGLE_FILE]
+    filesystem.make_directory(target)
+    for name, shard in zip(names, shards, strict=True):
+        tensors = {each: stored[each] for each in shard}
+        filesystem.replace_durably_in_pieces(target / name, _tensor_file(tensors, rest["tied"], source))
+    size = sum(map(_size, stored.values()))
+    if len(shards) > 1:
+        where = {each: name for name, shard in zip(names, shards, strict=True) for each in shard}
+        content = {"metadata": {"total_size": size}, "weight_map": where}
+        filesystem.replace_durably(target / SHARD_INDEX, json.dumps(content, indent=2).encode())
+        names.append(SHARD_INDEX)
+    return Exported(
+        source.path,
+        [target / name for name in names],
+        size,
+        len(stored),
+        rest["tied"],
+        sorted(rest["extra"]),
+        [Path(shutil.copy2(path, target / path.name)) for path in configuration],
+        rest.get("wrapped", {}).keys(),
+    )
+
+
+def export_adapters(
+    checkpoint: str | Path, folder: str | Path, *, average: str | None = None, best: bool = False
+) -> Exported:
+    """Write the adapters of a checkpoint for ``PeftModel.from_pretrained(base_model, folder)``. In one process.
+
+    Verifies the checkpoint first. The adapter named ``default`` is in ``folder`` itself, each other one in a folder of
+    its name there, as ``PeftModel.save_pretrained`` writes them. Modules that are trained besides
+    (``modules_to_save``) belong to their adapter.
+
+    Args:
+        checkpoint: a checkpoint, or a run, whose newest valid checkpoint is exported.
+        folder: destination; created if needed. It must not contain an adapter.
+        average: key of an ``EMA`` or ``ModelMerge`` callback, to export its averages instead of the trained weights.
+        best: export the run's checkpoint with the best evaluation instead of the newest one.
+
+    Raises:
+        NotFound: if there is no such checkpoint, no best one, or no adapter in it.
+        UnknownName: if the checkpoint has no such averages; the message suggests the nearest name.
+        DamagedCheckpoint: if its bytes do not match its manifest, or an adapter's name cannot name a folder.
+        ConfigurationError: if a folder to write contains an adapter, or a configuration trains biases (``bias="all"``).
+        CannotSave: if a tensor has a dtype that safetensors lacks.
+    """
+    target = Path(folder)
+    _expect_no_adapter(target)
+    source = checkpoint_to_export(checkpoint, best=best)
+    index, saved = Index.of_checkpoint(source), SavedStates(source)
+    stored = index.of(MODEL) | _stored(index, average)
+    configurations = _adapter_configurations(saved.state(SETTINGS) if SETTINGS in saved else {})
+    if not configurations:
+        raise NotFound(f"{source.path}: has no adapters: its settings contain no configuration of peft")
+    planned = []
+    for adapter, configuration in configurations.items():
+        # The folder is never outside target, whatever name the checkpoint's settings have.
+        if adapter in ("", ".", "..") or set(adapter) & set("/\\\0"):
+            raise DamagedCheckpoint(f"{source.path}: {adapter!r} is not a name that an adapter's folder can have")
+        place = target if adapter == _DEFAULT_ADAPTER else target / adapter
+        _expect_no_adapter(place)
+        if configuration.get("bias", "none") != "none":
+            raise ConfigurationError(
+                f"adapter {adapter}: bias={configuration['bias']!r} trains biases of the base model, which an adapter "
+                "folder has no unique names for; export the whole model instead"
+            )
+        prefixes = (*_ADAPTER_PREFIXES, f"{configuration.get('peft_type')}_".lower())
+        named = ((_name_in_adapter(name, adapter, prefixes), each) for name, each in stored.items())
+        tensors = {name: each for name, each in named if name is not None}
+        if not tensors:
+            raise NotFound(f"{source.path}: contains no tensors of the adapter {adapter!r}")
+        _check_types(source, tensors)
+        planned.append((place, configuration, tensors))
+    files = []
+    for place, configuration, tensors in planned:
+        filesystem.make_directory(place)
+        filesystem.replace_durably_in_pieces(place / _ADAPTER_TENSORS, _tensor_file(tensors, {}, source))
+        text = json.dumps({**configuration, "inference_mode": True}, indent=2, sort_keys=True)
+        filesystem.replace_durably(place / _ADAPTER_CONFIGURATION, text.encode())
+        files += [place / _ADAPTER_TENSORS, place / _ADAPTER_CONFIGURATION]
+    written = [each for _, _, tensors in planned for each in tensors.values()]
+    return Exported(source.path, files, sum(map(_size, written)), len(written), {}, [], [])
+
+
+def checkpoint_to_export(place: str | Path, *, best: bool) -> Checkpoint:
+    """The newest valid checkpoint at ``place``, or the one with the best evaluation up to it; verified."""
+    newest = listing.newest_verified(Path(place))
+    if not best or newest.manifest.best:
+        return newest
+    state = SavedStates(newest).state("trainer")
+    if state["best_metric"] is None:
+        raise NotFound(f"{newest.path}: the run had no evaluation until then that determines the best checkpoint")
+    path = checkpoint_path(newest.path.parent, state["best_global_step"])
+    if not path.is_dir():
+        raise NotFound(
+            f"{path}: the checkpoint of the best evaluation ({state['best_metric']:g}) was not saved or not kept; "
+            "set save=OnBest() and keep=Best()"
+        )
+    return listing.newest_verified(path)
+
+
+def expect_all_saved(source: Checkpoint, index: Index, found: Collection[str]) -> None:
+    """Raises ConfigurationError if the model has tensors that were not saved, and whose values are not ``found``."""
+    if absent := sorted(index.absent_of(MODEL).keys() - {*found}):
+        more = ", …" if absent[1:] else ""
+        raise ConfigurationError(
+            f"{source.path}: contains no values of {len(absent)} frozen parameters ({absent[0]}{more}), which "
+            'save_frozen="never" left out; export the adapters (--adapters), or resume the run with save_frozen="once" '
+            "and export its next checkpoint"
+        )
+
+
+def _stored(index: Index, average: str | None) -> dict[str, StoredTensor]:
+    """The model's tensors, with the averages of the callback ``average`` in place of those that it averages."""
+    model = index.of(MODEL)
+    if average is None:
+        return model
+    averages = {name: each for name, each in index.of(f"{CALLBACKS}{average}").items() if name in model}
+    if not averages:
+        keys = {component_and_name(each)[0] for each in index.tensors}
+        known = sorted(key.removeprefix(CALLBACKS) for key in keys if key.startswith(CALLBACKS))
+        raise UnknownName("average", average, known)
+    return model | averages
+
+
+def _configuration(folder: Path) -> list[Path]:
+    found = sorted({path for pattern in _CONFIGURATION for path in folder.glob(pattern) if path.is_file()})
+    if not found:
+        raise NotFound(f"config_from={str(folder)!r}: there is no config.json or tokenizer")
+    return found
+
+
+def _check_types(source: Checkpoint, stored: Mapping[str, StoredTensor]) -> None:
+    if not stored:
+        raise NotFound(f"{source.path}: contains no model")
+    for name, each in stored.items():
+        if each.dtype not in SAFETENSORS_NAMES:
+            raise CannotSave(f"{MODEL}.{name}: safetensors has no {name_of(each.dtype)}; it cannot be exported")
+
+
+def _shards(stored: Mapping[str, StoredTensor], limit: int) -> list[list[str]]:
+    """Names in order, split where the next tensor would exceed ``limit``."""
+    shards: list[list[str]] = [[]]
+    room = limit
+    for name, each in stored.items():
+        if shards[-1] and _size(each) > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(name)
+        room -= _size(each)
+    return shards
+
+
+def _size(stored: StoredTensor) -> int:
+    return byte_count(stored.shape, stored.dtype)
+
+
+def _tensor_file(
+    stored: Mapping[str, StoredTensor], tied: Mapping[str, str], source: Checkpoint
+) -> Iterator[filesystem.Buffer]:
+    """A file of safetensors in pieces; ``tied``: further names, for its metadata."""
+    # Wide dtypes first, so that each tensor is aligned, as in every safetensors file.
+    order = sorted(stored, key=lambda name: -stored[name].dtype.itemsize)
+    aliases = {alias: name for alias, name in tied.items() if name in stored}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **aliases}}
+    end = 0
+    for name in order:
+        begin, end = end, end + _size(stored[name])
+        dtype = SAFETENSORS_NAMES[stored[name].dtype]
+        entries[name] = {"dtype": dtype, "shape": list(stored[name].shape), "data_offsets": [begin, end]}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    yield len(header).to_bytes(8, "little") + header
+    reader = ChunkReader(source)
+    for name in order:
+        yield reader.full_tensor(stored[name]).reshape(-1).view(torch.uint8).numpy().data
+
+
+def _expect_no_adapter(place: Path) -> None:
+    if present := [name for name in (_ADAPTER_CONFIGURATION, _ADAPTER_TENSORS) if (place / name).exists()]:
+        raise ConfigurationError(f"{place}: contains {present[0]} already; choose another directory")
+
+
+def _adapter_configurations(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Configuration of each adapter, from a run's settings."""
+    found: dict[str, dict[str, Any]] = {}
+    for setting, value in settings.items():
+        if setting.startswith(ADAPTERS):
+            adapter, _, name = setting.removeprefix(ADAPTERS).partition(".")
+            found.setdefault(adapter, {})[name] = value
+    return found
+
+
+def _name_in_adapter(name: str, adapter: str, prefixes: tuple[str, ...]) -> str | None:
+    """``base_model.model.q_proj.lora_A.weight`` for ``q_proj.lora_A.default.weight``, whatever the model is part of.
+
+    None for a tensor that is not the adapter's: modules of the model may have the adapter's name, too.
+    """
+    parts = name[name.find(_ROOT) + len(_ROOT) :].split(".") if _ROOT in name else name.split(".")
+    pairs = enumerate(itertools.pairwise(parts), start=1)
+    position = next((at for at, (owner, part) in pairs if part == adapter and owner.startswith(prefixes)), None)
+    if position is None:
+        return None
+    before, after = parts[:position], parts[position + 1 :]
+    if before[-1] == _OF_TRAINED_MODULE:
+        before = before[:-1]
+    if before[-1] == _MAGNITUDE:
+        after = []
+    return _ROOT + ".".join([*before, *after])
