@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterable
 from math import sqrt
@@ -14,14 +15,12 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 import dalsegno as ds
-from dalsegno.callbacks import EMA, DivergenceDetector, EarlyStopping, GradHistogram, GradNormLogger, JsonLogger
+from dalsegno.callbacks import CheckLoss, GradNormLogger, JsonLogger
+from dalsegno.interop import accelerate as bridge_module
 from dalsegno.interop.accelerate import Bridge
 from dalsegno.testing import TinyRegression, tiny_regression_data
-
-
-def several() -> list[Any]:
-    stopping = [DivergenceDetector(patience=100), EarlyStopping(patience=100)]
-    return [JsonLogger(run="bridged"), GradNormLogger(), GradHistogram(every=3), EMA(0.9), *stopping]
+from interop.bridges import alone, several, states_in
+from support.listeners import Trace
 
 
 def loop(
@@ -81,9 +80,8 @@ def loop(
         return {"ended at": bridge.step, "norms": norms}
 
 
-def loop_until_killed(output_dir: Path, step: int) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        del os.environ[name]
+def train_until_killed(output_dir: Path, step: int) -> None:
+    alone()
     loop(output_dir, several(), kill_at=step)
 
 
@@ -97,3 +95,48 @@ def loop_on_a_rank(output_dir: Path) -> dict[str, Any]:
                 ctx.control.stop("seen by rank 1")
 
     return loop(output_dir, [JsonLogger(), GradNormLogger(), OnRankOne()], max_steps=6)
+
+
+# --- the contract of every bridge -------------------------------------------------------------------------------------
+
+PAGE = "Accelerate"
+UNSUPPORTED_EVENTS = bridge_module.UNSUPPORTED_EVENTS
+REFUSED = CheckLoss, "CheckLoss needs on_microbatch_end, which a loop around"
+EVALUATIONS = "set eval_steps"
+KILLED_AT, REPEATED = 7, "5 to 7"
+"""A step, and those that a resume repeats."""
+EXAMPLE = "runs/ac", range(2, 13, 2)
+"""Where the page's example writes, and the steps that it logs."""
+
+
+def bridge(callbacks: list[object], output_dir: Path) -> Bridge:
+    module = TinyRegression()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    args = ds.TrainingArguments(output_dir, max_steps=1)
+    return Bridge(args, callbacks, Accelerator(cpu=True), model=module, optimizer=optimizer, loader=[1])
+
+
+def train(output_dir: Path, callbacks: Iterable[Any], *, resume: Path | None = None, evaluates: bool = True) -> int:
+    settings = {} if evaluates else {"eval_strategy": "no"}
+    return int(loop(output_dir, callbacks, resume=resume, **settings)["ended at"])
+
+
+def train_without(output_dir: Path) -> int:
+    """Save a checkpoint without a Bridge's states. Accelerate itself does not count steps."""
+    loop(output_dir, [Trace()], max_steps=4)
+    shutil.rmtree(output_dir / "checkpoint-4" / "dalsegno")
+    return 0
+
+
+def checkpoints(output_dir: Path) -> dict[int, Path]:
+    """By their step."""
+    return {int(path.name.partition("-")[2]): path for path in output_dir.glob("checkpoint-*")}
+
+
+def states(checkpoint: Path) -> dict[str, Any]:
+    return states_in(checkpoint / "dalsegno")
+
+
+def damage(checkpoint: Path) -> None:
+    path = checkpoint / "dalsegno" / "shared.json"
+    path.write_bytes(path.read_bytes().replace(b"JsonLogger", b"JsonLooger"))

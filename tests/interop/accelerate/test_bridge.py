@@ -1,4 +1,4 @@
-"""dalsegno's callbacks in a loop around an Accelerator: resumed exactly, also with two ranks."""
+"""dalsegno's callbacks in a loop around an Accelerator: two ranks, events, and what a resume that is not exact says."""
 
 from __future__ import annotations
 
@@ -7,19 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from accelerate import Accelerator
 
-import dalsegno as ds
-from dalsegno.callbacks import CheckLoss
-from dalsegno.checkpoint import Checkpoint, read_tensors, saved_states
-from dalsegno.interop.accelerate import UNSUPPORTED_EVENTS, Bridge
-from dalsegno.logs import read_records
-from dalsegno.logs.wall_clock import drop_wall_clock
-from dalsegno.testing import run_ranks, start_ranks
-from interop.accelerate.bridged import loop, loop_on_a_rank, loop_until_killed, several
-from interop.pages import assert_rows, examples, refused_builtins
-from support.listeners import Journal, Listener, Trace
+from dalsegno.callbacks import JsonLogger
+from dalsegno.interop.accelerate import UNSUPPORTED_EVENTS
+from dalsegno.testing import run_ranks
+from interop.accelerate.bridged import loop, loop_on_a_rank
+from interop.bridges import Left, Verdict, leave, records
+from support.listeners import Journal, Listener
 from support.threads import one_thread
 
 
@@ -27,31 +21,6 @@ from support.threads import one_thread
 def on_one_thread() -> Iterator[None]:
     with one_thread():
         yield
-
-
-def records(output_dir: Path) -> dict[str, list[dict[str, Any]]]:
-    logs = sorted((output_dir / "logs").glob("*.jsonl"))
-    return {log.name: [drop_wall_clock(record) for record in read_records(log)] for log in logs}
-
-
-def states(checkpoint: Path) -> dict[str, Any]:
-    """States that have no times in them."""
-    found = Checkpoint.open(checkpoint / "dalsegno")
-    saved, tensors = saved_states(found), read_tensors(found)["callbacks.EMA"]
-    kept = {key: saved[key] for key in ("callbacks.DivergenceDetector", "callbacks.EarlyStopping", "callbacks.EMA")}
-    return kept | {name: tensor.tolist() for name, tensor in tensors.items()}
-
-
-def test_a_killed_run_resumes_with_the_logs_and_states_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    (outcome,) = start_ranks(loop_until_killed, 1, tmp_path / "killed", 7).wait(300)
-    assert outcome.was_killed
-    assert loop(tmp_path / "whole", several())["ended at"] == 8
-    loop(tmp_path / "killed", several(), resume=tmp_path / "killed" / "checkpoint-4")
-    whole, resumed = records(tmp_path / "whole"), records(tmp_path / "killed")
-    assert resumed == whole
-    assert [len(whole[name]) for name in sorted(whole)] == [2, 4, 10]
-    assert states(tmp_path / "killed" / "checkpoint-8") == states(tmp_path / "whole" / "checkpoint-8")
-    assert list((tmp_path / "killed" / "logs" / "rewound").glob("train.jsonl*"))
 
 
 def test_two_ranks(tmp_path: Path) -> None:
@@ -102,32 +71,40 @@ def test_requests_and_epochs(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-6"}
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ds.EventNotFired, match=r"CheckLoss needs on_microbatch_end, which a loop around"):
-        loop(tmp_path, [CheckLoss()])
-    with pytest.raises(ZeroDivisionError):
-        loop(tmp_path, [Listener({"on_step_end": lambda ctx: ctx.step / 0})])
-    assert loop(tmp_path, [Trace()])["ended at"] == 8
+# --- whether a resume is exact ----------------------------------------------------------------------------------------
 
 
-def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    exec("\n".join(examples("Accelerate")), {"__name__": "example"})
-    steps = [record["global_step"] for record in records(tmp_path / "runs/ac")["train.jsonl"] if "loss" in record]
-    assert steps == [2, 4, 6, 8, 10, 12]
+def leave_after(output_dir: Path, step: int, **settings: Any) -> None:
+    last = Listener({"on_step_begin": lambda ctx: leave() if ctx.state.global_step == step else None})
+    with pytest.raises(Left):
+        loop(output_dir, [JsonLogger(), last], **settings)
 
 
-def test_the_page_lists_what_is_refused(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    args = ds.TrainingArguments(tmp_path, max_steps=1)
-    assert_rows(
-        "Accelerate",
-        {
-            "events that are never fired": [event.handler for event in UNSUPPORTED_EVENTS],
-            "built-ins that are refused": refused_builtins(
-                lambda given: Bridge(args, given, accelerator, model=model, optimizer=optimizer, loader=[1])
-            ),
-        },
-    )
+def resume(output_dir: Path, checkpoint: str, **settings: Any) -> Verdict:
+    verdict = Verdict()
+    loop(output_dir, [JsonLogger(), verdict], resume=output_dir / checkpoint, **settings)
+    return verdict
+
+
+def test_with_dropout_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    settings = {"save_steps": 5, "max_steps": 10, "dropout": True, "eval_strategy": "no"}
+    leave_after(tmp_path, 8, **settings)
+    assert resume(tmp_path, "checkpoint-5", **settings).proof.line.startswith("resumed exactly: steps 6 to 8 ")
+
+
+def test_with_dropout_inside_an_epoch(tmp_path: Path) -> None:
+    leave_after(tmp_path, 7, dropout=True)
+    verdict = resume(tmp_path, "checkpoint-4", dropout=True)
+    assert verdict.found == ("differs", "random numbers", 5)
+    assert "a loader's new iterator draws one" in verdict.proof.why
+
+
+@pytest.mark.parametrize("on_resume", ["warn", "stop", "ignore"])
+def test_batches_that_are_not_skipped(tmp_path: Path, on_resume: str, caplog: pytest.LogCaptureFixture) -> None:
+    leave_after(tmp_path, 7, logging_steps=100)
+    verdict = resume(tmp_path, "checkpoint-4", skips=False, on_resume=on_resume, logging_steps=100)
+    assert verdict.proof.verdict == "differs"
+    assert verdict.proof.differs_at == 5
+    assert "accelerator.skip_first_batches" in verdict.proof.why
+    assert (verdict.reason, verdict.ended_at) == (("aborted", 5) if on_resume == "stop" else ("finished", 8))
+    assert ("not resumed exactly" in caplog.text) == (on_resume != "ignore")

@@ -13,13 +13,13 @@ import transformers
 from torch import nn
 
 import dalsegno as ds
-from dalsegno.callbacks import EMA, DivergenceDetector, EarlyStopping, GradHistogram, GradNormLogger, JsonLogger
-from dalsegno.checkpoint import Checkpoint, read_tensors, saved_states
+from dalsegno.callbacks import CheckLoss, JsonLogger
 from dalsegno.interop.hf import Bridge
-from dalsegno.logs import read_records
-from dalsegno.logs.wall_clock import drop_wall_clock
+from dalsegno.interop.hf import bridge as bridge_module
 from dalsegno.testing import TinyRegression, tiny_regression_data
-from interop.verdict import Left, Verdict, leave
+from interop.bridges import Left, Verdict, alone, leave, several, states_in
+from interop.bridges import records as records_of
+from support.listeners import Trace
 
 
 class Outputs(nn.Module):
@@ -68,12 +68,6 @@ def with_bridge(output_dir: Path, callbacks: Iterable[Any], *others: Any, **sett
     return trainer
 
 
-def several() -> list[Any]:
-    """Callbacks with state of each kind: numbers, positions in logs, tensors."""
-    stopping = [DivergenceDetector(patience=100), EarlyStopping(patience=100)]
-    return [JsonLogger(run="bridged"), GradNormLogger(), GradHistogram(every=3), EMA(0.9), *stopping]
-
-
 class At(transformers.TrainerCallback):
     """Does something when an event fires at a step."""
 
@@ -88,31 +82,19 @@ def train_until_killed(output_dir: Path, step: int, event: str = "on_step_end") 
     def kill(control: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # of a job of one rank; accelerate would start a process group
-        del os.environ[name]
+    alone()
     with_bridge(output_dir, several(), At(event, step, kill)).train()
 
 
 def records(output_dir: Path) -> dict[str, list[dict[str, Any]]]:
-    """The records of each log, without times."""
-    logs = sorted((output_dir / "logs").glob("*.jsonl"))
-    return {log.name: [drop_wall_clock(record) for record in read_records(log)] for log in logs}
+    """Without their mean loss, which is over a leg's own steps."""
+    found = records_of(output_dir)
+    found["train.jsonl"][-1].pop("train_loss", None)
+    return found
 
 
 def states(checkpoint: Path) -> dict[str, Any]:
-    """The saved states of callbacks, with their tensors; without positions in logs, whose records have times."""
-    folder = Checkpoint.open(checkpoint / "dalsegno")
-    tensors = {
-        key: {name: tensor.tolist() for name, tensor in named.items()} for key, named in read_tensors(folder).items()
-    }
-    numbers = {key: [_without_positions(each) for each in saved] for key, saved in saved_states(folder).items()}
-    return {key: (numbers[key], tensors.get(key)) for key in numbers if key not in ("clock", "bridge")}
-
-
-def _without_positions(state: Any) -> Any:
-    if not isinstance(state, dict):
-        return state
-    return state["records"] if "offset" in state else {key: _without_positions(each) for key, each in state.items()}
+    return states_in(checkpoint / "dalsegno")
 
 
 def train_until_left(output_dir: Path, step: int, *callbacks: Any, **settings: Any) -> None:
@@ -150,3 +132,45 @@ def resume_on_a_rank(output_dir: Path) -> list[str]:
         train_until_left(output_dir / name, 7)
         lines.append(resume(output_dir / name, *callbacks).proof.line)
     return lines
+
+
+# --- the contract of every bridge -------------------------------------------------------------------------------------
+
+PAGE = "Hugging Face"
+UNSUPPORTED_EVENTS = bridge_module.UNSUPPORTED_EVENTS
+REFUSED = CheckLoss, r"CheckLoss needs on_microbatch_end, .* use dalsegno\.Trainer"
+EVALUATIONS = "set eval_strategy"
+KILLED_AT, REPEATED = 7, "5 to 6"
+"""A step, and those that a resume repeats."""
+EXAMPLE = "runs/hf", range(2, 17, 2)
+"""Where the page's example writes, and the steps that it logs."""
+
+
+def bridge(callbacks: list[object], output_dir: Path) -> Bridge:
+    return Bridge(callbacks, trainer=hf_trainer(output_dir))
+
+
+def train(output_dir: Path, callbacks: Iterable[Any], *, resume: Path | None = None, evaluates: bool = True) -> int:
+    trainer = with_bridge(output_dir, callbacks, **({} if evaluates else {"eval_strategy": "no"}))
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return int(trainer.state.global_step)
+
+
+def train_with_two(output_dir: Path) -> None:
+    hf_trainer(output_dir, Bridge([Trace()]), Bridge([JsonLogger()])).train()
+
+
+def train_without(output_dir: Path) -> int:
+    """Save a checkpoint without a Bridge. Returns the step at which the library itself resumes from it."""
+    hf_trainer(output_dir, max_steps=4).train()
+    return 4
+
+
+def checkpoints(output_dir: Path) -> dict[int, Path]:
+    """By their step."""
+    return {int(path.name.partition("-")[2]): path for path in output_dir.glob("checkpoint-*")}
+
+
+def damage(checkpoint: Path) -> None:
+    path = checkpoint / "dalsegno" / "shared.json"
+    path.write_bytes(path.read_bytes().replace(b"JsonLogger", b"JsonLooger"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,16 @@ import pytest
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
 from dalsegno.interop.hf import Bridge
-from dalsegno.testing import run_ranks, start_ranks
+from dalsegno.testing import run_ranks
+from interop.bridges import Verdict
 from interop.hf.bridged import (
     At,
     hf_trainer,
     resume,
     resume_on_a_rank,
-    several,
-    train_until_killed,
     train_until_left,
     with_bridge,
 )
-from interop.verdict import Verdict
 from support.threads import one_thread
 
 
@@ -31,19 +28,6 @@ from support.threads import one_thread
 def on_one_thread() -> Iterator[None]:
     with one_thread():
         yield
-
-
-def test_a_killed_run_that_resumes_inside_an_epoch_is_proven_exact(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With dropout, and data that Hugging Face shuffles."""
-    (outcome,) = start_ranks(train_until_killed, 1, tmp_path, 7).wait(300)
-    assert outcome.was_killed
-    verdict = Verdict()
-    with caplog.at_level(logging.INFO, "dalsegno"):
-        with_bridge(tmp_path, [*several(), verdict]).train(resume_from_checkpoint=True)
-    assert verdict.proof.verdict == "exact"
-    assert "resumed exactly: steps 5 to 6 repeated bit for bit" in caplog.messages
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from datasets.table import InMemoryTable
 from trl import SFTConfig, SFTTrainer
 
 from dalsegno.interop.hf import Bridge
-from interop.hf.bridged import At, several
+from interop.bridges import several
+from interop.hf.bridged import At
 from support.languages import WORDS, byte_pairs, llama
 
 

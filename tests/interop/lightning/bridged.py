@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
 import tempfile
 from collections import Counter
@@ -16,13 +17,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dalsegno.callbacks import EMA, DivergenceDetector, EarlyStopping, GradHistogram, GradNormLogger, JsonLogger
-from dalsegno.checkpoint import Checkpoint, read_tensors, saved_states
+from dalsegno.callbacks import GradientNoiseScale, JsonLogger
 from dalsegno.interop.lightning import Bridge
+from dalsegno.interop.lightning import bridge as bridge_module
 from dalsegno.interop.states import unpack
-from dalsegno.logs import read_records
-from dalsegno.logs.wall_clock import drop_wall_clock
 from dalsegno.testing import tiny_regression_data
+from interop.bridges import alone, several, states_in
+from support.listeners import Trace
 
 PACKAGE = os.environ.get("LIGHTNING_PACKAGE", "pytorch_lightning")
 """Or ``lightning.pytorch``."""
@@ -70,12 +71,6 @@ def data() -> tuple[Any, Any]:
     return DataLoader(tiny_regression_data(20), batch_size=4), DataLoader(tiny_regression_data(8, seed=1), batch_size=4)
 
 
-def several() -> list[Any]:
-    """Callbacks with state of each kind: numbers, positions in logs, tensors."""
-    stopping = [DivergenceDetector(patience=100), EarlyStopping(patience=100)]
-    return [JsonLogger(run="bridged"), GradNormLogger(), GradHistogram(every=3), EMA(0.9), *stopping]
-
-
 def fit(output_dir: Path, callbacks: Iterable[Any], *others: Any, ckpt: Any = None, **settings: Any) -> Any:
     one = trainer(output_dir, *others, Bridge(callbacks), **settings)
     one.fit(Module(), *data(), ckpt_path=ckpt)
@@ -93,9 +88,8 @@ class At(pl.Callback):  # type: ignore[misc]
             self.act()
 
 
-def fit_until_killed(output_dir: Path, step: int) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        del os.environ[name]
+def train_until_killed(output_dir: Path, step: int) -> None:
+    alone()
     fit(output_dir, several(), At(step, lambda: os.kill(os.getpid(), signal.SIGKILL)))
 
 
@@ -103,20 +97,12 @@ def newest(output_dir: Path) -> Path:
     return max((output_dir / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def records(output_dir: Path) -> dict[str, list[dict[str, Any]]]:
-    """The records of each log, without times."""
-    logs = sorted((output_dir / "logs").glob("*.jsonl"))
-    return {log.name: [drop_wall_clock(record) for record in read_records(log)] for log in logs}
-
-
-def states(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The saved states of callbacks, and their tensors. Read without unpickling any object."""
+def states(checkpoint: Path) -> dict[str, Any]:
+    """Read without unpickling any object."""
     content = torch.load(checkpoint, weights_only=True)["callbacks"]["Bridge"]["dalsegno"]
     with tempfile.TemporaryDirectory() as folder:
         unpack(content, Path(folder))
-        found = Checkpoint.open(Path(folder))
-        tensors = {key: dict(named) for key, named in read_tensors(found).items()}
-        return saved_states(found), tensors
+        return states_in(Path(folder))
 
 
 class Auditor(pl.Callback):  # type: ignore[misc]
@@ -146,3 +132,51 @@ class Auditor(pl.Callback):  # type: ignore[misc]
         if trainer.global_step in self.norms:
             for name, each in pl_module.named_parameters():
                 self.average[name].lerp_(each.detach(), 1 - self.decay)
+
+
+# --- the contract of every bridge -------------------------------------------------------------------------------------
+
+PAGE = "Lightning"
+UNSUPPORTED_EVENTS = bridge_module.UNSUPPORTED_EVENTS
+REFUSED = GradientNoiseScale, "GradientNoiseScale needs on_before_backward, which Lightning"
+EVALUATIONS = "pass val_dataloaders="
+KILLED_AT, REPEATED = 13, "11 to 12"
+"""A step, and those that a resume repeats."""
+EXAMPLE = "runs/pl", range(2, 21, 2)
+"""Where the page's example writes, and the steps that it logs."""
+
+
+def bridge(callbacks: list[object], output_dir: Path) -> Bridge:
+    return Bridge(callbacks)
+
+
+def train(output_dir: Path, callbacks: Iterable[Any], *, resume: Path | None = None, evaluates: bool = True) -> int:
+    one = trainer(output_dir, Bridge(callbacks))
+    loaders = data() if evaluates else data()[:1]
+    one.fit(Module(), *loaders, ckpt_path=resume)
+    return int(one.global_step)
+
+
+def train_with_two(output_dir: Path) -> None:
+    class Second(Bridge):  # Lightning itself refuses two callbacks of one class with state
+        pass
+
+    trainer(output_dir, Bridge([Trace()]), Second([JsonLogger()])).fit(Module(), *data())
+
+
+def train_without(output_dir: Path) -> int:
+    """Save a checkpoint without a Bridge. Returns the step at which the library itself resumes from it."""
+    trainer(output_dir, max_epochs=2).fit(Module(), *data())
+    return 10
+
+
+def checkpoints(output_dir: Path) -> dict[int, Path]:
+    """By their step; of several, the newest."""
+    paths = sorted((output_dir / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    return {int(re.findall(r"step=(\d+)", path.stem)[0]): path for path in paths}
+
+
+def damage(checkpoint: Path) -> None:
+    content = torch.load(checkpoint, weights_only=True)
+    content["callbacks"]["Bridge"]["dalsegno"]["shared.json"][20] ^= 1
+    torch.save(content, checkpoint)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from dalsegno.callbacks import JsonLogger
-from dalsegno.testing import start_ranks, tiny_regression_data
+from dalsegno.testing import tiny_regression_data
 from support.threads import one_thread
 
 pytest.importorskip("pytorch_lightning")
 from dalsegno.interop.lightning import Bridge
-from interop.lightning.bridged import At, Module, data, fit, fit_until_killed, newest, pl, several, trainer
-from interop.verdict import Left, Verdict, leave
+from interop.bridges import Left, Verdict, leave
+from interop.lightning.bridged import At, Module, data, newest, pl, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -52,20 +51,6 @@ def in_order() -> Any:
 
 def shuffled() -> Any:
     return DataLoader(tiny_regression_data(20), batch_size=4, shuffle=True)
-
-
-def test_a_killed_run_that_resumes_at_the_end_of_an_epoch_is_proven_exact(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (outcome,) = start_ranks(fit_until_killed, 1, tmp_path, 13).wait(300)
-    assert outcome.was_killed
-    verdict = Verdict()
-    with caplog.at_level(logging.INFO, "dalsegno"):
-        fit(tmp_path, [*several(), verdict], ckpt=newest(tmp_path))
-    assert verdict.proof.verdict == "exact"
-    assert verdict.proof.line in caplog.messages
-    assert verdict.proof.line.startswith("resumed exactly: steps 11 to 12 repeated bit for bit")
-    assert "not resumed exactly" not in caplog.text
 
 
 def test_a_loader_that_keeps_its_place(tmp_path: Path) -> None:

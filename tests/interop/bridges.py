@@ -1,0 +1,103 @@
+"""What tests of all bridges use: callbacks to run there, their records, the verdict on a resume, docs/bridges.md."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import dalsegno as ds
+from dalsegno.callbacks import EMA, DivergenceDetector, EarlyStopping, GradHistogram, GradNormLogger, JsonLogger
+from dalsegno.checkpoint import Checkpoint, read_tensors, saved_states
+from dalsegno.logs import read_records
+from dalsegno.logs.wall_clock import drop_wall_clock
+from support.builtins import NAMES, build
+
+
+def several() -> list[Any]:
+    """Callbacks with state of each kind: numbers, positions in logs, tensors."""
+    stopping = [DivergenceDetector(patience=100), EarlyStopping(patience=100)]
+    return [JsonLogger(run="bridged"), GradNormLogger(), GradHistogram(every=3), EMA(0.9), *stopping]
+
+
+def records(output_dir: Path) -> dict[str, list[dict[str, Any]]]:
+    """The records of each log, without times."""
+    logs = sorted((output_dir / "logs").glob("*.jsonl"))
+    return {log.name: [drop_wall_clock(record) for record in read_records(log)] for log in logs}
+
+
+def states_in(folder: Path) -> dict[str, Any]:
+    """The saved states of callbacks, with their tensors; without positions in logs, whose records have times."""
+    found = Checkpoint.open(folder)
+    tensors = {
+        key: {name: tensor.tolist() for name, tensor in named.items()} for key, named in read_tensors(found).items()
+    }
+    numbers = {key: [_without_positions(each) for each in saved] for key, saved in saved_states(found).items()}
+    return {key: (numbers[key], tensors.get(key)) for key in numbers if key not in ("clock", "bridge")}
+
+
+def _without_positions(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    return state["records"] if "offset" in state else {key: _without_positions(each) for key, each in state.items()}
+
+
+def alone() -> None:
+    """Forget the job of one rank in which a test has started this process: accelerate would start a process group."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        del os.environ[name]
+
+
+class Verdict(ds.Callback):
+    proof: Any = None
+    reason = ""
+    ended_at = 0
+
+    def on_train_end(self, ctx: Any) -> None:
+        self.proof, self.reason, self.ended_at = ctx.state.resume_proof, ctx.reason, ctx.state.global_step
+
+    @property
+    def found(self) -> tuple[str, str | None, int | None]:
+        return self.proof.verdict, self.proof.what, self.proof.differs_at
+
+
+class Left(Exception):
+    """Training was left in the middle."""
+
+
+def leave(*_: Any) -> None:
+    raise Left
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "bridges.md"
+
+
+def section(library: str) -> str:
+    """What the page says of one library."""
+    (text,) = re.findall(rf"^## {library}\n(.*?)(?=^## |\Z)", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return str(text)
+
+
+def examples(library: str) -> list[str]:
+    """The examples of one library, which continue one another."""
+    return re.findall(r"```python\n(.*?)```", section(library), flags=re.DOTALL)
+
+
+def refused_builtins(build_bridge: Callable[[list[object]], object]) -> list[str]:
+    """The built-in callbacks that a Bridge refuses."""
+    refused = []
+    for name in NAMES:
+        try:
+            build_bridge([build(name)])
+        except ds.EventNotFired:
+            refused.append(name)
+    return refused
+
+
+def assert_rows(library: str, rows: Mapping[str, list[str]]) -> None:
+    """Each row of a table of ``library`` lists exactly these names."""
+    for title, names in rows.items():
+        row = f"| {title} | {', '.join(f'`{name}`' for name in names)} |"
+        assert row in section(library), f"docs/bridges.md lacks: {row}"
