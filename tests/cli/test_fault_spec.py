@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dalsegno.cli.fault_spec import fault_plan
+from dalsegno.cli.check_resume import fault_plan
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.events.table import Event
 from dalsegno.testing import FaultPlan

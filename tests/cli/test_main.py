@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dalsegno.cli import COMMANDS, _parser, demo, main
-from dalsegno.cli.tables import print_facts
+from dalsegno.cli.console import print_facts
 
 HEAVY = ("torch", "numpy", "safetensors", "matplotlib", "multiprocessing", "dataclasses")
 

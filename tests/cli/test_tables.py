@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from dalsegno.cli.tables import Column, fitted, number, print_facts, print_table, visible
+from dalsegno.cli.console import Column, fitted, number, print_facts, print_table, visible
 
 
 class Terminal(io.StringIO):

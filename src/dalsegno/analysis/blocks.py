@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dalsegno.logs.values import Record
+from dalsegno.logs.values import Record, is_number
 
 if TYPE_CHECKING:
     import polars as pl
@@ -159,10 +159,6 @@ def _keeps(kind: pl.DataType, target: pl.DataType) -> bool:
 
 def kind_place(kind: object) -> int:
     return KINDS.index(kind) if kind in KINDS else len(KINDS)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _as_float(value: Any) -> float | None:

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from dalsegno.errors import ConfigurationError
-from dalsegno.logs.values import Record, to_json
+from dalsegno.logs.values import Record, is_number, to_json
 from dalsegno.system import filesystem
 from dalsegno.system.extras import require_extra
 
-from .blocks import is_number
 from .formats import BOOKKEEPING
 from .log import TrainingLog
 

@@ -1,11 +1,10 @@
 """The command line: ``dalsegno COMMAND``.
 
-Each command is a module with ``describe(parser)``, ``run(arguments) -> exit status`` and optionally ``EXIT_STATUSES``,
-the meanings that are its own, and ``suggest(unknown arguments) -> hint``. Its docstring is the help. A group of
-commands is a module whose ``COMMANDS`` maps each name to a :class:`~dalsegno.cli.command.Command`, or a package whose
-``COMMANDS`` names its modules. Only the command or group that is called is imported, or those that a help lists. Each
-imports what takes long inside ``run``: torch takes over a second, and ``dalsegno --help`` must not wait for it. No
-other package imports inside functions for this reason.
+A command is a module with ``describe(parser)``, ``run(arguments) -> exit status`` and optionally ``EXIT_STATUSES``, the
+meanings that are its own, and ``suggest(unknown arguments) -> hint``. Its docstring is the help. A group of commands is
+a module whose ``COMMANDS`` maps each name to a :class:`~dalsegno.cli.command.Command`. Only the command or group that
+is called is imported, or those that a help lists. Each imports what takes long inside its functions: torch takes over a
+second, and ``dalsegno --help`` must not wait for it. No other package imports inside functions for this reason.
 """
 
 from __future__ import annotations
@@ -13,23 +12,19 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
-import keyword
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from dalsegno.cli.command import Command
-from dalsegno.cli.exit_statuses import in_words
+from dalsegno.cli.command import FAILED, Command, Parser
 from dalsegno.errors import DalsegnoError, UnknownName
 from dalsegno.system.exit_status import ExitStatus, exit_status_of
 
 COMMANDS = ("demo", "train", "launch", "diloco", "jobs", "callbacks", "check-resume", "logs", "checkpoints")
 """In the order of the help."""
 
-FAILED = 2
-"""Exit status: the command failed. 1 is a command's own negative result."""
 RUN_USER_CODE = ("demo", "train", "launch", "check-resume")
 """Commands whose OSErrors keep their traceback, because user code may raise them; elsewhere the message suffices."""
 TRAINING = ("train", "launch")
@@ -45,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = _parser(words)
         arguments, unknown = parser.parse_known_args(words)
         if unknown:
-            suggest: Callable[[Sequence[str]], str] = getattr(arguments, "suggest", lambda _: "")
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}{suggest(unknown)}")
+            hint = arguments.suggest(unknown) if arguments.suggest else ""
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         status: int = arguments.run(arguments)
         return status
     except DalsegnoError as error:
@@ -65,9 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitStatus.INTERRUPTED
 
 
-def _parser(words: Sequence[str] | None) -> argparse.ArgumentParser:
+def _parser(words: Sequence[str] | None) -> Parser:
     """The parser of a command line, or, without one, of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="dalsegno",
         description="Train PyTorch models that resume bit by bit after a kill, and analyze their logs and checkpoints.",
         epilog="Run 'dalsegno COMMAND --help' for a command's options. Exit status: 0 success, 1 negative result (say, "
@@ -81,56 +76,56 @@ def _parser(words: Sequence[str] | None) -> argparse.ArgumentParser:
         metavar="SHELL",
         help='print a script for bash, zsh or tcsh that completes commands: eval "$(dalsegno --print-completion bash)"',
     )
-    _add_commands(parser, sys.modules[__name__], words)
+    _add_commands(parser, {name: _module(name) for name in _called(COMMANDS, words)}, words)
     return parser
 
 
+def _called(names: Iterable[str], words: Sequence[str] | None, called: str = "") -> Sequence[str]:
+    """The command that ``words`` start with; all ``names`` if they start with an option, or are None.
+
+    Raises UnknownName if they start with another word; suggests the nearest command. (argparse would only list all.)
+    """
+    names = tuple(names)
+    if not words or words[0].startswith("-"):
+        return names
+    if words[0] not in names:
+        raise UnknownName(f"{called}command", words[0], names)
+    return words[:1]
+
+
 def _add_commands(
-    parser: argparse.ArgumentParser, group: ModuleType, words: Sequence[str] | None, called: str = ""
+    parser: Parser,
+    commands: Mapping[str, Command | ModuleType],
+    words: Sequence[str] | None,
+    called: str = "",
 ) -> None:
-    """Add the command of ``group`` that ``words`` start with, or all of its commands if they start with an option;
-    those inside a group only if ``words`` name it. None adds everything. Raises UnknownName if they start with another
-    word; suggests the nearest command. (argparse would only list them all.)"""
-    names: Sequence[str] = tuple(group.COMMANDS)
-    if words and not words[0].startswith("-"):
-        if words[0] not in names:
-            raise UnknownName(f"{called}command", words[0], names)
-        names = words[:1]
+    """Add these commands and groups; the commands of a group only if ``words`` are None or name the group."""
     places = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name in names:
-        command = _command(group, name)
+    for name, command in commands.items():
         text = (command.help if isinstance(command, Command) else command.__doc__) or ""
         inner = places.add_parser(
             name, help=text.partition("\n")[0], description=text, formatter_class=_Help, allow_abbrev=False
         )
         if isinstance(command, Command):
-            inner.epilog = in_words(command.exit_statuses)
+            inner.epilog = command.epilog
             command.describe(inner)
-            inner.set_defaults(run=command.run)
-            if command.suggest is not None:
-                inner.set_defaults(suggest=command.suggest)
-        else:
-            inner.epilog = f"'dalsegno {called}{name} COMMAND --help' has a command's options and exit statuses."
-            if words is None or name in words:
-                rest = None if words is None else words[words.index(name) + 1 :]
-                _add_commands(inner, command, rest, f"{called}{name} ")
+            inner.set_defaults(run=command.run, suggest=command.suggest)
+            continue
+        inner.epilog = f"'dalsegno {called}{name} COMMAND --help' has a command's options and exit statuses."
+        if words is None or name in words:
+            rest = None if words is None else words[words.index(name) + 1 :]
+            prefix = f"{called}{name} "
+            group = command.COMMANDS
+            _add_commands(inner, {each: group[each] for each in _called(group, rest, prefix)}, rest, prefix)
 
 
-def _command(group: ModuleType, name: str) -> Command | ModuleType:
+def _module(name: str) -> Command | ModuleType:
     """The command of that name, or the module of a group."""
-    if isinstance(group.COMMANDS, Mapping):
-        command: Command = group.COMMANDS[name]
-        return command
-    module = importlib.import_module(f"{group.__name__}.{_module_name(name)}")
+    module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
     if hasattr(module, "COMMANDS"):
         return module
     suggest = getattr(module, "suggest", None)
-    return Command(module.run, module.describe, getattr(module, "EXIT_STATUSES", {}), suggest, module.__doc__ or "")
-
-
-def _module_name(command: str) -> str:
-    """``check_resume`` for ``check-resume``, ``import_`` for ``import``."""
-    return command.replace("-", "_") + "_" * keyword.iskeyword(command)
+    return Command(module.run, module.describe, getattr(module, "EXIT_STATUSES", None), suggest, module.__doc__)
 
 
 class _Help(argparse.HelpFormatter):

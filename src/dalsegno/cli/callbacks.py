@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.cli.arguments import add_json
-from dalsegno.cli.command import Command
-from dalsegno.cli.tables import Column, print_json, print_rows, print_table
+from dalsegno.cli.command import Command, Parser
+from dalsegno.cli.console import Column, print_json, print_rows, print_table
 from dalsegno.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -40,11 +39,11 @@ def _row(entry: NamedCallback) -> dict[str, Any]:
     return {"name": entry.name, "origin": entry.origin, "summary": text}
 
 
-def _describe_show(parser: argparse.ArgumentParser) -> None:
+def _describe_show(parser: Parser) -> None:
     parser.add_argument(
         "name", metavar="NAME", help="callback, say DivergenceDetector or my_package.callbacks:MyCallback"
     )
-    add_json(parser)
+    parser.json()
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -107,5 +106,5 @@ def _handlers(made: Any) -> list[str]:
     return [*(name for name in HANDLERS if name in found), *sorted(found - set(HANDLERS))]
 
 
-COMMANDS = {"list": Command(_list, add_json), "show": Command(_show, _describe_show)}
+COMMANDS = {"list": Command(_list, Parser.json), "show": Command(_show, _describe_show)}
 """In the order of the help."""

@@ -14,19 +14,21 @@ SIGTERM, on one rank and on two; build a run of at least four epochs, as small a
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from dalsegno.errors import ConfigurationError
+from dalsegno.cli.command import Parser
+from dalsegno.errors import ConfigurationError, UnknownName
+
+from .console import print_json, redirect_output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from dalsegno.testing import FaultPlan, Trial
 
-    from dalsegno.testing import Trial
-
-    from .import_factory import Factory
 
 EXIT_STATUSES = {
     0: "nothing differs",
@@ -35,7 +37,7 @@ EXIT_STATUSES = {
 }
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
+def describe(parser: Parser) -> None:
     parser.add_argument(
         "factory", metavar="FACTORY", help="function that builds the trainer, as module:function, say my_run:build"
     )
@@ -48,48 +50,38 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "write:3:logs (only paths that contain 'logs') or 2.5s (seconds after the start); may be repeated, one kill "
         "each; default: two at random",
     )
-    parser.add_argument(
-        "--thorough", action="store_true", help="interrupt the run twice in each of its first four epochs"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the random kills; default: %(default)s"
-    )
-    parser.add_argument(
+    parser.flag("--thorough", help="interrupt the run twice in each of its first four epochs")
+    parser.option("--seed", metavar="N", default=0, help="seed of the random kills")
+    parser.option(
         "--ranks",
-        type=int,
         metavar="N",
+        type=int,
         help="number of ranks, joined over gloo; default: 1, with --thorough 1 and then 2",
     )
-    parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="SECONDS", help="time limit of each leg; default: %(default)g"
+    parser.option("--timeout", metavar="SECONDS", default=300.0, help="time limit of each leg")
+    parser.option(
+        "--keep", metavar="DIR", type=Path, help="keep the runs and their output in DIR; default: deleted afterwards"
     )
-    parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="keep the runs and their output in DIR; default: deleted afterwards"
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON, the progress on stderr")
+    parser.flag("--json", help="print the result as JSON, the progress on stderr")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """
-    Raises:
-        ConfigurationError: for an invalid factory, kill or directory; UnknownName suggests the nearest name.
-        RankFailed: if a leg raises.
-    """
+    """Raises ConfigurationError for an invalid factory, kill or directory, and RankFailed if a leg raises."""
     if arguments.ranks is not None and arguments.ranks < 1:
         raise ConfigurationError(f"--ranks {arguments.ranks}: needs at least 1")
     if arguments.thorough and arguments.kill_at:
         raise ConfigurationError("--thorough chooses the interruptions itself; leave out --kill-at")
-    if arguments.keep is not None:
-        _check_empty(arguments.keep)
+    keep: Path | None = arguments.keep
+    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise ConfigurationError(f"--keep {keep}: not an empty directory; name another one")
     sys.path.insert(0, str(Path.cwd()))  # the processes of the legs inherit it
 
     import tempfile
 
-    from .import_factory import Factory
-
-    factory = Factory.named(arguments.factory)
+    factory = Factory(arguments.factory)
+    factory.find()
     with tempfile.TemporaryDirectory(prefix="dalsegno-check-resume-") as temporary:
-        folder = arguments.keep or Path(temporary)
+        folder = keep or Path(temporary)
         check = _check_thoroughly if arguments.thorough else _check
         say = partial(print, flush=True, file=sys.stderr if arguments.json else sys.stdout)
         return check(arguments, factory, folder, say)
@@ -98,10 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace, factory: Factory, folder: Path, say: Callable[[str], None]) -> int:
     from dataclasses import asdict
 
-    from dalsegno.cli.tables import print_json
     from dalsegno.testing import check_resume
-
-    from .fault_spec import fault_plan
 
     comparison = check_resume(
         factory,
@@ -123,7 +112,6 @@ def _check(arguments: argparse.Namespace, factory: Factory, folder: Path, say: C
 def _check_thoroughly(arguments: argparse.Namespace, factory: Factory, folder: Path, say: Callable[[str], None]) -> int:
     from dataclasses import asdict
 
-    from dalsegno.cli.tables import print_json
     from dalsegno.testing import Verdict, check_resume_thoroughly
 
     trials = check_resume_thoroughly(
@@ -142,11 +130,6 @@ def _check_thoroughly(arguments: argparse.Namespace, factory: Factory, folder: P
     return 0 if {trial.verdict for trial in trials} <= {Verdict.EXACT, Verdict.REFUSED} else 1
 
 
-def _check_empty(keep: Path) -> None:
-    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise ConfigurationError(f"--keep {keep}: not an empty directory; name another one")
-
-
 def _as_text(trials: Sequence[Trial]) -> str:
     """A line per interruption, followed by the message or difference if it is not exact."""
     lines = [""]
@@ -157,3 +140,48 @@ def _as_text(trials: Sequence[Trial]) -> str:
             lines.append(f"           {trial.words}")
     exact = all(trial.verdict == "exact" for trial in trials)
     return "\n".join([*lines, "", "Nothing differs." if exact else "NOT EVERYTHING IS EXACT."])
+
+
+class Factory:
+    """The user's function that builds a trainer, as ``module:function``. Each process of a leg imports it by name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find(self) -> Callable[[Path], Any]:
+        """Import the function. Raises ConfigurationError; UnknownName suggests the nearest name."""
+        from dalsegno.config import find_named
+
+        return cast(Callable[[Path], Any], find_named(self.name, "function", "my_training:build"))
+
+    def __call__(self, output_dir: Path) -> Any:
+        """Build the trainer in the process of a leg, whose output goes to a file beside ``output_dir``."""
+        redirect_output(output_dir.with_suffix(".txt"))
+        trainer = self.find()(output_dir)
+        if not callable(getattr(trainer, "train", None)):
+            raise ConfigurationError(f"{self.name} returned a {type(trainer).__name__}, not a trainer")
+        return trainer
+
+
+OPERATIONS = ("write", "fsync", "rename", "mkdir", "unlink", "truncate", "any")
+
+_SECONDS = re.compile(r"(\d+\.?\d*|\.\d+)s")
+_COUNTED = re.compile(r"(?P<name>\w+):(?P<count>\d+)(:(?P<path>.+))?")
+
+
+def fault_plan(spec: str) -> FaultPlan:
+    """Parse ``on_step_end:12``, ``write:3``, ``write:3:logs`` or ``2.5s``."""
+    from dalsegno.events.callback import HANDLERS
+    from dalsegno.testing import FaultPlan
+
+    if seconds := _SECONDS.fullmatch(spec):
+        return FaultPlan(seconds=float(seconds[1]))
+    counted = _COUNTED.fullmatch(spec)
+    if counted is None or (counted["name"] in HANDLERS and counted["path"]):
+        raise ConfigurationError(f"--kill-at {spec}: write it as on_step_end:12, write:3, write:3:logs or 2.5s")
+    name, count = counted["name"], int(counted["count"])
+    if name in HANDLERS:
+        return FaultPlan(event=HANDLERS[name], count=count)
+    if name in OPERATIONS:
+        return FaultPlan(operation=name, count=count, path=counted["path"] or "")
+    raise UnknownName("event or operation", name, [*HANDLERS, *OPERATIONS])

@@ -11,9 +11,8 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+from dalsegno.cli.command import place
 from dalsegno.system.extras import require_extra
-
-from .arguments import place
 
 SHELLS = ("bash", "zsh", "tcsh")
 

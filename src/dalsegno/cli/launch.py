@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dalsegno.cli.exit_statuses import OF_TRAINING
+from dalsegno.cli.command import OF_TRAINING, Parser
 from dalsegno.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -31,22 +31,22 @@ EXIT_STATUSES = OF_TRAINING
 _CONFIGURATIONS = (".toml", ".yaml", ".yml", ".json")
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+def describe(parser: Parser) -> None:
+    parser.option(
         "--nproc", metavar="N", default="auto", help="ranks on this host; auto: one per GPU, or one (default: auto)"
     )
-    parser.add_argument(
+    parser.option(
         "--nnodes",
         metavar="N|MIN:MAX",
         default="1",
         help="number of hosts, on each of which this command runs (default: 1)",
     )
-    parser.add_argument(
+    parser.option(
         "--rdzv-endpoint", metavar="HOST:PORT", help="one of the hosts and a free port there; the same on all hosts"
     )
-    parser.add_argument("--rdzv-id", metavar="ID", help="name of the job at that address (default: Slurm's job id)")
-    parser.add_argument("--max-restarts", metavar="R", type=int, help="restarts after a failure (default: 3)")
-    parser.add_argument(
+    parser.option("--rdzv-id", metavar="ID", help="name of the job at that address (default: Slurm's job id)")
+    parser.option("--max-restarts", metavar="R", type=int, help="restarts after a failure (default: 3)")
+    parser.option(
         "--hang-timeout",
         metavar="SECONDS",
         type=float,
@@ -86,7 +86,7 @@ def _target(what: str, words: list[str]) -> Target:
     from . import train
 
     if Path(what).suffix in _CONFIGURATIONS:
-        parser = argparse.ArgumentParser(prog="dalsegno launch", usage="%(prog)s … FILE [options of 'dalsegno train']")
+        parser = Parser(prog="dalsegno launch", usage="%(prog)s … FILE [options of 'dalsegno train']")
         train.describe(parser)
         given = parser.parse_args([what, *words])
         if given.check:

@@ -28,12 +28,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dalsegno.cli.exit_statuses import OF_TRAINING
+from dalsegno.cli.command import OF_TRAINING, Parser
 
 EXIT_STATUSES = OF_TRAINING
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
+def describe(parser: Parser) -> None:
     parser.add_argument("config", type=Path, metavar="FILE", help="configuration: .toml, .yaml or .json")
     parser.add_argument(
         "--set",
@@ -54,14 +54,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--start-over", action="store_true", help="move the run in output_dir into its rewound/ and start from scratch"
     )
-    parser.add_argument(
+    parser.flag(
         "--continue-stopped",
-        action="store_true",
         help="continue a run that a callback ended for good (early stopping, divergence); default: do nothing",
     )
-    parser.add_argument(
-        "--check", action="store_true", help="check the file and print every setting as JSON; no training"
-    )
+    parser.flag("--check", help="check the file and print every setting as JSON; no training")
 
 
 def suggest(unknown: Sequence[str]) -> str:
@@ -79,11 +76,7 @@ def suggest(unknown: Sequence[str]) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """
-    Raises:
-        ConfigurationError: for an invalid file or value; UnknownName suggests the nearest name.
-        NotFound: if the file or the checkpoint does not exist.
-    """
+    """Raises ConfigurationError for an invalid file or value, and NotFound without the file or the checkpoint."""
     sys.path.insert(0, str(Path.cwd()))
 
     from dalsegno.config import RunConfig

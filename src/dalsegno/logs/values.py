@@ -47,6 +47,10 @@ def step_of(value: object) -> int | None:
     return value if type(value) is int and value >= 0 else None
 
 
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def to_json(value: Any, where: str = "") -> Any:
     """Convert ``value`` to JSON values: NumPy and torch scalars by ``item()``, non-finite floats to strings.
 

@@ -17,7 +17,7 @@ import pytest
 from cli.command import DALSEGNO, dalsegno, environment
 from dalsegno.cli import main
 from dalsegno.cli.demo import story
-from dalsegno.cli.demo.legs import Job, LegEnd, Watch, run_leg
+from dalsegno.cli.demo.story import Job, LegEnd, Watch, run_leg
 from dalsegno.testing import FaultPlan
 from support.warm import Program
 

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dalsegno.analysis.blocks import KINDS, WHOLE, is_number
-from dalsegno.logs.values import Record
+from dalsegno.analysis.blocks import KINDS, WHOLE
+from dalsegno.logs.values import Record, is_number
 
 STEPS = (
     *("global_step", "step", "_step", "iteration", "iter", "train_step", "trainer/global_step"),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from dalsegno.cli.arguments import add_json as add_json
-from dalsegno.cli.arguments import place
+from dalsegno.cli.command import Parser, place
 
 
-def add_place(parser: argparse.ArgumentParser) -> None:
+def add_place(parser: Parser) -> None:
     """``DIR``, as ``arguments.place``."""
     parser.add_argument(
         "place",

@@ -15,41 +15,35 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dalsegno.cli.tables import number, print_json, size
+from dalsegno.cli.command import Parser
+from dalsegno.cli.console import number, print_json, size
 from dalsegno.errors import ConfigurationError
 
-from .arguments import add_json, add_place
+from .arguments import add_place
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
+def describe_export(parser: Parser) -> None:
     add_place(parser)
     parser.add_argument(
         "--to", metavar="TARGET", type=Path, required=True, help="output directory; must not contain a model"
     )
-    parser.add_argument("--program", metavar="NAME", help="write what this program resumes from; TARGET must not exist")
-    parser.add_argument(
+    parser.option("--program", metavar="NAME", help="write what this program resumes from; TARGET must not exist")
+    parser.option(
         "--add-prefix", metavar="PREFIX", default="", help="with --program: prefix of the model's names there"
     )
-    parser.add_argument(
-        "--max-shard-size",
-        metavar="SIZE",
-        default="5GB",
-        help="largest size of one file, with its unit; default: %(default)s",
-    )
-    parser.add_argument(
+    parser.option("--max-shard-size", metavar="SIZE", default="5GB", help="largest size of one file, with its unit")
+    parser.option(
         "--config-from", metavar="FOLDER", type=Path, help="directory to copy config.json, tokenizer files etc. from"
     )
-    parser.add_argument(
-        "--best", action="store_true", help="export the checkpoint with the best evaluation, not the newest"
-    )
-    parser.add_argument(
+    parser.flag("--best", help="export the checkpoint with the best evaluation, not the newest")
+    parser.option(
         "--average", metavar="NAME", help="export the averaged weights of this callback, say EMA, not the trained ones"
     )
-    parser.add_argument("--adapters", action="store_true", help="export only the adapters, in the files of PEFT")
-    add_json(parser)
+    parser.flag("--adapters", help="export only the adapters, in the files of PEFT")
+    parser.json()
 
 
-def run(arguments: argparse.Namespace) -> int:
+def export(arguments: argparse.Namespace) -> int:
     """
     Raises:
         NotFound: if there is no checkpoint, no best one, or no configuration file to copy.

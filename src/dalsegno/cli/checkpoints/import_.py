@@ -14,15 +14,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.cli.tables import Column, number, print_json, print_table, size
-
-from .arguments import add_json
+from dalsegno.cli.command import Parser
+from dalsegno.cli.console import Column, number, print_json, print_table, size
 
 if TYPE_CHECKING:
     from dalsegno.checkpoint.foreign.programs import Imported
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
+def describe_import(parser: Parser) -> None:
     parser.add_argument("source", metavar="SOURCE", type=Path, help="folder or file of the other program")
     parser.add_argument(
         "-o",
@@ -32,28 +31,26 @@ def describe(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="of the new run; must not contain one",
     )
-    parser.add_argument(
+    parser.option(
         "--program",
         metavar="NAME",
         help="program that wrote it: hf, accelerate, dcp (also torchtitan), lightning or torch; default: recognized by "
         "its files",
     )
-    parser.add_argument(
-        "--step", metavar="N", type=int, help="finished optimizer steps, if the files do not contain it"
-    )
-    parser.add_argument(
+    parser.option("--step", metavar="N", type=int, help="finished optimizer steps, if the files do not contain it")
+    parser.option(
         "--epoch", metavar="EPOCHS", type=float, help="passes over the data, say 1.25, if the files do not contain it"
     )
-    parser.add_argument(
+    parser.option(
         "--strip-prefix", metavar="PREFIX", default="", help="prefix that only the source has in the model's names"
     )
-    parser.add_argument(
+    parser.option(
         "--optimizer", metavar="CLASS", help="class of the optimizer, such as torch.optim.AdamW; default: inferred"
     )
-    add_json(parser)
+    parser.json()
 
 
-def run(arguments: argparse.Namespace) -> int:
+def import_run(arguments: argparse.Namespace) -> int:
     """
     Raises:
         NotFound: if SOURCE does not exist.

@@ -8,8 +8,12 @@ two runs are compared, and both losses are plotted.
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from dalsegno.cli.command import Parser
 from dalsegno.errors import ConfigurationError
 from dalsegno.system.extras import require_extra
 
@@ -18,33 +22,47 @@ EXIT_STATUSES = {1: "the runs differ"}
 LEAST_STEPS = 12
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--out", type=Path, default=Path("demo-run"), metavar="DIR", help="output directory; default: %(default)s"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=1200, metavar="N", help="optimizer steps of the run; default: %(default)s"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=7, metavar="N", help="seed of the training and the kills; default: %(default)s"
-    )
+def describe(parser: Parser) -> None:
+    parser.option("--out", metavar="DIR", default=Path("demo-run"), help="output directory")
+    parser.option("--steps", metavar="N", default=1200, help="optimizer steps of the run")
+    parser.option("--seed", metavar="N", default=7, help="seed of the training and the kills")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """
-    Raises:
-        ConfigurationError: for an invalid argument, before anything is trained.
-        Locked: if another demo is running in the directory.
-    """
+    """Raises ConfigurationError for an invalid argument, before anything is trained."""
     if arguments.steps < LEAST_STEPS:
         raise ConfigurationError(f"--steps {arguments.steps}: two kills need at least {LEAST_STEPS} steps")
     if arguments.seed < 0:
         raise ConfigurationError(f"--seed {arguments.seed}: must be at least 0")
     require_extra("analysis", "matplotlib", "the demo's plot")
-    from .folder import own_folder
 
     with own_folder(arguments.out):
         print(f"Output directory: {arguments.out.absolute()}", flush=True)
         from .story import tell
 
         return tell(arguments.out, arguments.steps, arguments.seed)
+
+
+MARK = "demo.json"
+"""Marks the output directory of a demo, whose contents the next demo may replace."""
+
+WRITTEN = ("reference", "killed", "console", "loss.png")
+
+
+@contextmanager
+def own_folder(out: Path) -> Iterator[None]:
+    """Create ``out`` if needed, lock it, and delete the runs of an earlier demo. Raises Locked if one is running."""
+    from dalsegno.system import filesystem
+    from dalsegno.system.lock import DirectoryLock
+
+    if out.exists() and not out.is_dir():
+        raise ConfigurationError(f"--out {out}: not a directory")
+    if out.is_dir() and any(out.iterdir()) and not (out / MARK).is_file():
+        raise ConfigurationError(f"--out {out}: contains files that no demo wrote; name another directory")
+    filesystem.make_directory(out)
+    note = {"written by": "dalsegno demo", "the next one replaces": WRITTEN}
+    filesystem.replace_durably(out / MARK, (json.dumps(note, indent=2) + "\n").encode())
+    with DirectoryLock(out):
+        for name in WRITTEN:
+            filesystem.remove(out / name)
+        yield

@@ -1,22 +1,27 @@
-"""Arguments shared by the commands."""
+"""Arguments of the commands that read logs: runs, metrics, output files; and results of several runs."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, TypeVar
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from dalsegno.cli.arguments import add_json as add_json
-from dalsegno.cli.arguments import place
+from dalsegno.cli.command import FAILED, Parser, expect_directory_of, place
+from dalsegno.errors import ConfigurationError, DalsegnoError
 
 if TYPE_CHECKING:
     from dalsegno.analysis import TrainingLog
+    from dalsegno.analysis.plotting.figure import Picture
+
 
 RUN = "run directory, log file, or directory of runs"
 
 Settings = TypeVar("Settings")
 
 
-def add_runs(parser: argparse.ArgumentParser, *, several: bool = True, optional: bool = False) -> None:
+def add_runs(parser: Parser, *, several: bool = True, optional: bool = False) -> None:
     """``RUN``, one or several, as ``arguments.runs`` (a list) or ``arguments.run_path``; and ``--step-key``.
 
     ``optional``: without one it is empty, or None; see :func:`given_runs` and :func:`given_run`.
@@ -30,18 +35,14 @@ def add_runs(parser: argparse.ArgumentParser, *, several: bool = True, optional:
 
 
 def given_runs(arguments: argparse.Namespace) -> list[TrainingLog]:
-    """The runs of an optional ``RUN``.
-
-    Raises:
-        NotFound: if there is no run.
-    """
+    """The runs of an optional ``RUN``. Raises NotFound if there is none."""
     from dalsegno.analysis import open_logs
 
     return open_logs(arguments.runs, arguments.step_key) if arguments.runs else [_newest_run(arguments.step_key)]
 
 
 def given_run(arguments: argparse.Namespace) -> TrainingLog:
-    """The run of an optional single ``RUN``. Raises as :func:`given_runs` does."""
+    """The run of an optional single ``RUN``. Raises NotFound if there is none."""
     from dalsegno.analysis import open_log
 
     path = arguments.run_path
@@ -55,17 +56,19 @@ def _newest_run(step_key: str | None) -> TrainingLog:
     return max(open_logs(["."], step_key), key=lambda log: log.source.path.stat().st_mtime_ns)
 
 
-def add_step_key(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+def add_step_key(parser: Parser) -> None:
+    parser.option(
         "--step-key", metavar="NAME", help="key of the step in the records; default: global_step, step, iteration, …"
     )
 
 
-def add_metrics(parser: argparse.ArgumentParser, default: str = "all") -> None:
+def add_metrics(parser: Parser, default: str = "all") -> None:
     """``--metrics`` as ``arguments.metrics``: a list, or None."""
-    parser.add_argument(
-        "--metrics", metavar="A,B", type=_names, help=f"metrics, separated by commas; default: {default}"
-    )
+
+    def names(text: str) -> list[str]:
+        return [name.strip() for name in text.split(",") if name.strip()]
+
+    parser.option("--metrics", metavar="A,B", type=names, help=f"metrics, separated by commas; default: {default}")
 
 
 def settings_of(kind: type[Settings], arguments: argparse.Namespace) -> Settings:
@@ -75,5 +78,71 @@ def settings_of(kind: type[Settings], arguments: argparse.Namespace) -> Settings
     return kind(**{field.name: getattr(arguments, field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+FORMATS = ("png", "svg", "pdf")
+
+
+def add_output(parser: Parser, default: str | None) -> None:
+    """``-o``, ``--force``, ``--format``. ``default``: file name without suffix; None: no picture unless asked for."""
+    file = f"{default}.png" if default else "no picture"
+    parser.option("-o", "--output", metavar="FILE", type=Path, help=f"picture file; default: {file}")
+    add_force(parser)
+    parser.add_argument("--format", choices=FORMATS, help="picture format; default: by the suffix of FILE, else png")
+
+
+def add_title(parser: Parser) -> None:
+    parser.add_argument("--title", help="title above the picture; default: none")
+
+
+def add_force(parser: Parser) -> None:
+    parser.flag("--force", help="overwrite an existing file")
+
+
+def expect_free(path: Path, arguments: argparse.Namespace) -> Path:
+    """Raises ConfigurationError if the file exists, without ``--force``."""
+    if path.exists() and not arguments.force:
+        raise ConfigurationError(f"{path} exists; --force overwrites it, -o names another file")
+    return path
+
+
+def output_path(arguments: argparse.Namespace, default: str) -> Path:
+    """Path of the picture. Raises ConfigurationError if it cannot be written there in that format."""
+    wanted: str | None = arguments.format
+    path: Path = arguments.output or Path(f"{default}.{wanted or 'png'}")
+    suffix = path.suffix[1:].lower()
+    if suffix not in FORMATS and wanted is not None:
+        return expect_free(path.with_name(f"{path.name}.{wanted}"), arguments)
+    if suffix not in FORMATS:
+        raise ConfigurationError(f"-o {path}: must end in {', '.join(f'.{each}' for each in FORMATS)}")
+    if wanted not in (None, suffix):
+        raise ConfigurationError(f"-o {path} contradicts --format {wanted}; leave one of them out")
+    expect_directory_of(path)
+    return expect_free(path, arguments)
+
+
+def save_picture(picture: Picture, path: Path, *, quiet: bool) -> None:
+    picture.save(path)
+    if not quiet:
+        print(f"wrote {path}")
+
+
+T = TypeVar("T")
+
+
+class PerRunResults(Generic[T]):
+    """A function applied to each of several logs; a log that fails does not stop the others."""
+
+    def __init__(self, logs: Iterable[TrainingLog], compute: Callable[[TrainingLog], T]) -> None:
+        self.found: list[tuple[TrainingLog, T]] = []
+        self.failed: list[tuple[TrainingLog, str]] = []
+        """With the error message."""
+        for log in logs:
+            try:
+                self.found.append((log, compute(log)))
+            except (DalsegnoError, OSError) as error:
+                self.failed.append((log, str(error)))
+
+    def status(self) -> int:
+        """The exit status. Prints the failures on stderr."""
+        for log, error in self.failed:
+            print(f"dalsegno: {log.name}: {error}", file=sys.stderr)
+        return FAILED if self.failed else 0

@@ -1,15 +1,180 @@
-"""Records as lines of text: a table with columns (``show``), or ``name value`` pairs (``tail``)."""
+"""Commands that show records: show, tail, diff, export."""
 
 from __future__ import annotations
 
+import argparse
+import math
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
-from typing import Any
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, islice, zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from dalsegno.analysis.blocks import is_number
-from dalsegno.cli.tables import fitted, in_words, number, visible
+from dalsegno.cli.command import Parser, expect_directory_of
+from dalsegno.cli.console import Column, fitted, in_words, number, print_json, print_json_line, print_table, visible
+from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.logs.values import is_number
+
+from .arguments import add_force, add_metrics, add_runs, add_step_key, expect_free
+
+if TYPE_CHECKING:
+    from dalsegno.analysis import RecordDifference, TrainingLog
+    from dalsegno.analysis.follow import Cut
+    from dalsegno.logs.values import Record
+
+
+ALWAYS = ("run", "timestamp", "kind", "global_step", "epoch")
+KINDS = ("train", "eval", "final", "user", "sync")
+
+
+def describe_show(parser: Parser) -> None:
+    add_runs(parser, several=False)
+    parser.option(
+        "--step", metavar="A:B", default=":", help="steps A to B, both included, either optional; default: all"
+    )
+    add_metrics(parser)
+    parser.option("--where", metavar="CONDITION", help="only records that satisfy the condition; default: all")
+    kinds = f"only records of this kind: {', '.join(KINDS)}; default: all"
+    parser.add_argument("--kind", choices=KINDS, metavar="KIND", help=kinds)
+    parser.json()
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Show records of a run, selected by step, kind, metric or condition.
+
+        dalsegno logs show runs/a --step 100:200 --metrics loss,grad_norm
+        dalsegno logs show runs/a --where "loss > 3 and step >= 500"
+
+    A condition compares a field with a number or a string by < <= > >= == or !=; combine conditions with and, or, not
+    and parentheses. With --json: one record per line.
+    """
+    from dalsegno.analysis import open_log
+    from dalsegno.analysis.where import parse_condition
+
+    first, last = _step_range(arguments.step)
+    holds = parse_condition(arguments.where) if arguments.where else None
+    log = open_log(arguments.run_path, arguments.step_key)
+    chosen = arguments.metrics
+    table = None if arguments.json else RecordTable(chosen, several=len(log) > 1)
+    shown = 0
+    seen: dict[str, None] = {}
+    for record in log.records(arguments.kind):
+        seen.update(dict.fromkeys(record))
+        if not first <= record["global_step"] <= last or (holds is not None and not holds(record)):
+            continue
+        if chosen and not any(name in record for name in chosen):
+            continue
+        shown += 1
+        if table is not None:
+            table.print(record)
+        elif chosen:
+            print_json_line({name: value for name, value in record.items() if name in (*ALWAYS, *chosen)})
+        else:
+            print_json_line(record)
+    for name in (*(chosen or ()), *(holds.names if holds and not shown else ())):
+        if name not in seen and name not in ALWAYS:
+            raise UnknownName(f"metric of {log.name}", name, [name for name in seen if name not in ALWAYS])
+    if log.skipped:
+        print(f"dalsegno: skipped {log.skipped.count:,}: {log.skipped}", file=sys.stderr)
+    return 0 if shown else 1
+
+
+def _step_range(text: str) -> tuple[float, float]:
+    """First and last step of ``A:B``, ``A:``, ``:B`` or ``A``."""
+    first, colon, last = text.partition(":")
+    try:
+        begin = int(first) if first else -math.inf
+        return begin, (int(last) if last else math.inf) if colon else begin
+    except ValueError:
+        raise ConfigurationError(f"--step {text}: write steps as 100:200, 100:, :200 or 100") from None
+
+
+WIDE = 56
+"""Width of a run's column in a file or pipe, in characters."""
+
+
+def describe_tail(parser: Parser) -> None:
+    add_runs(parser)
+    parser.flag("-f", "--follow", help="keep printing new records until Ctrl-C")
+    parser.option("-n", "--lines", metavar="N", default=10, help="last records to print")
+    add_metrics(parser)
+    parser.option("--interval", metavar="SECONDS", default=0.2, help="time between two reads with -f")
+    parser.json()
+
+
+def tail(arguments: argparse.Namespace) -> int:
+    """Show the last records of runs side by side, and with -f new ones as they are logged.
+
+    With -f, a log that is rewound because its run resumed from a checkpoint is followed from there, and one that
+    continues in another file, in that file; stop with Ctrl-C. With --json: one record per line.
+    """
+    from dalsegno.analysis import open_logs
+    from dalsegno.analysis.follow import Follower
+
+    if arguments.lines < 0:
+        raise ConfigurationError(f"-n {arguments.lines}: must be at least 0")
+    if not arguments.interval > 0:
+        raise ConfigurationError(f"--interval {arguments.interval}: must be a positive number of seconds")
+    logs = open_logs(arguments.runs, arguments.step_key)
+    show = _Json(logs) if arguments.json else _SideBySide(logs, arguments.metrics)
+    followers = [Follower(log.source, log.path if log.path.is_dir() else None) for log in logs]
+    show.news([follower.last(arguments.lines) for follower in followers])
+    while arguments.follow:
+        time.sleep(arguments.interval)
+        show.news([follower.new() for follower in followers])
+    return 0
+
+
+class _SideBySide:
+    """One column per run; records read at the same time share a line."""
+
+    def __init__(self, logs: Sequence[TrainingLog], metrics: Sequence[str] | None) -> None:
+        self._metrics = metrics
+        self._live = sys.stdout.isatty()
+        self._alone = len(logs) == 1
+        columns = shutil.get_terminal_size().columns if self._live else WIDE * len(logs)
+        self._width = columns // len(logs)
+        if not self._alone:
+            self._print([log.name for log in logs])
+
+    def news(self, of_runs: Sequence[Sequence[Record | Cut]]) -> None:
+        """Print the news of each run."""
+        cells = [[text for news in of_run if (text := self._as_text(news))] for of_run in of_runs]
+        for row in zip_longest(*cells, fillvalue=""):
+            self._print(row)
+
+    def _as_text(self, news: Record | Cut) -> str:
+        """Empty for a record that has none of the metrics."""
+        if not isinstance(news, dict):
+            return "-- log replaced --" if news.step is None else f"-- back to step {news.step:,} --"
+        if self._metrics and not any(name in news for name in self._metrics):
+            return ""
+        return as_words(news, self._metrics)
+
+    def _print(self, cells: Sequence[str]) -> None:
+        room = self._width - 2
+        if self._live and not self._alone:
+            cells = [fitted(cell, room) for cell in cells]
+        elif not self._alone and sum(map(bool, cells)) > 1 and any(len(cell) > room for cell in cells):
+            for place, cell in enumerate(cells):  # each on its own line, so that its column still names its run
+                self._print([*[""] * place, cell])
+            return
+        print("  ".join(cell.ljust(room) for cell in cells).rstrip(), flush=True)
+
+
+class _Json:
+    def __init__(self, logs: Sequence[TrainingLog]) -> None:
+        self._names = [log.name for log in logs]
+
+    def news(self, of_runs: Sequence[Sequence[Record | Cut]]) -> None:
+        for name, of_run in zip(self._names, of_runs, strict=True):
+            for news in of_run:
+                record = news if isinstance(news, dict) else {"kind": "cut", "global_step": news.step}
+                print_json_line({"run": name, **record})
+        sys.stdout.flush()
+
 
 KNOWN = ("run", "kind", "global_step", "epoch", "timestamp")
 """Fields of a record that are not metrics."""
@@ -84,3 +249,111 @@ def _cell(record: Mapping[str, Any], name: str, width: int) -> str:
     return (
         "".rjust(width) if value is None else (number(value) if is_number(value) else visible(str(value))).rjust(width)
     )
+
+
+DIFFERING = 10
+
+
+def describe_diff(parser: Parser) -> None:
+    for name, metavar in (("first", "A"), ("second", "B")):
+        parser.add_argument(name, metavar=metavar, type=Path, help="run directory or log file")
+    add_step_key(parser)
+    parser.flag("-q", "--quiet", help="print nothing, stop at the first difference")
+    parser.option("-n", "--most", metavar="N", default=DIFFERING, type=int, help="print at most N differing records")
+    parser.json()
+
+
+def diff(arguments: argparse.Namespace) -> int:
+    """Compare two logs record by record, wall-clock fields aside.
+
+    A run that was killed and resumed has the same records as an uninterrupted one.
+    """
+    from dalsegno.analysis import diff_records, open_log
+    from dalsegno.analysis.names import make_names_unique
+
+    first, second = (open_log(path, arguments.step_key) for path in (arguments.first, arguments.second))
+    for log in (first, second):
+        if len(log) > 1:
+            raise ConfigurationError(f"{log.path} contains {len(log)} runs; name the one to compare")
+    make_names_unique((first, second))
+    found = diff_records(_with_header(first), _with_header(second))
+    if arguments.quiet:
+        return 1 if any(True for _ in found) else 0
+    shown = list(islice(found, max(1, arguments.most)))
+    more = sum(1 for _ in found)
+    rows = [row for difference in shown for row in _difference_rows(difference)]
+    if arguments.json:
+        print_json({"identical": not shown, "differing_records": len(shown) + more, "differences": rows})
+    elif shown:
+        columns = [Column("step", "step", right=True), Column("kind", "kind"), Column("field", "field")]
+        print_table([*columns, Column("first", first.name), Column("second", second.name)], rows)
+        count = len(shown) + more
+        differ = "record differs" if count == 1 else "records differ"
+        print(f"{count:,} {differ}" + (f"; the first {len(shown)} are shown" if more else ""))
+    else:
+        print("No record differs.")
+    return 1 if shown else 0
+
+
+def _with_header(log: TrainingLog) -> Iterator[Record]:
+    if log.header:
+        yield {"kind": "header", **log.header}
+    yield from log.records()
+
+
+def _difference_rows(difference: RecordDifference) -> list[dict[str, Any]]:
+    where = {"step": difference.step, "kind": difference.kind}
+    if difference.only_in is not None:
+        here = {"first": "the record", "second": "the record"}
+        return [{**where, "field": None, **here, ("second" if difference.only_in == "first" else "first"): "missing"}]
+    return [
+        {**where, "field": field.field, "first": _exact(field.first), "second": _exact(field.second)}
+        for field in difference.fields
+    ]
+
+
+def _exact(value: Any) -> Any:
+    """A printable value with all its digits."""
+    return value if isinstance(value, (str, int, float)) or value is None else repr(value)
+
+
+TARGETS = ("csv", "parquet", "json", "tensorboard")
+
+
+def describe_export(parser: Parser) -> None:
+    add_runs(parser, several=False)
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--to", choices=TARGETS, help="output format")
+    target.add_argument("--json", dest="to", action="store_const", const="json", help="short for --to json")
+    parser.option(
+        "-o",
+        "--output",
+        metavar="PATH",
+        type=Path,
+        help="output file, for tensorboard a directory; default: standard output",
+    )
+    add_force(parser)
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """Export a log as CSV, Parquet, JSON or TensorBoard event files.
+
+    A directory of runs is exported as a whole, with a column "run". Without -o, CSV and JSON go to standard output.
+    """
+    from dalsegno.analysis import open_log
+    from dalsegno.analysis.export import export_log
+
+    output: Path | None = arguments.output
+    if output is None and arguments.to in ("parquet", "tensorboard"):
+        raise ConfigurationError(f"--to {arguments.to} needs -o: it cannot be printed")
+    if output is not None:
+        expect_directory_of(output)
+        if arguments.to != "tensorboard":
+            expect_free(output, arguments)
+    log = open_log(arguments.run_path, arguments.step_key)
+    export_log(log, arguments.to, sys.stdout.buffer if output is None else output)
+    if output is not None:
+        print(f"wrote {output}")
+    if log.skipped:
+        print(f"dalsegno: skipped {log.skipped.count:,}: {log.skipped}", file=sys.stderr)
+    return 0

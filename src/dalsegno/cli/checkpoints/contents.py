@@ -1,8 +1,4 @@
-"""Show the contents of a checkpoint: components, their states as JSON, and every tensor.
-
-Long lists and strings in a state are shortened, unless --json or --full is given. Nothing is verified: see 'dalsegno
-checkpoints verify'. Of a checkpoint with missing files, the rest is shown.
-"""
+"""Commands on what a checkpoint contains: show, diff."""
 
 from __future__ import annotations
 
@@ -11,19 +7,18 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.cli.tables import Column, print_json, print_table, size, visible
+from dalsegno.cli.command import Parser, place
+from dalsegno.cli.console import Column, number, print_json, print_table, size, visible
 from dalsegno.errors import UnknownName
 
-from .arguments import add_json, add_place
+from .arguments import add_place
 
 if TYPE_CHECKING:
     from dalsegno.checkpoint import Checkpoint
+    from dalsegno.checkpoint.inspect.difference import StateDifference, TensorDifference
 
 
-EXIT_STATUSES = {1: "a file of the checkpoint cannot be read"}
-
-
-def describe(parser: argparse.ArgumentParser) -> None:
+def describe_show(parser: Parser) -> None:
     add_place(parser)
     parser.add_argument(
         "--component",
@@ -31,16 +26,15 @@ def describe(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="show only this component, say callbacks.JsonLogger; may be repeated; default: all",
     )
-    parser.add_argument("--full", action="store_true", help="do not shorten lists and strings")
-    add_json(parser)
+    parser.flag("--full", help="do not shorten lists and strings")
+    parser.json()
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """
-    Raises:
-        NotFound: if there is no checkpoint.
-        DamagedCheckpoint: if its manifest cannot be read.
-        UnknownName: if it has no such component; suggests the nearest.
+def show(arguments: argparse.Namespace) -> int:
+    """Show the contents of a checkpoint: components, their states as JSON, and every tensor.
+
+    Long lists and strings in a state are shortened, unless --json or --full is given. Nothing is verified: see
+    'dalsegno checkpoints verify'. Of a checkpoint with missing files, the rest is shown.
     """
     from dalsegno.checkpoint.inspect.json_view import readable_states, shortened
     from dalsegno.checkpoint.inspect.listing import newest
@@ -59,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         if not arguments.full:
             states = {key: [shortened(state) for state in each] for key, each in states.items()}
-        _print(checkpoint, states, tensors, problems)
+        _print_contents(checkpoint, states, tensors, problems)
     return 1 if problems else 0
 
 
@@ -108,7 +102,7 @@ def _as_json(checkpoint: Checkpoint, states: dict[str, list[Any]], tensors: list
     }
 
 
-def _print(
+def _print_contents(
     checkpoint: Checkpoint, states: dict[str, list[Any]], tensors: list[dict[str, Any]], problems: Sequence[str]
 ) -> None:
     def show(line: str = "") -> None:
@@ -153,3 +147,75 @@ def _where(pieces: list[dict[str, Any]]) -> str:
 
 def _span(span: list[int] | None) -> str:
     return "?" if span is None else f"{span[0]}-{span[1]}"
+
+
+def describe_diff(parser: Parser) -> None:
+    parser.add_argument("first", metavar="A", type=place, help="checkpoint, or run directory for its newest one")
+    parser.add_argument("second", metavar="B", type=place, help="checkpoint or run directory to compare with A")
+    parser.flag("--tensors", help="compare tensors only: model, optimizer")
+    parser.json()
+
+
+def diff(arguments: argparse.Namespace) -> int:
+    """Compare two checkpoints: tensors that differ and by how much, states side by side.
+
+    Both are verified first.
+    """
+    from dalsegno.checkpoint.inspect.difference import TensorDifference, state_differences, tensor_differences
+    from dalsegno.checkpoint.inspect.listing import newest_verified
+
+    first, second = newest_verified(arguments.first), newest_verified(arguments.second)
+    found = [*tensor_differences(first, second), *([] if arguments.tensors else state_differences(first, second))]
+    tensors = [_tensor_row(each) for each in found if isinstance(each, TensorDifference)]
+    states = [_state_row(each) for each in found if not isinstance(each, TensorDifference)]
+    if arguments.json:
+        print_json({"first": str(first.path), "second": str(second.path), "tensors": tensors, "states": states})
+    else:
+        print(f"A: {first.path}\nB: {second.path}")
+        _print_differences(tensors, states)
+    return 1 if found else 0
+
+
+def _tensor_row(found: TensorDifference) -> dict[str, Any]:
+    differing, total = found.count or (None, None)
+    return {
+        "tensor": found.name,
+        "first": found.forms[0],
+        "second": found.forms[1],
+        "differing": differing,
+        "elements": total,
+        "max_abs": found.max_abs,
+        "max_rel": found.max_rel,
+    }
+
+
+def _state_row(found: StateDifference) -> dict[str, Any]:
+    one, other = (_plain(value) for value in found.values)
+    return {"component": found.component, "path": found.path, "first": one, "second": other}
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _print_differences(tensors: list[dict[str, Any]], states: list[dict[str, Any]]) -> None:
+    if not tensors and not states:
+        print("Nothing differs.")
+    if tensors:
+        print()
+        print_table(
+            [
+                Column("tensor", "tensor"),
+                Column("differing", "differing", number, right=True),
+                Column("elements", "of", number, right=True),
+                Column("max_abs", "max abs", number, right=True),
+                Column("max_rel", "max rel", number, right=True),
+                Column("first", "A"),
+                Column("second", "B"),
+            ],
+            tensors,
+        )
+    if states:
+        print()
+        columns = [Column("component", "component"), Column("path", "value")]
+        print_table([*columns, Column("first", "A"), Column("second", "B")], states)

@@ -15,8 +15,7 @@ import pytest
 
 from cli.command import DALSEGNO
 from dalsegno.checkpoint import CheckpointManager, saved_states
-from dalsegno.cli import main
-from dalsegno.cli.diloco import serve
+from dalsegno.cli import diloco, main
 from dalsegno.diloco import DiLoCoServer, Rules, WorkerOptions
 from dalsegno.logs import read_records
 from diloco.scenes import train_by_hand
@@ -131,7 +130,7 @@ def test_options_of_serve_reach_the_server(
             begun.put(self)
 
     arrived, wake = os.pipe()
-    monkeypatch.setattr(serve, "_signals_arrive", lambda: arrived)
+    monkeypatch.setattr(diloco, "_signals_arrive", lambda: arrived)
     monkeypatch.setattr("dalsegno.diloco.DiLoCoServer", Watched)
     seen: list[Any] = []
 

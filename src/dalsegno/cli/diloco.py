@@ -1,0 +1,278 @@
+"""Train one model on machines that communicate rarely: a server for the global parameters, and its workers.
+
+docs/diloco.md describes how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dalsegno.cli.command import OF_TRAINING, Command, Parser
+from dalsegno.cli.console import Column, number, print_facts, print_json, print_table, text, visible
+from dalsegno.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from dalsegno.diloco.worker.options import WorkerOptions
+
+
+def add_server(parser: Parser) -> None:
+    """How to reach the server; what is not given is taken from the environment."""
+    parser.option("--server", metavar="HOST:PORT", help="or https://HOST:PORT (default: $DILOCO_SERVER)")
+    parser.option(
+        "--token-file", metavar="FILE", type=Path, help="the server's FOLDER/auth_token (default: $DILOCO_TOKEN)"
+    )
+    parser.option(
+        "--certificate", metavar="FILE", type=Path, help="the server's certificate (default: $DILOCO_CERTIFICATE)"
+    )
+
+
+def environment_of(arguments: argparse.Namespace) -> dict[str, str]:
+    """The variables that stand for these arguments."""
+    given = {
+        "DILOCO_SERVER": arguments.server,
+        "DILOCO_TOKEN_FILE": arguments.token_file,
+        "DILOCO_CERTIFICATE": arguments.certificate,
+    }
+    return {name: str(value) for name, value in given.items() if value is not None}
+
+
+def _options(variables: Mapping[str, str]) -> WorkerOptions:
+    """The options in the environment and in ``variables``. Raises ConfigurationError if no server is named."""
+    from dalsegno.diloco.worker.options import WorkerOptions
+
+    options = WorkerOptions().with_environment({**os.environ, **variables})
+    if options.server_addr is None:
+        raise ConfigurationError("no server: give --server HOST:PORT, or set DILOCO_SERVER")
+    return options
+
+
+DEFAULT_PORT = 8512
+
+
+def _describe_serve(parser: Parser) -> None:
+    parser.add_argument("-o", "--output-dir", metavar="FOLDER", type=Path, required=True, help="folder of the run")
+    parser.add_argument(
+        "-n", "--num-workers", metavar="N", type=int, required=True, help="workers that the first round waits for"
+    )
+    parser.flag("--async", help="apply each submission when it arrives; no rounds", dest="asynchronous")
+    parser.add_argument(
+        "--dn-buffer-size",
+        metavar="N",
+        type=int,
+        default=0,
+        help="with --async: change the momentum at every N-th submission only (delayed Nesterov); 0: at each",
+    )
+    parser.flag("--dylu", help="adapt each worker's local steps to its speed (DyLU)")
+    parser.option(
+        "--dylu-base-sync-every",
+        metavar="H",
+        default=500,
+        help="with --dylu: local steps of the fastest worker (default: 500)",
+    )
+    parser.option(
+        "--heartbeat-timeout",
+        metavar="SECONDS",
+        default=120.0,
+        help="rounds do not wait for a worker silent for this long; 0: they always wait (default: 120)",
+    )
+    parser.option("--min-workers", metavar="N", default=1, help="submissions that a round needs (default: 1)")
+    parser.option("--save-every", metavar="N", default=10, help="outer steps between checkpoints (default: 10)")
+    parser.option("--outer-lr", metavar="LR", default=0.7, help="outer learning rate (default: 0.7)")
+    parser.option("--outer-momentum", metavar="M", default=0.9, help="default: 0.9")
+    parser.flag("--no-nesterov", help="momentum without Nesterov")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"default: {DEFAULT_PORT}; 0: a free one")
+    parser.flag("--disable-auth", help="no token; only on addresses of this machine")
+    parser.option("--certfile", metavar="FILE", type=Path, help="TLS certificate in PEM")
+    parser.option("--keyfile", metavar="FILE", type=Path, help="private key of --certfile, in PEM")
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    """Serve the global parameters of a DiLoCo run until SIGTERM or Ctrl-C.
+
+        dalsegno diloco serve -o runs/outer -n 2 --host 0.0.0.0 --certfile cert.pem --keyfile key.pem
+
+    The first worker sends the parameters. Everything that the server has acknowledged is in FOLDER: a server that is
+    started again, also after a kill, continues from there. Workers need the token in FOLDER/auth_token.
+    """
+    import logging
+
+    from dalsegno.diloco import DiLoCoServer, Rules, delayed_nesterov, nesterov
+
+    if not arguments.asynchronous and arguments.dn_buffer_size:
+        raise ConfigurationError("--dn-buffer-size needs --async: rounds change the momentum once each")
+    if arguments.dn_buffer_size < 0:
+        raise ConfigurationError(f"--dn-buffer-size {arguments.dn_buffer_size}: needs 0 or more")
+    if arguments.dn_buffer_size and arguments.no_nesterov:
+        raise ConfigurationError("--dn-buffer-size and --no-nesterov exclude each other; remove one of the two")
+    if arguments.outer_lr <= 0 or not 0 <= arguments.outer_momentum < 1:
+        raise ConfigurationError("--outer-lr must be over 0, and --outer-momentum from 0 to below 1")
+    if arguments.dn_buffer_size:
+        optimizer = delayed_nesterov(arguments.outer_lr, arguments.outer_momentum, buffer_size=arguments.dn_buffer_size)
+    else:
+        optimizer = nesterov(arguments.outer_lr, arguments.outer_momentum, is_nesterov=not arguments.no_nesterov)
+    rules = Rules(
+        num_workers=arguments.num_workers,
+        asynchronous=arguments.asynchronous,
+        min_workers=arguments.min_workers,
+        heartbeat_timeout=arguments.heartbeat_timeout,
+        save_every=arguments.save_every,
+        dylu=arguments.dylu,
+        dylu_base_sync_every=arguments.dylu_base_sync_every,
+    )
+    server = DiLoCoServer(
+        arguments.output_dir,
+        arguments.num_workers,
+        optimizer,
+        rules,
+        host=arguments.host,
+        port=arguments.port,
+        disable_auth=arguments.disable_auth,
+        certfile=arguments.certfile,
+        keyfile=arguments.keyfile,
+    )
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    arrived = _signals_arrive()
+
+    def end_at_signal() -> None:
+        os.read(arrived, 1)
+        server.end()
+
+    with server:
+        print(f"serving  {server.address}")
+        print(f"token    {'none' if server.token is None else server.token_file}", flush=True)
+        threading.Thread(target=end_at_signal, daemon=True).start()
+        server.wait()
+    print("saved; the same command continues the run")
+    return 0
+
+
+def _signals_arrive() -> int:
+    """Let SIGTERM and Ctrl-C write to a pipe, instead of ending the process. Returns the end to read.
+
+    They are not blocked and awaited: a library's thread, started when it was imported, would still get them.
+    """
+    arrived, wake = os.pipe()
+    os.set_blocking(wake, False)
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    return arrived
+
+
+RUN = ("train", "launch")
+"""Commands that may follow."""
+
+
+def _describe_worker(parser: Parser) -> None:
+    add_server(parser)
+    parser.option(
+        "--worker-id", metavar="NAME", help="the worker's name in all its legs (default: made from host and output_dir)"
+    )
+    parser.option("--sync-every", metavar="H", type=int, help="local steps between synchronizations")
+    parser.option("--num-fragments", metavar="N", type=int, help="synchronize the model in N parts, one at a time")
+    wire = parser.add_mutually_exclusive_group()
+    wire.add_argument("--fp32-comm", action="store_true", help="send float32, not bfloat16")
+    wire.add_argument("--int8-comm", action="store_true", help="send int8 with scales, half the bytes of bfloat16")
+    parser.flag("--dylu", help="let the server choose the number of local steps")
+    parser.option(
+        "--overlap-steps", metavar="N", type=int, help="local steps during which a submission travels (default: 0)"
+    )
+    parser.option(
+        "--mixing-factor",
+        metavar="SHARE",
+        type=float,
+        help="with --overlap-steps: weight of the worker's own parameters beside the result (default: 0.5)",
+    )
+    parser.option("--heartbeat-interval", metavar="SECONDS", type=float, help="time between two heartbeats")
+    parser.option("--timeout", metavar="SECONDS", type=float, help="time to wait for the other workers (default: 600)")
+    parser.option(
+        "--max-sync-retries", metavar="N", type=int, help="further attempts of a synchronization (default: 3)"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=f"{' or '.join(RUN)} …")
+
+
+def _worker(arguments: argparse.Namespace) -> int:
+    """Run a training as a worker of a DiLoCo server.
+
+        dalsegno diloco worker --server outer.example:8512 --token-file auth_token -- train run.toml
+        dalsegno diloco worker --server outer.example:8512 --token-file auth_token -- launch --nproc 8 run.toml
+
+    Sets the environment variables that DiLoCoCallback reads, and runs the command after '--'. The training's callbacks
+    must include DiLoCoCallback. Options that are not given are taken from the environment, or from its arguments.
+    """
+    from dalsegno import cli
+
+    words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not words or words[0] not in RUN:
+        raise ConfigurationError(f"after the options: -- {' … or -- '.join(RUN)} …")
+    given = {
+        "DILOCO_WORKER_ID": arguments.worker_id,
+        "DILOCO_SYNC_EVERY": arguments.sync_every,
+        "DILOCO_NUM_FRAGMENTS": arguments.num_fragments,
+        "DILOCO_BF16_COMM": "false" if arguments.fp32_comm else None,
+        "DILOCO_INT8_COMM": "true" if arguments.int8_comm else None,
+        "DILOCO_DYLU": "true" if arguments.dylu else None,
+        "DILOCO_OVERLAP_STEPS": arguments.overlap_steps,
+        "DILOCO_MIXING_FACTOR": arguments.mixing_factor,
+        "DILOCO_HEARTBEAT_INTERVAL": arguments.heartbeat_interval,
+        "DILOCO_TIMEOUT": arguments.timeout,
+        "DILOCO_MAX_SYNC_RETRIES": arguments.max_sync_retries,
+    }
+    variables = environment_of(arguments) | {name: str(value) for name, value in given.items() if value is not None}
+    _options(variables)
+    os.environ.update(variables)
+    return cli.main(words)
+
+
+def _describe_status(parser: Parser) -> None:
+    add_server(parser)
+    parser.json()
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    """Show a DiLoCo server's version and workers."""
+    from dalsegno.diloco.worker.client import connect
+    from dalsegno.system.byte_sizes import format_bytes
+
+    with connect(_options(environment_of(arguments))) as client:
+        status = client.status()
+    if arguments.json:
+        print_json(status)
+        return 0
+    newest = status["newest"] or {}
+    facts = [
+        ("mode", text(status["mode"])),
+        ("version", text(status["version"])),
+        ("parameters", number(status["parameters"])),
+        ("received", format_bytes(status["bytes_received"])),
+        *([("outer loss", number(newest["loss"]))] if "loss" in newest else []),
+        *((name, visible(str(status[name]))) for name in ("failure", "obstacle") if status[name]),
+    ]
+    print_facts(client.address, facts)
+    if status["workers"]:
+        columns = [
+            Column("worker_id", "worker"),
+            Column("state", "state", style=lambda state: "yellow" if state == "dead" else ""),
+            Column("submissions", "submissions", text, right=True),
+            Column("base", "version", text, right=True),
+            Column("staleness", "staleness", text, right=True),
+            Column("steps_per_second", "steps/s", number, right=True),
+            Column("seen_seconds_ago", "seen s ago", number, right=True),
+        ]
+        print_table(columns, status["workers"])
+    return 0
+
+
+COMMANDS = {
+    "serve": Command(_serve, _describe_serve),
+    "worker": Command(_worker, _describe_worker, OF_TRAINING),
+    "status": Command(_status, _describe_status),
+}
+"""In the order of the help."""

@@ -1,0 +1,530 @@
+"""List running jobs, ask them for their status, and send them commands.
+
+JOB is a job's id as 'dalsegno jobs list' shows it, the beginning of one, or the job's output_dir. Commands reach a job
+over HTTP if it has TrainerControlCallback, otherwise as files in its output_dir. docs/jobs.md describes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
+
+from dalsegno.cli.command import Command, Parser
+from dalsegno.cli.console import (
+    Column,
+    moment,
+    number,
+    print_facts,
+    print_json,
+    print_json_line,
+    print_rows,
+    print_table,
+    rich_table,
+    text,
+    visible,
+)
+from dalsegno.errors import ConfigurationError, DalsegnoError
+from dalsegno.logs.values import is_number
+
+if TYPE_CHECKING:
+    from dalsegno.control.client import JobClient
+    from dalsegno.control.jobs import Job
+
+
+TOKEN_VARIABLE = "DALSEGNO_TOKEN"
+
+
+def add_job(parser: Parser) -> None:
+    """``JOB`` as ``arguments.job``, and how to reach it elsewhere."""
+    parser.add_argument("job", metavar="JOB", nargs="?", help="id, beginning of an id, or output_dir")
+    add_remote(parser)
+
+
+def add_job_and_json(parser: Parser) -> None:
+    add_job(parser)
+    parser.json()
+
+
+def add_remote(parser: Parser) -> None:
+    parser.option(
+        "--remote",
+        metavar="HOST:PORT",
+        help=f"a job on another machine, by its server's address; its token is read from ${TOKEN_VARIABLE}, from "
+        "--token-file, or from the terminal",
+    )
+    parser.option("--token-file", metavar="FILE", type=Path, help="file with the token of --remote")
+    parser.option("--certificate", metavar="FILE", type=Path, help="certificate of --remote in PEM; implies TLS")
+
+
+def remote_client(arguments: argparse.Namespace) -> JobClient:
+    """The client of the server at ``--remote``."""
+    from dalsegno.control.client import JobClient
+    from dalsegno.web.security import read_certificate
+
+    host, colon, port = arguments.remote.rpartition(":")
+    if not colon or not port.isdecimal() or not host or "/" in host:
+        raise ConfigurationError(f"--remote {arguments.remote}: needs HOST:PORT, such as node-7:8900")
+    certificate = read_certificate(arguments.certificate) if arguments.certificate else None
+    scheme = "http" if certificate is None else "https"
+    client = JobClient(f"{scheme}://{arguments.remote}", token=_token(arguments), certificate=certificate)
+    name = getattr(arguments, "job", None)
+    if name is not None and not client.job_id.startswith(name):
+        raise ConfigurationError(f"--remote {arguments.remote}: its job is {client.job_id}, not {name}")
+    return client
+
+
+def client_of(arguments: argparse.Namespace) -> JobClient:
+    """The client of the job that the arguments name. Raises NotFound, or NotRunning if the job is dead."""
+    from dalsegno.control.client import JobClient, resolve
+
+    return remote_client(arguments) if arguments.remote else JobClient.of(resolve(required_job(arguments)))
+
+
+def required_job(arguments: argparse.Namespace) -> str:
+    """Raises ConfigurationError if no job is named."""
+    if arguments.job is None:
+        raise ConfigurationError("name a JOB: an id from 'dalsegno jobs list', or an output_dir")
+    job: str = arguments.job
+    return job
+
+
+def _token(arguments: argparse.Namespace) -> str | None:
+    """The token; None if an empty line is entered, for a server without one."""
+    if arguments.token_file is not None:
+        token = arguments.token_file.read_text("ascii", "replace").strip()
+    elif TOKEN_VARIABLE in os.environ:
+        token = os.environ[TOKEN_VARIABLE].strip()
+    elif sys.stdin.isatty():
+        from getpass import getpass
+
+        token = getpass("token: ").strip()
+    else:
+        token = ""
+    return token or None
+
+
+STYLES = {"running": "green", "dead": "yellow", "unreadable": "red"}
+
+
+def _describe_list(parser: Parser) -> None:
+    add_remote(parser)
+    parser.json()
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    """List this user's jobs on this machine, or those of --remote: the newest first.
+
+    The state is 'running'; 'dead' if the process has ended without removing its file, which 'dalsegno jobs cleanup'
+    does; 'elsewhere' for a job on another machine that shares the home directory.
+    """
+    if arguments.remote:
+        with remote_client(arguments) as client:
+            rows = client.jobs()
+    else:
+        rows = _local_rows()
+    if arguments.json:
+        print_json(rows)
+        return 0
+    if not rows:
+        print("no jobs")
+        return 0
+    columns = [
+        Column("job_id", "job"),
+        Column("state", "state", style=lambda state: STYLES.get(state, "")),
+        Column("hostname", "host"),
+        Column("pid", "pid", text, right=True),
+        Column("port", "port", text, right=True),
+        Column("started_at", "started", lambda seconds: moment(seconds)[: len("2026-01-31 12:00")]),
+        Column("output_dir", "output_dir"),
+    ]
+    print_table(columns, rows)
+    return 0
+
+
+def _local_rows() -> list[dict[str, Any]]:
+    from dataclasses import asdict
+
+    from dalsegno.control.jobs import list_jobs
+
+    return [
+        {**(asdict(job.endpoint) if job.endpoint else {}), "job_id": job.job_id, "state": job.state}
+        for job in list_jobs()
+    ]
+
+
+PLACE = {"job_id", "status", "timestamp", "logged_at", "global_step", "max_steps", "epoch"}
+"""Keys of a status that are not logged values."""
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    """Show a job's step, epoch, and the last values of what it logs."""
+    with client_of(arguments) as client:
+        status = client.status()
+    if arguments.json:
+        print_json(status)
+        return 0
+    facts = [
+        ("step", step_of(status)),
+        ("epoch", shown(status.get("epoch"))),
+        ("last log", moment(status.get("logged_at"))),
+        *((name, shown(value)) for name, value in status.items() if name not in PLACE),
+    ]
+    print_facts(visible(str(status.get("job_id"))), [(visible(name), visible(fact)) for name, fact in facts])
+    return 0
+
+
+def step_of(status: dict[str, Any]) -> str:
+    """``120 of 1,000``; without the end, if it is not known."""
+    step, goal = status.get("global_step"), status.get("max_steps")
+    return f"{shown(step)} of {shown(goal)}" if isinstance(goal, int) and goal > 0 else shown(step)
+
+
+def shown(value: Any) -> str:
+    """A logged value."""
+    return number(value) if is_number(value) else text(value)
+
+
+AT_ONCE = 8
+"""Jobs that are asked at the same time: one that does not answer must not hold up the others."""
+
+
+def _describe_watch(parser: Parser) -> None:
+    parser.option("--interval", metavar="SECONDS", default=1.0, help="time between two updates")
+    parser.option("--updates", metavar="N", type=int, help="end after N updates")
+    parser.json()
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    """Watch all jobs of this user on this machine, in a table that is redrawn every second, until Ctrl-C.
+
+    Into a file or a pipe, a table is printed each time; with --json, one line.
+    """
+    if not arguments.interval > 0:
+        raise ConfigurationError(f"--interval {arguments.interval}: must be a positive number of seconds")
+    updates = _updates(arguments.interval, arguments.updates)
+    if arguments.json:
+        for rows in updates:
+            print_json_line(rows)
+            sys.stdout.flush()
+    elif not sys.stdout.isatty():
+        for rows in updates:
+            print_table(_watch_columns(), rows)
+            sys.stdout.flush()
+    else:
+        _draw_live(updates)
+    return 0
+
+
+def _draw_live(updates: Iterator[list[dict[str, Any]]]) -> None:
+    from rich.live import Live
+
+    with Live(auto_refresh=False) as live:
+        for rows in updates:
+            live.update(rich_table(_watch_columns(), rows) if rows else "no jobs", refresh=True)
+
+
+def _watch_columns() -> list[Column]:
+    return [
+        Column("job_id", "job"),
+        Column("state", "state", style=lambda state: "green" if state == "running" else "yellow"),
+        Column("step", "step", right=True),
+        Column("epoch", "epoch", number, right=True),
+        Column("loss", "loss", shown, right=True),
+        Column("eval_loss", "eval", shown, right=True),
+        Column("learning_rate", "lr", shown, right=True),
+        Column("steps_per_second", "steps/s", number, right=True),
+        Column("output_dir", "output_dir"),
+    ]
+
+
+def _updates(interval: float, count: int | None) -> Iterator[list[dict[str, Any]]]:
+    """A row for each job, again and again."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from dalsegno.control.jobs import list_jobs
+
+    watched: dict[str, _Watched] = {}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        number = 0
+        while count is None or number < count:
+            if number:
+                time.sleep(interval)
+            jobs = list_jobs()
+            watched = {job.job_id: watched.get(job.job_id) or _Watched() for job in jobs}
+            yield list(pool.map(lambda job: watched[job.job_id].row(job), jobs))  # noqa: B023  (used at once)
+            number += 1
+
+
+class _Watched:
+    """A job, from one update to the next."""
+
+    def __init__(self) -> None:
+        self._client: JobClient | None = None
+        self._last: tuple[float, int] | None = None  # time and step
+
+    def row(self, job: Job) -> dict[str, Any]:
+        row: dict[str, Any] = {"job_id": job.job_id, "state": job.state}
+        if job.endpoint is None:
+            return row
+        row["output_dir"] = job.endpoint.output_dir
+        if job.state != "running" or job.endpoint.port is None:
+            return row if job.endpoint.port or job.state != "running" else {**row, "state": "running, no server"}
+        try:
+            status = self._status(job)
+        except (DalsegnoError, OSError):
+            self._client = None
+            return {**row, "state": "no answer"}
+        return {**status, **row, "step": step_of(status), "steps_per_second": self._speed(status)}
+
+    def _status(self, job: Job) -> dict[str, Any]:
+        from dalsegno.control.client import JobClient
+
+        if self._client is None:
+            self._client = JobClient.of(job)
+        return self._client.status()
+
+    def _speed(self, status: dict[str, Any]) -> float | None:
+        now, before = (float(status["timestamp"]), int(status["global_step"])), self._last
+        self._last = now
+        return (now[1] - before[1]) / (now[0] - before[0]) if before and now[0] > before[0] else None
+
+
+def _describe_open(parser: Parser) -> None:
+    add_job(parser)
+    parser.add_argument("--port", type=int, default=0, help="port of the page, on 127.0.0.1; default: a free one")
+    parser.flag("--print", help="print the private file's address; open no browser")
+
+
+def _open(arguments: argparse.Namespace) -> int:
+    """Open the live page in the browser: of all jobs of this user on this machine, or of one, until Ctrl-C.
+
+    The page finds a restarted job again by itself. A private file hands the page's token to the browser: the token is
+    neither in an address that is sent, nor on a command line. With --remote, the page is that of the job's own server.
+    """
+    if arguments.remote:
+        with remote_client(arguments) as client:
+            client.status()  # the job answers, and the token is right
+            fragment = {} if client.token is None else {"token": client.token}
+            _show(_handover("open.html", client.base_url, fragment), arguments.print)
+        return 0
+    from dalsegno.control.client import resolve, running
+    from dalsegno.control.hub import HOST, hub_server
+    from dalsegno.web.security import new_token
+    from dalsegno.web.server import listen
+
+    named = {} if arguments.job is None else {"run": running(resolve(arguments.job)).output_dir}
+    listener, token = listen(HOST, arguments.port), new_token()
+    address = f"http://{HOST}:{listener.getsockname()[1]}"
+    place = _handover(f"open-{os.getpid()}.html", address, {"token": token, **named})
+    server = hub_server(listener, token)
+    try:
+        server.start()
+        _show(place, arguments.print)
+        print("Ctrl-C closes the page's server; the jobs keep running", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.wait()
+    finally:
+        server.stop()
+        place.unlink(missing_ok=True)
+    return 0
+
+
+def _handover(name: str, address: str, fragment: Mapping[str, str]) -> Path:
+    """Write the file that leads the browser to ``address``, with a fragment that it does not send."""
+    from dalsegno.control.jobs import write_private
+
+    target = json.dumps(f"{address}/#{urlencode(fragment)}").replace("<", "\\u003c")
+    return write_private(
+        name,
+        '<!doctype html><meta charset="utf-8"><meta name="referrer" content="no-referrer">'
+        f"<title>dalsegno</title><script>location.replace({target})</script>\n",
+    )
+
+
+def _show(place: Path, only_print: bool) -> None:
+    import webbrowser
+
+    if only_print or not webbrowser.open(place.as_uri()):
+        print(place.as_uri(), flush=True)
+
+
+WAIT = 60.0
+"""Seconds that a command waits for its effect, by default."""
+
+
+def add_sending(parser: Parser) -> None:
+    """The arguments of a command that is sent."""
+    add_job(parser)
+    parser.option(
+        "--wait",
+        metavar="SECONDS",
+        default=WAIT,
+        type=float,
+        help="wait this long for the effect, which comes at the end of a step; 0: only until the command is accepted",
+    )
+    parser.json()
+
+
+def send(arguments: argparse.Namespace, command: str, data: Mapping[str, Any] | None = None) -> int:
+    """Send ``command`` to the job; returns the exit status."""
+    from dalsegno.control.client import send_command
+
+    if not 0 <= arguments.wait <= 600:
+        raise ConfigurationError(f"--wait {arguments.wait:g}: must be from 0 to 600 seconds")
+    if arguments.remote:
+        with remote_client(arguments) as client:
+            answer = client.send(command, data, wait=arguments.wait)
+    else:
+        answer = send_command(required_job(arguments), command, data, wait=arguments.wait)
+    if arguments.json:
+        print_json(answer)
+    elif answer.get("error"):
+        print(visible(f"{command}: had no effect: {answer['error']}"))
+    elif answer.get("step") is not None:
+        print(visible(f"{command}: took effect at the end of step {answer['step']}"))
+    else:
+        print(f"{command}: accepted; it takes effect at the end of one of the next steps")
+    return 1 if answer.get("error") else 0
+
+
+def _describe_abort(parser: Parser) -> None:
+    add_sending(parser)
+    parser.flag("--force", help="do not ask")
+
+
+def _abort(arguments: argparse.Namespace) -> int:
+    """End a job without a checkpoint: what was trained since the last one is lost.
+
+    Asks first, unless --force is given.
+    """
+    if not arguments.force and not _is_confirmed(arguments.remote or required_job(arguments)):
+        print("not aborted")
+        return 1
+    return send(arguments, "abort")
+
+
+def _is_confirmed(job: str) -> bool:
+    if not sys.stdin.isatty():
+        raise ConfigurationError("abort asks before it ends a job, and there is no terminal: add --force")
+    return input(f"end {job} without a checkpoint? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _describe_set(parser: Parser) -> None:
+    add_sending(parser)
+    parser.add_argument("settings", metavar="NAME=VALUE", nargs="*", help="say learning_rate=3e-4")
+
+
+def _set(arguments: argparse.Namespace) -> int:
+    """Change settings of a job from the end of a step on.
+
+    Settings: learning_rate (a value, or a factor written x0.5), logging_steps, eval_steps, save_steps, max_steps.
+
+      dalsegno jobs set runs/a learning_rate=x0.5 save_steps=200
+    """
+    words = list(arguments.settings)
+    if arguments.remote and arguments.job is not None and "=" in arguments.job:
+        words, arguments.job = [arguments.job, *words], None
+    data: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise ConfigurationError(f"{word!r}: write NAME=VALUE, say learning_rate=3e-4")
+        if name in data:
+            raise ConfigurationError(f"{name} is given twice")
+        data[name] = _setting(name, value)
+    return send(arguments, "set", data)
+
+
+def _setting(name: str, text: str) -> Any:
+    is_factor = text[:1] in ("x", "×", "*")
+    try:
+        value = json.loads(text[1:] if is_factor else text)
+    except ValueError:
+        raise ConfigurationError(f"{name}={text}: needs a number, or a factor such as x0.5") from None
+    return {"factor": value} if is_factor else value
+
+
+def _callbacks(arguments: argparse.Namespace) -> int:
+    """List the callbacks of a job."""
+    with client_of(arguments) as client:
+        rows = client.callbacks()["callbacks"]
+    columns = [
+        Column("key", "callback"),
+        Column("class", "class"),
+        Column("on", "", lambda is_on: "" if is_on else "switched off"),
+    ]
+    print_rows(columns, rows, as_json=arguments.json)
+    return 0
+
+
+def _describe_switch(parser: Parser) -> None:
+    add_sending(parser)
+    parser.add_argument("words", metavar="KEY on|off", nargs="*", help="the callback, and on or off")
+
+
+def _switch(arguments: argparse.Namespace) -> int:
+    """Switch a callback that only observes off, or on again.
+
+    KEY is the callback's key, as 'dalsegno jobs callbacks' shows it.
+    """
+    words = list(arguments.words)
+    if arguments.remote and len(words) == 1:  # JOB may be left out
+        words, arguments.job = [arguments.job, *words], None
+    if len(words) != 2 or words[1] not in ("on", "off"):
+        raise ConfigurationError("switch: needs JOB KEY on, or JOB KEY off")
+    return send(arguments, "switch", {"callback": words[0], "on": words[1] == "on"})
+
+
+def _describe_cleanup(parser: Parser) -> None:
+    parser.flag("--unreadable", help="also those whose file cannot be read")
+    parser.json()
+
+
+def _cleanup(arguments: argparse.Namespace) -> int:
+    """Remove the files of jobs that were killed.
+
+    Jobs that run, and jobs on other machines, are kept. Only the jobs' own files in the user's state folder are
+    removed.
+    """
+    from dalsegno.control.jobs import remove_dead
+
+    removed = [job.job_id for job in remove_dead(unreadable=arguments.unreadable)]
+    if arguments.json:
+        print_json(removed)
+    else:
+        print("\n".join(f"removed {job_id}" for job_id in removed) or "nothing to remove")
+    return 0
+
+
+def _sends(command: str, help: str) -> Command:
+    """A command without data."""
+    return Command(lambda arguments: send(arguments, command), add_sending, _NO_EFFECT, help=help)
+
+
+_NO_EFFECT = {1: "the command had no effect"}
+
+COMMANDS = {
+    "list": Command(_list, _describe_list),
+    "status": Command(_status, add_job_and_json),
+    "watch": Command(_watch, _describe_watch),
+    "open": Command(_open, _describe_open),
+    "save": _sends("save_checkpoint", "Save a checkpoint at the end of a step."),
+    "stop": _sends("graceful_stop", "Save a checkpoint and end; the next start of the job resumes."),
+    "save-stop": _sends("save_and_stop", "Save a checkpoint and end, as 'dalsegno jobs stop' does."),
+    "abort": Command(_abort, _describe_abort, _NO_EFFECT),
+    "evaluate": _sends("evaluate", "Evaluate on every evaluation set at the end of a step."),
+    "log": _sends("log", "Log a training record at the end of a step."),
+    "set": Command(_set, _describe_set, _NO_EFFECT),
+    "callbacks": Command(_callbacks, add_job_and_json),
+    "switch": Command(_switch, _describe_switch, _NO_EFFECT),
+    "cleanup": Command(_cleanup, _describe_cleanup),
+}
+"""In the order of the help."""

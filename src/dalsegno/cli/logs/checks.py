@@ -1,0 +1,356 @@
+"""Commands that judge curves: compare, spikes, detect."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dalsegno.cli.command import Parser
+from dalsegno.cli.console import Column, number, print_json, print_table, text
+from dalsegno.errors import ConfigurationError
+
+from .arguments import (
+    RUN,
+    PerRunResults,
+    add_metrics,
+    add_output,
+    add_runs,
+    add_step_key,
+    output_path,
+    save_picture,
+    settings_of,
+)
+
+if TYPE_CHECKING:
+    from dalsegno.analysis import DetectorSettings, Series, TrainingLog
+    from dalsegno.analysis.stats.detect import Firing
+
+
+def describe_compare(parser: Parser) -> None:
+    add_runs(parser)
+    add_metrics(parser, "the loss and the evaluation losses")
+    parser.option(
+        "--window", metavar="N", type=int, help="records to average; default: 1/20 of the records, at most 50"
+    )
+    parser.option(
+        "--sigmas", metavar="S", default=4.0, help="mean difference that counts as separated, in standard errors"
+    )
+    add_output(parser, None)
+    parser.json()
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Compare runs with the first one, step by step: where the curves separate, and their difference at the end.
+
+    "differs at": first step with another value. "separates at": first step at which the mean difference leaves the
+    noise of both curves for more than half a window (it may return later). The last columns are means over the last
+    window of records, their difference and its standard error.
+    """
+    from dalsegno.analysis import open_logs, plot_logs
+
+    path = output_path(arguments, "compare") if arguments.output or arguments.format else None
+    logs = open_logs(arguments.runs, arguments.step_key)
+    if len(logs) < 2:
+        raise ConfigurationError(f"only one run, {logs[0].name}; a comparison needs at least two")
+    metrics = arguments.metrics or _in_common(logs)
+    for log in logs:
+        log.series([name for name in metrics if name in log.metrics()])  # reads the log once for all metrics
+    rows = [_comparison(logs[0], other, metric, arguments) for metric in metrics for other in logs[1:]]
+    if path is not None:
+        save_picture(plot_logs(logs, metrics, compare=True), path, quiet=arguments.json)
+    if arguments.json:
+        print_json({"first": logs[0].name, "comparisons": rows})
+    else:
+        print(f"compared with {logs[0].name}:")
+        print_table(
+            [
+                Column("metric", "metric"),
+                Column("run", "run"),
+                Column("records", "compared", number, True),
+                Column("differs_at", "differs at", number, True),
+                Column("parts_at", "separates at", number, True, lambda step: "" if step is None else "red"),
+                Column("last_step", "last step", number, True),
+                Column("first", logs[0].name, number, True),
+                Column("second", "this run", number, True),
+                Column("difference", "difference", number, True),
+                Column("noise", "noise", number, True),
+            ],
+            rows,
+        )
+    return 1 if any(row["parts_at"] is not None for row in rows) else 0
+
+
+def _in_common(logs: list[TrainingLog]) -> list[str]:
+    """The loss and the evaluation losses that all runs log."""
+    shared = [name for name in logs[0].metrics() if all(name in log.metrics() for log in logs)]
+    chosen = [name for name in shared if name == logs[0].loss or (name.startswith("eval") and name.endswith("loss"))]
+    if not chosen:
+        names = ", ".join(shared) or "none"
+        raise ConfigurationError(f"the runs have no loss in common; choose with --metrics one of: {names}")
+    return chosen
+
+
+def _comparison(first: TrainingLog, other: TrainingLog, metric: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from dalsegno.analysis import compare_series
+
+    result = compare_series(
+        first.metric(metric), other.metric(metric), window=arguments.window, sigmas=arguments.sigmas
+    )
+    return {"metric": metric, "run": other.name, **asdict(result)}
+
+
+def describe_spikes(parser: Parser) -> None:
+    add_runs(parser)
+    add_metrics(parser, "the loss and grad_norm")
+    parser.option("--sigmas", metavar="S", default=6.0, help="height in standard deviations")
+    parser.option(
+        "--window",
+        metavar="N",
+        type=int,
+        help="preceding records of the median; default: 1/10 of the records, from 16 to 50",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=("min", "max"),
+        default="min",
+        help="max: spikes point down, as for an accuracy; default: %(default)s",
+    )
+    parser.json()
+
+
+def spikes(arguments: argparse.Namespace) -> int:
+    """Find spikes: records far outside the noise of the records before them.
+
+    A spike lies more than --sigmas standard deviations above the median of the preceding records, or is NaN or
+    infinite.
+    """
+    from dataclasses import asdict
+
+    from dalsegno.analysis import find_spikes, open_logs
+
+    def of_run(log: TrainingLog) -> list[dict[str, Any]]:
+        default = [name for name in (log.loss, "grad_norm") if name in log.metrics()]
+        find = partial(find_spikes, window=arguments.window, sigmas=arguments.sigmas, mode=arguments.mode)
+        curves = log.series(arguments.metrics or default)
+        return [{"run": log.name, "metric": name, **asdict(spike)} for name in curves for spike in find(curves[name])]
+
+    results = PerRunResults(open_logs(arguments.runs, arguments.step_key), of_run)
+    rows = [row for _, found in results.found for row in found]
+    if arguments.json:
+        print_json(rows)
+    elif rows:
+        print_table(
+            [
+                Column("run", "run"),
+                Column("metric", "metric"),
+                Column("step", "step", number, True),
+                Column("value", "value", number, True),
+                Column("usual", "median", number, True),
+                Column("sigmas", "sigmas", lambda sigmas: f"{sigmas:.0f}", True),
+                Column("records", "records", number, True),
+                Column(
+                    "recovered",
+                    "recovered",
+                    lambda yes: "yes" if yes else "no",
+                    False,
+                    lambda recovered: "" if recovered else "red",
+                ),
+            ],
+            rows,
+        )
+    elif results.found:
+        print("No spikes.")
+    return results.status()
+
+
+def describe_detect(parser: Parser) -> None:
+    parser.add_argument("runs", metavar="RUN", nargs="*", type=Path, help=RUN)
+    parser.add_argument(
+        "--good", metavar="RUN", nargs="+", type=Path, default=[], help="runs in which the detector should not fire"
+    )
+    parser.add_argument(
+        "--bad", metavar="RUN", nargs="+", type=Path, default=[], help="runs in which the detector should fire"
+    )
+    parser.flag("--sweep", help="search for the best settings; needs --good and --bad")
+    parser.option("--metric", metavar="NAME", help="metric the detector watches; default: the loss")
+    parser.option(
+        "--smoothing",
+        metavar="A",
+        default=0.3,
+        help="weight of the newest value in the moving average, over 0, up to 1",
+    )
+    parser.option(
+        "--threshold",
+        metavar="T",
+        type=_float_or_none,
+        help="distance from the baseline, in the metric's unit; default: none",
+    )
+    parser.option(
+        "--relative-threshold", metavar="F", type=_float_or_none, help="factor of the baseline, over 1; default: none"
+    )
+    parser.option(
+        "--baseline-smoothing",
+        metavar="B",
+        type=_float_or_none,
+        help="baseline is a slower moving average with this weight; default: the baseline is the best value",
+    )
+    parser.option("--patience", metavar="N", default=3, help="bad records in a row to fire")
+    parser.option("--warmup", metavar="N", default=10, help="first records, not judged")
+    parser.add_argument(
+        "--mode", choices=("min", "max"), default="min", help="max: the metric should rise; default: %(default)s"
+    )
+    parser.option(
+        "--save-steps",
+        metavar="N",
+        type=int,
+        help="steps between checkpoints: show to which one of them the run would have gone back; default: do not",
+    )
+    parser.option(
+        "--margin", metavar="N", default=50, help="with --save-steps, the margin of the RecoveryPolicy, in steps"
+    )
+    add_step_key(parser)
+    parser.json()
+
+
+def detect(arguments: argparse.Namespace) -> int:
+    """Replay past runs through DivergenceDetector: would it have stopped them, and when?
+
+    With --save-steps, show to which checkpoint action="rollback" would first have gone back. Mark runs with --good and
+    --bad to count false alarms and missed divergences; --sweep finds the settings that separate the two best. With
+    neither threshold, the limit adapts to the run's own gain and noise. Exit status 1 if the detector fires in an
+    unmarked run or is wrong about a marked one; 2 if a run cannot be read or lacks the metric, after the other runs
+    have been checked.
+    """
+    from dalsegno.analysis import DetectorSettings
+
+    settings = settings_of(DetectorSettings, arguments)
+    if arguments.save_steps is not None and arguments.save_steps < 1:
+        raise ConfigurationError(f"--save-steps {arguments.save_steps}: needs at least 1")
+    named = {"good": arguments.good, "bad": arguments.bad, None: arguments.runs}
+    if not any(named.values()):
+        raise ConfigurationError("no runs given: name them as RUN, --good RUN or --bad RUN")
+    results = {mark: _watched(paths, arguments) for mark, paths in named.items()}
+    marked = {mark: [series for _, series in result.found] for mark, result in results.items()}
+    failed = max(result.status() for result in results.values())
+    if not any(marked.values()):
+        return failed
+    found = _sweep(marked, arguments) if arguments.sweep else _detect(marked, settings, arguments)
+    return failed or found
+
+
+def _detect(marked: dict[str | None, list[Series]], settings: DetectorSettings, arguments: argparse.Namespace) -> int:
+    from dalsegno.analysis import detect_divergence
+
+    rows: list[dict[str, Any]] = []
+    for mark, runs in marked.items():
+        for series in runs:
+            found = detect_divergence(series, settings)
+            fired = found.fired
+            rows.append(
+                {
+                    "run": series.run,
+                    "marked": mark,
+                    "records": found.observations,
+                    "fires_at": fired.step if fired else None,
+                    "back_to": _checkpoint_before(fired, arguments),
+                    "verdict": _verdict(mark, fired is not None),
+                    "reason": found.reason,
+                }
+            )
+    wrong = {kind: sum(row["verdict"] == kind for row in rows) for kind in ("false alarm", "missed")}
+    if arguments.json:
+        print_json({"false_alarms": wrong["false alarm"], "missed": wrong["missed"], "runs": rows})
+    else:
+        print_table(
+            [
+                Column("run", "run"),
+                *([Column("marked", "marked")] if arguments.good or arguments.bad else []),
+                Column("records", "records", number, True),
+                Column("fires_at", "fires at", number, True),
+                *([Column("back_to", "back to", number, True)] if arguments.save_steps is not None else []),
+                Column("verdict", "verdict", style=lambda verdict: "" if verdict in ("passes", "right") else "red"),
+                Column("reason", "reason"),
+            ],
+            rows,
+        )
+        if arguments.good or arguments.bad:
+            print(f"false alarms: {wrong['false alarm']} of {len(marked['good'])} good runs; ", end="")
+            print(f"missed: {wrong['missed']} of {len(marked['bad'])} bad runs")
+    return 1 if any(row["verdict"] in ("diverges", *wrong) for row in rows) else 0
+
+
+def _checkpoint_before(fired: Firing | None, arguments: argparse.Namespace) -> int | None:
+    """Step of the checkpoint to which the run would have gone back; None if it would not, or without
+    ``--save-steps``."""
+    from dalsegno.policies.recovery import RecoveryPolicy
+
+    policy = RecoveryPolicy(margin=arguments.margin)
+    apart: int | None = arguments.save_steps
+    if fired is None or apart is None:
+        return None
+    latest = policy.latest_checkpoint(fired.step, [])
+    return latest - latest % apart
+
+
+def _sweep(marked: dict[str | None, list[Series]], arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from dalsegno.analysis import sweep_settings
+
+    candidates = sweep_settings(marked["good"], marked["bad"], mode=arguments.mode)
+    rows = [
+        {**asdict(each.settings), **{key: value for key, value in asdict(each).items() if key != "settings"}}
+        for each in candidates
+    ]
+    if arguments.json:
+        print_json(rows)
+    else:
+        print_table(
+            [
+                Column("missed", "missed", number, True),
+                Column("false_alarms", "false alarms", number, True),
+                Column("margin", "margin", lambda margin: f"{margin:.3g} ×", True),
+                Column("fires_at", "fires at", lambda part: text(None) if part is None else f"{part:.0%}", True),
+                Column("threshold", "--threshold", _or_none, True),
+                Column("relative_threshold", "--relative-threshold", _or_none, True),
+                Column("smoothing", "--smoothing", number, True),
+                Column("patience", "--patience", number, True),
+                Column("warmup", "--warmup", number, True),
+            ],
+            rows,
+        )
+        print("margin: factor by which the threshold may be off; fires at: mean fraction of a bad run before it fires")
+    return 1 if candidates[0].errors else 0
+
+
+def _watched(paths: list[Path], arguments: argparse.Namespace) -> PerRunResults[Series]:
+    from dalsegno.analysis import open_logs
+
+    def watched(log: TrainingLog) -> Series:
+        metric = arguments.metric or log.loss
+        if metric is None:
+            names = ", ".join(log.metrics()) or "nothing"
+            raise ConfigurationError(f"{log.name} logs no loss; choose with --metric one of: {names}")
+        return log.metric(metric)
+
+    return PerRunResults(open_logs(paths, arguments.step_key), watched)
+
+
+def _verdict(mark: str | None, fired: bool) -> str:
+    if mark is None:
+        return "diverges" if fired else "passes"
+    if mark == "good":
+        return "false alarm" if fired else "right"
+    return "right" if fired else "missed"
+
+
+def _or_none(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+def _float_or_none(word: str) -> float | None:
+    return None if word.lower() == "none" else float(word)

@@ -1,0 +1,184 @@
+"""Commands that draw: plot, heatmap, report."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dalsegno.cli.command import Parser
+from dalsegno.cli.console import print_json, shows_colours, size
+from dalsegno.errors import ConfigurationError
+
+from .arguments import (
+    add_force,
+    add_metrics,
+    add_output,
+    add_runs,
+    add_title,
+    expect_free,
+    given_run,
+    given_runs,
+    output_path,
+    save_picture,
+    settings_of,
+)
+
+if TYPE_CHECKING:
+    from dalsegno.analysis import TrainingLog
+
+
+def describe_plot(parser: Parser) -> None:
+    add_runs(parser, optional=True)
+    add_metrics(parser, "the loss")
+    parser.flag("--loss-curves", help="plot the loss, and the learning rate below it")
+    parser.flag("--compare", help="draw all runs in one panel; default: a panel each")
+    add_view(parser)
+    parser.add_argument("--labels", nargs="+", metavar="NAME", help="names of the runs, in their order")
+    add_title(parser)
+    parser.flag("--terminal", help="draw in the terminal; default: into a file")
+    add_output(parser, "plot")
+    parser.json()
+
+
+def add_view(parser: Parser) -> None:
+    """The fields of a :class:`~dalsegno.analysis.View`."""
+    axes = ("step", "epoch", "time", "tokens")
+    parser.add_argument("--x", "--x-axis", choices=axes, default="step", help="x axis; default: %(default)s")
+    parser.option(
+        "--smooth",
+        metavar="N",
+        type=int,
+        help="records in the moving mean, 1 for none; default: 1/100 of the records, none below 200",
+    )
+    parser.flag("--log", "--log-scale", help="logarithmic y axis; default: linear")
+    parser.flag("--perplexity", help="plot exp(loss) in place of the loss")
+    parser.option("--xlim", metavar="A:B", type=_limits, help="range of the x axis, either end optional; default: all")
+    parser.option(
+        "--ylim", metavar="A:B", type=_limits, help="range of the y axis, either end optional, --ylim=-1:1 if negative"
+    )
+    parser.flag("--ignore-outliers", help="fit the y axis to the middle 98%% of the values; default: to all")
+
+
+def plot(arguments: argparse.Namespace) -> int:
+    """Plot metrics of runs, into a file or in the terminal.
+
+    Several runs get a panel each, or one common panel with --compare. The faint line is the logged values, the strong
+    line their moving mean. A training metric is drawn with its evaluation metrics. Restarts and rollbacks are marked.
+    """
+    from dalsegno.analysis import View, plot_logs, sketch_logs
+
+    view = settings_of(View, arguments)
+    if arguments.terminal and arguments.json:
+        raise ConfigurationError("--terminal and --json both write to standard output; leave one of them out")
+    if arguments.loss_curves and arguments.metrics:
+        raise ConfigurationError("--loss-curves and --metrics both choose metrics; leave one of them out")
+    path = None if arguments.terminal else output_path(arguments, "plot")
+    logs = _labelled(given_runs(arguments), arguments.labels)
+    metrics = _loss_curves(logs) if arguments.loss_curves else arguments.metrics
+    if path is None:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
+        colours = shows_colours(sys.stdout)
+        print(sketch_logs(logs, metrics, view, compare=arguments.compare, width=width, colours=colours))
+        return 0
+    picture = plot_logs(logs, metrics, view, compare=arguments.compare).titled(arguments.title)
+    save_picture(picture, path, quiet=arguments.json)
+    if arguments.json:
+        print_json({"file": str(path), "runs": [log.name for log in logs], "metrics": metrics, "x": view.x})
+    return 0
+
+
+def _labelled(logs: list[TrainingLog], labels: list[str] | None) -> list[TrainingLog]:
+    """Raises ConfigurationError if there are not as many labels as runs."""
+    if labels is not None and len(labels) != len(logs):
+        raise ConfigurationError(f"--labels: {len(labels)} names for {len(logs)} runs")
+    for log, label in zip(logs, labels or (), strict=False):
+        log.name = label
+    return logs
+
+
+def _loss_curves(logs: list[TrainingLog]) -> list[str]:
+    """The loss and the learning rate, under their names in the runs."""
+    from dalsegno.analysis.summary import RATE
+
+    losses = [log.loss for log in logs if log.loss]
+    rates = [name for log in logs for name in log.metrics() if name in RATE]
+    return [*losses[:1], *rates[:1]]
+
+
+def _limits(text: str) -> tuple[float | None, float | None]:
+    low, colon, high = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a range as A:B, A: or :B")
+    try:
+        return (float(low) if low else None, float(high) if high else None)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
+
+
+METRICS = ("grad_norm", "norm", "spectral_norm")
+
+
+def describe_heatmap(parser: Parser) -> None:
+    add_runs(parser, several=False, optional=True)
+    parser.add_argument("--metric", choices=METRICS, default="grad_norm", help="norm to draw; default: %(default)s")
+    parser.option("-f", "--filter", metavar="REGEX", help="draw only parameters whose name matches; default: all")
+    parser.option("--step-stride", metavar="N", default=1, help="draw every N-th record; default: 1")
+    parser.option("--vmin", metavar="V", type=float, help="low end of the colour scale; default: the data's")
+    parser.option("--vmax", metavar="V", type=float, help="high end of the colour scale; default: the data's")
+    parser.add_argument(
+        "--figsize", type=float, nargs=2, metavar=("W", "H"), help="size in inches; default: by the parameters"
+    )
+    parser.flag("--log-scale", help="has no effect: the colour scale is logarithmic")
+    add_title(parser)
+    add_output(parser, "heatmap")
+    parser.json()
+
+
+def heatmap(arguments: argparse.Namespace) -> int:
+    """Draw a heatmap of each parameter's gradient or weight norm over the steps.
+
+    Reads the logs that GradNormLogger and ParameterNormLogger write beside the run's own log.
+    """
+    from dalsegno.analysis import matching, plot_heatmap
+
+    path = output_path(arguments, "heatmap")
+    series = matching(given_run(arguments).parameters(arguments.metric), arguments.filter)
+    series = series.every(arguments.step_stride)
+    limits, size = (arguments.vmin, arguments.vmax), arguments.figsize
+    save_picture(plot_heatmap(series, limits=limits, size=size).titled(arguments.title), path, quiet=arguments.json)
+    if arguments.json:
+        about = {"file": str(path), "run": series.run, "metric": series.name}
+        print_json({**about, "steps": series.steps.tolist(), "parameters": list(series.parameters)})
+    return 0
+
+
+def describe_report(parser: Parser) -> None:
+    add_runs(parser)
+    parser.option("-o", "--output", metavar="FILE", default=Path("report.html"), help="HTML file")
+    add_force(parser)
+    parser.add_argument("--title", help="title of the page; default: the names of the runs")
+    parser.json()
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Write a report on runs as one interactive HTML file.
+
+    It contains summaries, curves to zoom, toggle and smooth, restarts, the comparison with the first run, the
+    divergence detector's verdicts, spikes, parameter norms and log headers. The file works offline and is at most 5 MB.
+    """
+    from dalsegno.analysis import open_logs, write_report
+
+    path: Path = arguments.output
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigurationError(f"-o {path}: name a file in an existing directory")
+    expect_free(path, arguments)
+    logs = open_logs(arguments.runs, arguments.step_key)
+    write_report(logs, path, title=arguments.title)
+    if arguments.json:
+        print_json({"file": str(path), "bytes": path.stat().st_size, "runs": [log.name for log in logs]})
+    else:
+        print(f"wrote {path} ({size(path.stat().st_size)})")
+    return 0

@@ -1,0 +1,366 @@
+"""Commands that show whole runs: list, summary, lineage."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dalsegno.cli.command import Parser, expect_directory_of
+from dalsegno.cli.console import NOTHING, Column, moment, number, print_facts, print_json, print_rows, span
+from dalsegno.errors import ConfigurationError, NotFound
+
+from .arguments import PerRunResults, add_force, add_runs, add_step_key, expect_free, given_runs
+from .records import as_words
+
+if TYPE_CHECKING:
+    from dalsegno.analysis import LegSummary, MetricSummary, Summary, Tail, TrainingLog
+
+
+STYLES = {"running": "green", "diverged": "red", "failed": "red", "died": "yellow", "unreadable": "red"}
+
+
+def describe_list(parser: Parser) -> None:
+    parser.add_argument(
+        "folder",
+        metavar="DIR",
+        nargs="?",
+        type=Path,
+        default=Path(),
+        help="directory of runs; default: the current directory",
+    )
+    add_step_key(parser)
+    parser.json()
+
+
+def list_runs(arguments: argparse.Namespace) -> int:
+    """List the runs in a directory: state, steps, losses, restarts, last change."""
+    from dalsegno.analysis import open_log
+
+    runs = open_log(arguments.folder, arguments.step_key)
+    results = PerRunResults(runs, _list_row)
+    row_of = {log.path: row for log, row in results.found}
+    row_of |= {log.path: {**_name(log), "state": "unreadable", "error": error} for log, error in results.failed}
+    rows = [row_of[log.path] for log in runs]
+    columns = [
+        Column("run", "run"),
+        Column("state", "state", style=lambda state: STYLES.get(state, "")),
+        Column("step", "step", number, right=True),
+        Column("epoch", "epoch", number, right=True),
+        Column("loss", "loss", number, right=True),
+        Column("best_loss", "best", number, right=True),
+        Column("eval_loss", "eval", number, right=True),
+        Column("restarts", "restarts", number, right=True),
+        Column("resumed", "resumed", style=lambda verdict: "red" if verdict == "differs" else ""),
+        Column("changed", "last change", lambda seconds: moment(seconds)[: len("2026-01-31 12:00")], right=True),
+    ]
+    print_rows(columns, rows, as_json=arguments.json)
+    return results.status()
+
+
+def _list_row(log: TrainingLog) -> dict[str, Any]:
+    summary = log.summary()
+    evaluation = next((metric for metric in summary.evaluation if "loss" in metric.name), None)
+    return {
+        **_name(log),
+        "state": summary.state,
+        "step": summary.step,
+        "epoch": summary.epoch,
+        "loss": summary.loss.final if summary.loss else None,
+        "best_loss": summary.loss.best if summary.loss else None,
+        "eval_loss": evaluation.final if evaluation else None,
+        "restarts": summary.restarts,
+        "resumed": summary.resumed,
+        "changed": summary.changed or log.source.changed(),
+    }
+
+
+def _name(log: TrainingLog) -> dict[str, Any]:
+    return {"run": log.name, "path": str(log.path)}
+
+
+SHOWN_SPIKES = 5
+
+
+def describe_summary(parser: Parser) -> None:
+    add_runs(parser, optional=True)
+    parser.flag("--all", help="summarize all runs below the current directory")
+    parser.add_argument(
+        "--format",
+        choices=("text", "json", "md", "one-line"),
+        default="text",
+        help="output format, md being a Markdown table; default: %(default)s",
+    )
+    parser.option("-o", "--output", metavar="FILE", type=Path, help="file to write; default: standard output")
+    add_force(parser)
+    parser.json()
+
+
+def summary(arguments: argparse.Namespace) -> int:
+    """Summarize runs: steps, losses, evaluation, gradients, throughput, time, restarts, spikes."""
+    from dalsegno.analysis import TrainingLog, open_logs
+    from dalsegno.system.filesystem import replace_durably
+
+    if arguments.all and arguments.runs:
+        raise ConfigurationError("--all and RUN both name runs; leave one of them out")
+    path: Path | None = None if arguments.output is None else expect_free(arguments.output, arguments)
+    if path is not None:
+        expect_directory_of(path)
+    logs = open_logs(["."], arguments.step_key) if arguments.all else given_runs(arguments)
+    results = PerRunResults(logs, TrainingLog.summary)
+    text = io.StringIO()
+    with nullcontext() if path is None else redirect_stdout(text):
+        _print_summaries(results.found, "json" if arguments.json else arguments.format)
+    if path is not None:
+        replace_durably(path, text.getvalue().encode())
+        print(f"wrote {path}")
+    return results.status()
+
+
+def _print_summaries(summaries: Sequence[tuple[TrainingLog, Summary]], form: str) -> None:
+    from dataclasses import asdict
+
+    if form == "json":
+        print_json([{**asdict(summary), "path": str(log.path)} for log, summary in summaries])
+    elif form == "one-line":
+        for _, summary in summaries:
+            print(_one_line(summary))
+    elif form == "md":
+        print(_markdown([(summary, dict(_facts(summary, log))) for log, summary in summaries]))
+    else:
+        for number, (log, summary) in enumerate(summaries):
+            if number:
+                print()
+            print_facts(summary.run, _facts(summary, log))
+
+
+def _facts(summary: Summary, log: TrainingLog) -> list[tuple[str, str]]:
+    """Name and text of what the log contains, most wanted first."""
+    records = ", ".join(f"{count:,} {kind}" for kind, count in summary.records.items())
+    known: list[tuple[str, str | None]] = [
+        ("state", _state(summary)),
+        ("steps", number(summary.step)),
+        ("epochs", None if summary.epoch is None else number(summary.epoch)),
+        ("tokens", None if summary.tokens is None else f"{summary.tokens:,.0f}"),
+        (summary.loss.name if summary.loss else "loss", _metric(summary.loss)),
+        *((metric.name, _metric(metric)) for metric in summary.evaluation),
+        ("gradient norm", _peak(summary.grad_norm)),
+        ("learning rate", _change(summary.learning_rate)),
+        *((name, number(average)) for name, average in summary.throughput.items()),
+        ("peak memory", None if summary.peak_mem is None else f"{summary.peak_mem / 2**30:.2f} GiB"),
+        ("time", _time(summary)),
+        ("last change", None if summary.changed is None else moment(summary.changed)),
+        ("spikes", _spikes(summary)),
+        ("records", f"{records or NOTHING} ({summary.program})"),
+        ("skipped", f"{summary.skipped:,}: {log.skipped}" if summary.skipped else None),
+    ]
+    return [(name, fact) for name, fact in known if fact is not None]
+
+
+def _state(summary: Summary) -> str:
+    breaks = _breaks(summary)
+    repeated = [f"{summary.redone_steps:,} steps repeated"] if breaks else []
+    resumed = [] if summary.resumed is None else [f"resumed: {summary.resumed}"]
+    return ", ".join([summary.state, *breaks, *repeated, *resumed])
+
+
+def _breaks(summary: Summary) -> list[str]:
+    counts = {"restart": summary.restarts, "rollback": summary.rollbacks}
+    return [f"{count} {what}{'s' if count > 1 else ''}" for what, count in counts.items() if count]
+
+
+def _metric(metric: MetricSummary | None) -> str | None:
+    if metric is None:
+        return None
+    best = f", best {number(metric.best)} at step {metric.best_step:,}" if metric.best_step is not None else ""
+    mean = f", mean {number(metric.average)}" if metric.average is not None else ""
+    wrong = f", {metric.not_finite:,} not finite" if metric.not_finite else ""
+    return f"{number(metric.final)} at step {metric.final_step:,}{best}{mean}{wrong}"
+
+
+def _peak(metric: MetricSummary | None) -> str | None:
+    if metric is None or metric.worst is None:
+        return None
+    return f"max {number(metric.worst)} at step {metric.worst_step:,}, mean {number(metric.average)}"
+
+
+def _change(metric: MetricSummary | None) -> str | None:
+    return None if metric is None else f"first {number(metric.first)}, last {number(metric.final)}"
+
+
+def _time(summary: Summary) -> str | None:
+    if summary.training_seconds is None:
+        return None
+    lost = f", {span(summary.lost_seconds)} lost between legs" if summary.restarts and summary.lost_seconds else ""
+    return f"{span(summary.training_seconds)} training{lost}"
+
+
+def _spikes(summary: Summary) -> str | None:
+    if not summary.spikes:
+        return None
+    highest = sorted(summary.spikes, key=lambda spike: -spike.sigmas)[:SHOWN_SPIKES]
+    shown = ", ".join(
+        f"{number(spike.value)} at step {spike.step:,}" for spike in sorted(highest, key=lambda s: s.step)
+    )
+    return f"{len(summary.spikes)}: {shown}{', …' if len(summary.spikes) > SHOWN_SPIKES else ''}"
+
+
+def _one_line(summary: Summary) -> str:
+    parts = [summary.run, summary.state, f"step {number(summary.step)}"]
+    for metric in [summary.loss, *summary.evaluation[:1]]:
+        if metric is not None:
+            best = f" (best {number(metric.best)} at {metric.best_step:,})" if metric.best_step is not None else ""
+            parts.append(f"{metric.name} {number(metric.final)}{best}")
+    parts += _breaks(summary)
+    if summary.spikes:
+        parts.append(f"{len(summary.spikes)} spike{'s' if len(summary.spikes) > 1 else ''}")
+    return "  ".join(parts)
+
+
+def _markdown(runs: list[tuple[Summary, dict[str, str]]]) -> str:
+    """A Markdown table with one column per run."""
+    names = list(dict.fromkeys(name for _, facts in runs for name in facts))
+    lines = [["", *(summary.run for summary, _ in runs)], ["---"] * (len(runs) + 1)]
+    lines += [[name, *(facts.get(name, "") for _, facts in runs)] for name in names]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def describe_lineage(parser: Parser) -> None:
+    add_runs(parser)
+    parser.flag("--tails", help="show the records that were cut off; default: count them")
+    parser.json()
+
+
+def lineage(arguments: argparse.Namespace) -> int:
+    """Show the legs (process lives) of a run: where each resumed and whether exactly, its rollbacks, and why it ended.
+
+    A leg of which no work is left, because a later one resumed from a checkpoint before it, is indented. Log records
+    that were cut off are kept; --tails shows them.
+    """
+    from dalsegno.analysis import open_logs
+
+    logs = [(log, log.lineage()) for log in open_logs(arguments.runs, arguments.step_key)]
+    for log, legs in logs:
+        if not legs:
+            raise NotFound(f"{log.path}: no run.json, which lists the legs of a run; only dalsegno writes one")
+    tails = arguments.tails
+    if arguments.json:
+        runs = [(log, [_as_json(leg, tails) for leg in legs]) for log, legs in logs]
+        print_json([{"run": log.name, "path": str(log.path), "legs": legs} for log, legs in runs])
+    else:
+        for log, legs in logs:
+            print("\n".join(_tree(log, legs, tails)))
+    return 0
+
+
+def _as_json(summary: LegSummary, tails: bool) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    leg = summary.leg
+    return {
+        "leg": leg.leg,
+        "parent": summary.parent,
+        "from_checkpoint": leg.from_checkpoint,
+        "first_step": leg.first_step,
+        "last_step": summary.last_step,
+        "redone": summary.redone,
+        "world_size": leg.world_size,
+        "host": leg.host,
+        "pid": leg.pid,
+        "started": leg.started,
+        "ended": summary.ended,
+        "reason": summary.reason,
+        "by": leg.by,
+        "why": leg.why,
+        "cause": leg.cause,
+        "idle": summary.idle,
+        "resumed": None if leg.resumed is None else asdict(leg.resumed),
+        "rollbacks": leg.rollbacks,
+        "cut_off": [_tail_as_json(tail, tails) for tail in summary.cut_off],
+    }
+
+
+def _tail_as_json(tail: Tail, records: bool) -> dict[str, Any]:
+    steps = {"path": str(tail.path), "first_step": tail.first_step, "last_step": tail.last_step}
+    return {**steps, "records": tail.records if records else len(tail.records)}
+
+
+def _tree(log: TrainingLog, legs: Sequence[LegSummary], tails: bool) -> Iterator[str]:
+    from dalsegno.analysis.lineage import state_of
+
+    redone = sum(each.redone for each in legs)
+    repeated = f", {_count(redone, 'step')} repeated" if len(legs) > 1 else ""
+    yield f"{log.name}  {state_of(legs, False, True)}, {_count(len(legs), 'leg')}{repeated}"
+    kept = _ancestors_of_last(legs)
+    for place, summary in enumerate(legs):
+        last = place == len(legs) - 1
+        aside = summary.leg.leg not in kept
+        branch, stem = _branch(aside, legs[place + 1].leg.leg in kept if aside else last)
+        first, *more = _as_lines(summary)
+        yield f"{branch} {first}"
+        for line in more:
+            yield f"{stem}{line}"
+        for tail in summary.cut_off:
+            path = tail.path.resolve().relative_to(log.output_dir) if log.output_dir else tail.path
+            yield f"{stem}cut off the log: {_count(len(tail.records), 'record')}, {_steps_of(tail)}: {path}"
+            if tails:
+                yield from (f"{stem}  {as_words(record, None)}" for record in tail.records)
+
+
+def _branch(aside: bool, ends: bool) -> tuple[str, str]:
+    """Prefix of a leg's first line, and of its other lines."""
+    if aside:
+        return ("│ └─", "│     ") if ends else ("│ ├─", "│ │   ")
+    return ("└─", "    ") if ends else ("├─", "│   ")
+
+
+def _as_lines(summary: LegSummary) -> list[str]:
+    leg = summary.leg
+    start = f"from {leg.from_checkpoint}" if leg.from_checkpoint else "from scratch"
+    by = f" by {leg.by}" if leg.by else ""
+    end = "running" if summary.reason is None else f"{summary.reason}{by}"
+    ranks = _count(leg.world_size, "rank")
+    lines = [
+        f"leg {leg.leg}  {start}, {_steps(leg.first_step, summary.last_step)}: {end}",
+        f"{moment(leg.started)}, {span(summary.ended - leg.started)}, {ranks}, process {leg.pid} on {leg.host}",
+    ]
+    if leg.resumed is not None:
+        lines.append(leg.resumed.line)
+    for each in leg.rollbacks:
+        reason = each["reason"].splitlines()[0]
+        lines.append(f"step {each['from_step']:,}: back to step {each['to_step']:,}, by {each['by']}: {reason}")
+    if leg.why:
+        lines.append(leg.why.splitlines()[0])
+    if leg.cause:
+        lines.append(leg.cause)
+    if summary.idle is not None:
+        lines.append(f"{_count(summary.redone, 'step')} repeated, {span(summary.idle)} until the next leg")
+    return lines
+
+
+def _steps(first: int, last: int) -> str:
+    """A leg that died before its first checkpoint may have left no record."""
+    return f"no step after {first:,} recorded" if last <= first else f"steps {first:,} to {last:,}"
+
+
+def _steps_of(tail: Tail) -> str:
+    first, last = tail.first_step, tail.last_step
+    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+
+
+def _ancestors_of_last(legs: Sequence[LegSummary]) -> set[int]:
+    """Numbers of the legs whose work is part of the run: the last leg and its ancestors."""
+    parents = {each.leg.leg: each.parent for each in legs}
+    ancestors: set[int] = set()
+    leg: int | None = legs[-1].leg.leg
+    while leg is not None and leg not in ancestors:
+        ancestors.add(leg)
+        leg = parents.get(leg)
+    return ancestors
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
