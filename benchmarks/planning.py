@@ -28,13 +28,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dalsegno.checkpoint.format import names
-from dalsegno.checkpoint.format.index import Index
-from dalsegno.checkpoint.format.stored_tensors import ChunkReader
-from dalsegno.checkpoint.load.tensor_reader import planned_reads
+from dalsegno.checkpoint import names
+from dalsegno.checkpoint.contract import TensorsByComponent
+from dalsegno.checkpoint.index import Index
 from dalsegno.checkpoint.save import planning
 from dalsegno.checkpoint.save.planning import ShardLayout
-from dalsegno.checkpoint.state.contract import TensorsByComponent
+from dalsegno.checkpoint.tensor_reader import ChunkReader, planned_reads
 from dalsegno.testing import run_ranks
 
 from .row import Row, duration

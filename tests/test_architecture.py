@@ -48,10 +48,16 @@ FLOORS = [
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FLOORS_WITHIN = {
     "checkpoint": [
-        ["format"],
-        ["state"],
-        ["save", "load"],
-        ["inspect"],
+        # the files
+        ["names", "file_reading", "manifest", "checkpoint_dir", "sharding", "tensor_files", "index"],
+        ["composites", "strides", "codec", "sidecar", "format"],
+        # what is saved
+        ["contract", "dtensors", "tensor_reader", "positional_names", "wrapped"],
+        ["model_state", "optimizer_rows", "optimizer_state", "callback_tensors"],
+        # a load and a save
+        ["compatibility", "frozen_checksums", "restore", "save"],
+        # reading without a model
+        ["json_view", "listing", "difference"],
         ["export"],
         ["weights"],
         ["foreign", "remote"],
@@ -62,7 +68,7 @@ FLOORS_WITHIN = {
 }
 MODULES_AT_THE_TOP = {"errors", "state"}
 
-TESTED_ELSEWHERE = {"checkpoint/inspect": "cli/checkpoints"}
+TESTED_ELSEWHERE = {"checkpoint/format": "checkpoint"}
 """Folders within rooms, each with the folder of its tests."""
 
 MUST_NOT_KNOW = {
@@ -101,8 +107,8 @@ WITHOUT_TORCH = [
     "web.server",
     "events.table",
     "events.callback",
-    "checkpoint.inspect.listing",
-    "checkpoint.inspect.json_view",
+    "checkpoint.listing",
+    "checkpoint.json_view",
 ]
 
 
@@ -192,7 +198,7 @@ def test_what_a_room_must_not_know(room: str) -> None:
 
 
 def folders_within_rooms() -> Iterator[str]:
-    """Those that have modules, as ``checkpoint/format``; not those of a web page alone."""
+    """Those that have modules, as ``checkpoint/save``; not those of a web page alone."""
     for folder in SOURCE.glob("*/*/"):
         if any(path.name != "__init__.py" for path in folder.glob("*.py")):
             yield folder.relative_to(SOURCE).as_posix()

@@ -48,7 +48,7 @@ SAVE = [
     Stop("checkpoint.manager:CheckpointManager.save_async", "the checkpoints of a run"),
     Stop("checkpoint.save.snapshot:Snapshotter.capture", "copies into buffers while training waits"),
     Stop("checkpoint.save.async_save:AsyncSave", "streams files to disk, with checksums", True),
-    Stop("checkpoint.format.checkpoint_dir:publish", "writes the manifest, then renames", True),
+    Stop("checkpoint.checkpoint_dir:publish", "writes the manifest, then renames", True),
     Stop("training.save_coordinator:SaveCoordinator.finalize", "at a later boundary: on_save"),
 ]
 RESUME = [

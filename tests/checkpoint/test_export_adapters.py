@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import dalsegno as ds
 from checkpoint.sameness import assert_same
 from dalsegno.checkpoint import CheckpointManager, ModelState
-from dalsegno.checkpoint.format.keys import SETTINGS
+from dalsegno.checkpoint.names import SETTINGS
 from dalsegno.cli import main
 from dalsegno.stateful.component import Component
 from dalsegno.training.settings import adapter_settings

@@ -22,7 +22,7 @@ import xxhash
 from checkpoint import jobs
 from checkpoint.parts import Saved
 from dalsegno.checkpoint import CheckpointManager
-from dalsegno.checkpoint.format.manifest import _checksum_of
+from dalsegno.checkpoint.manifest import _checksum_of
 from dalsegno.errors import DamagedCheckpoint
 from dalsegno.testing import run_ranks, start_ranks
 

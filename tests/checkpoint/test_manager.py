@@ -16,7 +16,7 @@ import torch
 from checkpoint.parts import Notes, RankNotes, Saved, train
 from checkpoint.sameness import assert_same
 from dalsegno.checkpoint import CheckpointManager, load_parts
-from dalsegno.checkpoint.format.manifest import Manifest, _checksum_of
+from dalsegno.checkpoint.manifest import Manifest, _checksum_of
 from dalsegno.errors import (
     ConfigurationError,
     DamagedCheckpoint,

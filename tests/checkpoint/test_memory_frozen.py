@@ -13,8 +13,16 @@ from torch import nn
 import dalsegno as ds
 from checkpoint.frozen import FROZEN
 from checkpoint.sameness import assert_same
-from dalsegno.checkpoint import Checkpoint, ModelState, OptimizerState, ShardedState, memory, read_tensors
-from dalsegno.checkpoint.format import checkpoint_dir, memory_dir
+from dalsegno.checkpoint import (
+    Checkpoint,
+    ModelState,
+    OptimizerState,
+    ShardedState,
+    checkpoint_dir,
+    memory,
+    read_tensors,
+)
+from dalsegno.checkpoint.format import memory_dir
 from dalsegno.checkpoint.save import memory_room
 from dalsegno.checkpoint.save.memory_save import MemoryPublication
 from dalsegno.checkpoint.save.snapshot import Snapshotter

@@ -8,8 +8,8 @@ import pytest
 
 from checkpoint import jobs
 from checkpoint.sameness import assert_same
-from dalsegno.checkpoint.format.manifest import Checkpoint
-from dalsegno.checkpoint.inspect.json_view import readable_states, readable_tensors
+from dalsegno.checkpoint.json_view import readable_states, readable_tensors
+from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.errors import RankFailed
 from dalsegno.testing import run_ranks
 

@@ -167,8 +167,8 @@ def test_the_base_is_compared_by_diff(tmp_path: Path, capsys: pytest.CaptureFixt
     ],
 )
 def test_a_forged_fingerprint_is_refused(tmp_path: Path, damage: Callable[[dict[str, Any]], None]) -> None:
-    from dalsegno.checkpoint.format.fingerprints import read_fingerprints
-    from dalsegno.checkpoint.format.index import Index
+    from dalsegno.checkpoint.frozen_checksums import read_fingerprints
+    from dalsegno.checkpoint.index import Index
 
     trainer(tmp_path, 2).train()
     checkpoint = newest(tmp_path)

@@ -13,10 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from checkpoint.format.test_codec import trees
 from checkpoint.parts import Notes
+from checkpoint.test_codec import trees
 from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState
-from dalsegno.checkpoint.format.layout import DTYPES
+from dalsegno.checkpoint.tensor_files import DTYPES
 from dalsegno.errors import CannotSave
 from dalsegno.logs import RecordLog
 from dalsegno.stateful.component import Component

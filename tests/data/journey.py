@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dalsegno.checkpoint.format.codec import decode, encode
+from dalsegno.checkpoint.codec import decode, encode
 from dalsegno.data import ResumableLoader
 
 Make = Callable[[], ResumableLoader]

@@ -36,7 +36,7 @@ from safetensors.torch import load, save
 
 import dalsegno as ds
 from dalsegno import callbacks
-from dalsegno.checkpoint.format.manifest import _checksum_of
+from dalsegno.checkpoint.manifest import _checksum_of
 from dalsegno.errors import DamagedCheckpoint, StateMismatch
 from dalsegno.testing import DataOrder, TinyRegression, start_ranks, tiny_regression_data
 from support.runs import RunningLoss

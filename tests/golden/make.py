@@ -16,7 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from dalsegno.checkpoint.format.manifest import FORMAT  # noqa: E402
+from dalsegno.checkpoint.manifest import FORMAT  # noqa: E402
 from dalsegno.testing import run_ranks  # noqa: E402
 from golden import run  # noqa: E402
 

@@ -11,8 +11,8 @@ import pytest
 
 from dalsegno.analysis import open_log
 from dalsegno.checkpoint import read_tensors, saved_states
-from dalsegno.checkpoint.format.manifest import _checksum_of
-from dalsegno.checkpoint.inspect.listing import list_checkpoints, newest_verified
+from dalsegno.checkpoint.listing import list_checkpoints, newest_verified
+from dalsegno.checkpoint.manifest import _checksum_of
 from dalsegno.errors import RankFailed
 from dalsegno.logs import RunFile, read_records
 from dalsegno.testing import run_ranks

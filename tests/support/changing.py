@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dalsegno.checkpoint.load.compatibility import Change
+from dalsegno.checkpoint.compatibility import Change
 from dalsegno.distributed import collectives
 from support.listeners import Listener
 from support.small import Line, small_trainer

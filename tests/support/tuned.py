@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import dalsegno as ds
-from dalsegno.checkpoint.format.layout import StoredFile
+from dalsegno.checkpoint.tensor_files import StoredFile
 from dalsegno.distributed import collectives
 from dalsegno.events.table import Event
 from dalsegno.testing import FaultPlan, tiny_regression_data

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 import dalsegno as ds
 from dalsegno.checkpoint import LoadReport
-from dalsegno.checkpoint.format.manifest import _checksum_of
-from dalsegno.checkpoint.load.compatibility import REFUSED
+from dalsegno.checkpoint.compatibility import REFUSED
+from dalsegno.checkpoint.manifest import _checksum_of
 from dalsegno.testing import run_ranks, tiny_regression_data
 from support.changing import count_threads, train_in_type, train_on_ranks
 from support.listeners import Listener

@@ -1,23 +1,19 @@
 """Checkpoints: complete or absent, verified before use; loading one never runs code.
 
-Each package imports only from those above it::
-
-    format/               names and content of the files: manifest, index, sidecars, tensors
-    state/                model and optimizer as tensors by FQN and a small rest
-    save/   load/         one checkpoint to disk, and back into a run
-    inspect/              list, read and compare checkpoints, without a model
-    export, weights       the model as safetensors: written for other programs, and read from them
-    foreign/ remote/      runs of other programs; a copy of the run at a URL
-    manager, memory       the checkpoints of a run on disk, and in shared memory: what the training engine uses
+The files: ``names``, ``manifest``, ``index`` (sharded tensors, cut as ``sharding`` says), ``tensor_files``, and
+``sidecar`` (all other state, encoded by ``codec``). What is saved: ``model_state``, ``optimizer_state`` and
+``callback_tensors``, which keep ``contract``. ``save/`` writes one checkpoint; ``listing``, ``json_view`` and
+``difference`` read them without a model. ``export`` and ``weights`` write and read the model as safetensors;
+``foreign/`` and ``remote/`` have runs of other programs, and a copy of the run at a URL. ``manager`` and ``memory``,
+the checkpoints of a run on disk and in shared memory, serve the training engine.
 
 A save: :meth:`CheckpointManager.save_async` → ``save/snapshot`` captures the states that ``save/planning`` assigned to
 this rank → ``save/staging`` copies tensors into buffers laid out as the files → ``save/async_save`` writes them on a
-thread → ``format/checkpoint_dir`` writes the manifest and publishes by a rename → unkept checkpoints are deleted.
+thread → ``checkpoint_dir`` writes the manifest and publishes by a rename → unkept checkpoints are deleted.
 
 A load: :meth:`CheckpointManager.find` verifies every byte of the newest checkpoint → :meth:`CheckpointManager.load` →
-``load/restore`` compares it with the run and prepares all states, or refuses → ``load/tensor_reader`` reads each rank's
-shards into tensors of ``state/model`` and ``state/optimizer`` → ``load/states`` restores all other components from the
-sidecars.
+``restore`` compares it with the run and prepares all states, or refuses → ``tensor_reader`` reads each rank's shards
+into tensors of ``model_state`` and ``optimizer_state`` → ``restore`` loads all other components from the sidecars.
 
 Names are imported on first use, so that commands which only read checkpoints need not import torch.
 """
@@ -29,6 +25,8 @@ from typing import TYPE_CHECKING
 from dalsegno.system.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from dalsegno.checkpoint.callback_tensors import CallbackTensors as CallbackTensors
+    from dalsegno.checkpoint.contract import ShardedState as ShardedState
     from dalsegno.checkpoint.export import Exported as Exported
     from dalsegno.checkpoint.export import export_adapters as export_adapters
     from dalsegno.checkpoint.export import export_model as export_model
@@ -36,41 +34,39 @@ if TYPE_CHECKING:
     from dalsegno.checkpoint.foreign.programs import Imported as Imported
     from dalsegno.checkpoint.foreign.programs import export_checkpoint as export_checkpoint
     from dalsegno.checkpoint.foreign.programs import import_checkpoint as import_checkpoint
+    from dalsegno.checkpoint.manifest import Checkpoint as Checkpoint
+    from dalsegno.checkpoint.manifest import Manifest as Manifest
+    from dalsegno.checkpoint.model_state import ModelState as ModelState
+    from dalsegno.checkpoint.model_state import unwrapped as unwrapped
+    from dalsegno.checkpoint.names import CALLBACKS as CALLBACKS
+    from dalsegno.checkpoint.names import LOSS as LOSS
+    from dalsegno.checkpoint.names import SETTINGS as SETTINGS
+    from dalsegno.checkpoint.optimizer_state import OptimizerState as OptimizerState
+    from dalsegno.checkpoint.restore import LoadReport as LoadReport
+    from dalsegno.checkpoint.restore import load_parts as load_parts
+    from dalsegno.checkpoint.sidecar import saved_states as saved_states
+    from dalsegno.checkpoint.tensor_reader import read_tensors as read_tensors
     from dalsegno.checkpoint.weights import load_weights as load_weights
     from dalsegno.checkpoint.weights import weights_are_at as weights_are_at
 
-    from .format.keys import CALLBACKS as CALLBACKS
-    from .format.keys import LOSS as LOSS
-    from .format.keys import SETTINGS as SETTINGS
-    from .format.manifest import Checkpoint as Checkpoint
-    from .format.manifest import Manifest as Manifest
-    from .inspect.contents import read_tensors as read_tensors
-    from .inspect.contents import saved_states as saved_states
-    from .load.restore import load_parts as load_parts
-    from .load.states import LoadReport as LoadReport
     from .manager import CheckpointManager as CheckpointManager
     from .memory import MemoryCheckpoints as MemoryCheckpoints
-    from .state.callback_tensors import CallbackTensors as CallbackTensors
-    from .state.contract import ShardedState as ShardedState
-    from .state.model import ModelState as ModelState
-    from .state.model import unwrapped as unwrapped
-    from .state.optimizer import OptimizerState as OptimizerState
 
 _HOMES = {
-    "format.keys": ("CALLBACKS", "LOSS", "SETTINGS"),
-    "format.manifest": ("Checkpoint", "Manifest"),
-    "inspect.contents": ("read_tensors", "saved_states"),
+    "callback_tensors": ("CallbackTensors",),
+    "contract": ("ShardedState",),
     "export": ("Exported", "export_adapters", "export_model"),
     "foreign.programs": ("ExportedRun", "Imported", "export_checkpoint", "import_checkpoint"),
-    "weights": ("load_weights", "weights_are_at"),
-    "load.restore": ("load_parts",),
-    "load.states": ("LoadReport",),
     "manager": ("CheckpointManager",),
+    "manifest": ("Checkpoint", "Manifest"),
     "memory": ("MemoryCheckpoints",),
-    "state.callback_tensors": ("CallbackTensors",),
-    "state.contract": ("ShardedState",),
-    "state.model": ("ModelState", "unwrapped"),
-    "state.optimizer": ("OptimizerState",),
+    "model_state": ("ModelState", "unwrapped"),
+    "names": ("CALLBACKS", "LOSS", "SETTINGS"),
+    "optimizer_state": ("OptimizerState",),
+    "restore": ("LoadReport", "load_parts"),
+    "sidecar": ("saved_states",),
+    "tensor_reader": ("read_tensors",),
+    "weights": ("load_weights", "weights_are_at"),
 }
 
 if not TYPE_CHECKING:

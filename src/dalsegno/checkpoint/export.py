@@ -26,18 +26,16 @@ from typing import Any
 
 import torch
 
+from dalsegno.checkpoint import listing
+from dalsegno.checkpoint.index import Index, StoredTensor
+from dalsegno.checkpoint.manifest import Checkpoint
+from dalsegno.checkpoint.names import ADAPTERS, CALLBACKS, MODEL, SETTINGS, checkpoint_path, component_and_name
+from dalsegno.checkpoint.sidecar import SavedStates
+from dalsegno.checkpoint.tensor_files import SAFETENSORS_NAMES, byte_count, name_of
+from dalsegno.checkpoint.tensor_reader import ChunkReader
 from dalsegno.errors import CannotSave, ConfigurationError, DamagedCheckpoint, NotFound, UnknownName
 from dalsegno.system import filesystem
 from dalsegno.system.byte_sizes import parse_bytes
-
-from .format.index import Index
-from .format.keys import ADAPTERS, CALLBACKS, MODEL, SETTINGS
-from .format.layout import SAFETENSORS_NAMES, byte_count, name_of
-from .format.manifest import Checkpoint
-from .format.names import checkpoint_path, component_and_name
-from .format.stored_tensors import ChunkReader, StoredTensor
-from .inspect import listing
-from .load.states import SavedStates
 
 SINGLE_FILE = "model.safetensors"
 SHARD_INDEX = "model.safetensors.index.json"

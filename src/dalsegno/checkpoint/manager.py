@@ -7,6 +7,14 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from dalsegno.checkpoint import checkpoint_dir, names
+from dalsegno.checkpoint.compatibility import Value
+from dalsegno.checkpoint.contract import ShardedState
+from dalsegno.checkpoint.file_reading import share_of_rank
+from dalsegno.checkpoint.listing import CheckpointStatus, list_checkpoints
+from dalsegno.checkpoint.manifest import Checkpoint
+from dalsegno.checkpoint.restore import LoadReport, restore, unclaimed_states
+from dalsegno.checkpoint.sidecar import SavedState, SavedStates
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint
@@ -14,20 +22,11 @@ from dalsegno.policies.retention import CheckpointSummary, Keep, steps_to_keep
 from dalsegno.stateful.component import Component, State
 from dalsegno.system import filesystem
 
-from .format import checkpoint_dir, names
-from .format.manifest import Checkpoint
-from .format.sidecar import SavedState
-from .inspect.listing import CheckpointStatus, list_checkpoints
-from .load.compatibility import Value
-from .load.restore import restore
-from .load.states import LoadReport, SavedStates, unclaimed_states
-from .load.verification import share_of_rank
 from .save.async_save import AsyncSave, BufferPrefault
 from .save.base import FrozenBase
 from .save.destination import NewDirectory
 from .save.snapshot import Snapshotter
 from .save.unchanged import FormerFiles
-from .state.contract import ShardedState
 
 logger = logging.getLogger("dalsegno")
 
@@ -294,7 +293,7 @@ class CheckpointManager:
             components: everything else with a state.
             strict_callbacks: refuse a saved state without its callback, and a callback without a saved state.
             settings: the run's present settings, compared with those saved under that key.
-            allowed: changes that are not refused: see :data:`dalsegno.checkpoint.load.compatibility.REFUSED`.
+            allowed: changes that are not refused: see :data:`dalsegno.checkpoint.compatibility.REFUSED`.
             adapt: by component key, a function applied to the saved state before it is loaded.
 
         Raises:
@@ -384,7 +383,8 @@ class CheckpointManager:
 
     def _verified(self, path: Path) -> Checkpoint:
         checkpoint = collectives.from_rank_zero(lambda: checkpoint_dir.open_checkpoint(path))
-        collectives.run_on_all_ranks(lambda: checkpoint.verify(share_of_rank(checkpoint.manifest.files)))
+        mine = share_of_rank(checkpoint.manifest.files, collectives.rank(), collectives.world_size())
+        collectives.run_on_all_ranks(lambda: checkpoint.verify(mine))
         self._trusted = path.resolve()
         if self._trusted == self.path_of(checkpoint.step).resolve():  # files elsewhere may be written in place
             self._former = FormerFiles(path, checkpoint.manifest.files)

@@ -20,6 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dalsegno.checkpoint import names
+from dalsegno.checkpoint.contract import ShardedState
+from dalsegno.checkpoint.format import memory_dir
+from dalsegno.checkpoint.manifest import Checkpoint
+from dalsegno.checkpoint.sidecar import SavedState
 from dalsegno.distributed import collectives
 from dalsegno.distributed.hosts import Hosts
 from dalsegno.distributed.layout import Layout
@@ -27,10 +32,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
 
-from .format import memory_dir, names
-from .format.manifest import Checkpoint
 from .format.memory_dir import MemoryDir
-from .format.sidecar import SavedState
 from .memory_search import Candidates, newest_in_memory
 from .save.async_save import BufferPrefault
 from .save.base import FrozenBase
@@ -40,7 +42,6 @@ from .save.shared_files import NoRoom, SharedFiles
 from .save.snapshot import Snapshotter
 from .save.unchanged import FormerFiles
 from .spread import SpreadCheckpoint
-from .state.contract import ShardedState
 
 logger = logging.getLogger("dalsegno")
 

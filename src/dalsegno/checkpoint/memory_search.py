@@ -13,13 +13,14 @@ from pathlib import Path
 
 import xxhash
 
+from dalsegno.checkpoint import checkpoint_dir, names
+from dalsegno.checkpoint.format import memory_dir
+from dalsegno.checkpoint.manifest import Checkpoint, Manifest
 from dalsegno.distributed import collectives
 from dalsegno.distributed.hosts import Hosts
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, RankFailed, StateMismatch
 from dalsegno.system import filesystem
 
-from .format import checkpoint_dir, memory_dir, names
-from .format.manifest import Checkpoint, Manifest
 from .spread import SpreadCheckpoint
 
 logger = logging.getLogger("dalsegno")

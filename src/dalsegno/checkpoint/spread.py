@@ -6,12 +6,12 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from dalsegno.checkpoint.file_reading import FileRecord
+from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.distributed import collectives
 from dalsegno.distributed.file_transfer import Transfer, transfer
 from dalsegno.distributed.hosts import Hosts
 from dalsegno.system.byte_sizes import format_bytes
-
-from .format.manifest import Checkpoint, FileRecord
 
 logger = logging.getLogger("dalsegno")
 

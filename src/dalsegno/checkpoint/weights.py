@@ -13,17 +13,16 @@ from typing import Any
 
 import torch
 
-from dalsegno.checkpoint.format.chunks import ListedChunks, StoredChunk
-from dalsegno.checkpoint.format.index import Index
-from dalsegno.checkpoint.format.keys import MODEL
-from dalsegno.checkpoint.format.layout import StoredFile
-from dalsegno.checkpoint.format.manifest import Checkpoint, read_json
-from dalsegno.checkpoint.format.sharding import Box
-from dalsegno.checkpoint.format.stored_tensors import ChunkReader, StoredTensor
-from dalsegno.checkpoint.load.compatibility import raise_if_incompatible
-from dalsegno.checkpoint.load.restore import StoredTensors, find_mismatches, restore_sharded
-from dalsegno.checkpoint.load.states import LoadReport
-from dalsegno.checkpoint.state.model import ModelState
+from dalsegno.checkpoint.compatibility import raise_if_incompatible
+from dalsegno.checkpoint.file_reading import read_json
+from dalsegno.checkpoint.index import Index, StoredTensor
+from dalsegno.checkpoint.manifest import Checkpoint
+from dalsegno.checkpoint.model_state import ModelState
+from dalsegno.checkpoint.names import MODEL
+from dalsegno.checkpoint.restore import LoadReport, StoredTensors, find_mismatches, restore_sharded
+from dalsegno.checkpoint.sharding import Box, ListedChunks, StoredChunk
+from dalsegno.checkpoint.tensor_files import StoredFile
+from dalsegno.checkpoint.tensor_reader import ChunkReader
 from dalsegno.distributed import collectives
 from dalsegno.errors import DamagedCheckpoint, NotFound
 

@@ -2,7 +2,7 @@
 
 It has a class ``DIALECT`` (their callbacks here), a class ``Bridge`` (dalsegno's there), or functions ``take_apart``
 and ``hidden_tensors`` (their tensors in checkpoints). :mod:`dalsegno.events.adapters` finds the dialects and
-:mod:`dalsegno.checkpoint.state.wrapped` the tensors. Nothing else imports a library's module.
+:mod:`dalsegno.checkpoint.wrapped` the tensors. Nothing else imports a library's module.
 
 Dialects are built on :mod:`.call_table` and :mod:`.stand_in`, bridges on :mod:`.leg` and :mod:`.states`.
 """

@@ -1,4 +1,4 @@
-"""bitsandbytes: quantized weights, taken apart for :mod:`dalsegno.checkpoint.state.wrapped`.
+"""bitsandbytes: quantized weights, taken apart for :mod:`dalsegno.checkpoint.wrapped`.
 
 Its optimizers have plain tensors.
 

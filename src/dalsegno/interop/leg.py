@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint import CALLBACKS, CallbackTensors, CheckpointManager, LoadReport
-from dalsegno.checkpoint.load.compatibility import END_OF_SCHEDULE, reasons_to_differ
+from dalsegno.checkpoint.compatibility import END_OF_SCHEDULE, reasons_to_differ
 from dalsegno.control import CommandQueue
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout, environment_of

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dalsegno.checkpoint.format import names
+from dalsegno.checkpoint import names
 from dalsegno.distributed import collectives
 from dalsegno.errors import DamagedCheckpoint
 from dalsegno.system import filesystem

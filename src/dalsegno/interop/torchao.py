@@ -1,4 +1,4 @@
-"""torchao: states of its low-bit optimizers, taken apart for :mod:`dalsegno.checkpoint.state.wrapped`.
+"""torchao: states of its low-bit optimizers, taken apart for :mod:`dalsegno.checkpoint.wrapped`.
 
 torchao's own parts of a state are flat, and one is the table of the values that its codes stand for. Here the parts of
 a matrix have a row for each of its rows, if no block crosses rows: so they can be sharded as the matrix is. The table

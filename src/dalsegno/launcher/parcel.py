@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
-from dalsegno.checkpoint.format.codec import encode
+from dalsegno.checkpoint.codec import encode
 from dalsegno.errors import CannotSave, ConfigurationError
 from dalsegno.events.callback import Callback
 from dalsegno.stateful.component import Stateful

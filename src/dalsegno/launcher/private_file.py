@@ -9,7 +9,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from dalsegno.checkpoint.format.codec import decode, encode
+from dalsegno.checkpoint.codec import decode, encode
 from dalsegno.errors import DamagedCheckpoint
 from dalsegno.stateful.component import State
 

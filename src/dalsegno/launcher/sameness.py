@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dalsegno.checkpoint.format.codec import encode
+from dalsegno.checkpoint.codec import encode
 
 
 def same(one: Any, other: Any, _seen: frozenset[int] = frozenset()) -> bool:

@@ -18,8 +18,8 @@ import torch
 
 from dalsegno.callbacks.trackers.outbox import OUTBOXES
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, read_tensors, saved_states
-from dalsegno.checkpoint.format.composites import is_composite, take_apart
-from dalsegno.checkpoint.format.names import CHECKPOINTS
+from dalsegno.checkpoint.composites import is_composite, take_apart
+from dalsegno.checkpoint.names import CHECKPOINTS
 from dalsegno.control.inbox import INBOX
 from dalsegno.control.journal import JOURNAL
 from dalsegno.errors import NotFound

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dalsegno.checkpoint.format import names
+from dalsegno.checkpoint import names
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import Context
 from dalsegno.events.registration import register_global_callback

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, TypedDict
 
-from dalsegno.checkpoint.load.compatibility import check_allowed
+from dalsegno.checkpoint.compatibility import check_allowed
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, StateMismatch
 from dalsegno.stateful.schema import Must, check

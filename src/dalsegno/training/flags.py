@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dalsegno.checkpoint.format.layout import as_bytes, is_plain
+from dalsegno.checkpoint.tensor_files import as_bytes, is_plain
 from dalsegno.data import NOT_EXACT
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import strip_wrappers

@@ -19,8 +19,8 @@ from dalsegno.checkpoint import (
     load_weights,
     weights_are_at,
 )
+from dalsegno.checkpoint.checkpoint_dir import newest_step
 from dalsegno.checkpoint.format import memory_dir
-from dalsegno.checkpoint.format.checkpoint_dir import newest_step
 from dalsegno.checkpoint.remote import mirror_of
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, NotFound, UnknownName

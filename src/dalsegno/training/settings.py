@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dalsegno.checkpoint.format.keys import ADAPTERS
-from dalsegno.checkpoint.load.compatibility import END_OF_SCHEDULE, Change, reasons_to_differ
+from dalsegno.checkpoint.compatibility import END_OF_SCHEDULE, Change, reasons_to_differ
+from dalsegno.checkpoint.names import ADAPTERS
 from dalsegno.data import NOT_EXACT, TrainingData
 from dalsegno.data.digests import digest
 from dalsegno.distributed import collectives

@@ -16,7 +16,7 @@ from callbacks.grad_norm_ranks import Uneven
 from callbacks.layouts import sentences
 from dalsegno.callbacks import ModelMerge
 from dalsegno.checkpoint import read_tensors
-from dalsegno.checkpoint.inspect.listing import newest_verified
+from dalsegno.checkpoint.listing import newest_verified
 from dalsegno.distributed import collectives
 from dalsegno.events.table import Event
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks

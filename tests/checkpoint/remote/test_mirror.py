@@ -16,9 +16,8 @@ from checkpoint.frozen import FROZEN, Part, content
 from checkpoint.remote import jobs
 from checkpoint.remote.there import steps_at, training
 from checkpoint.sameness import assert_same
-from dalsegno.checkpoint import Checkpoint, saved_states
-from dalsegno.checkpoint.format import checkpoint_dir
-from dalsegno.checkpoint.inspect.listing import list_checkpoints, newest_verified
+from dalsegno.checkpoint import Checkpoint, checkpoint_dir, saved_states
+from dalsegno.checkpoint.listing import list_checkpoints, newest_verified
 from dalsegno.checkpoint.remote import upload_set, upload_thread
 from dalsegno.checkpoint.remote.download import fetch_newer
 from dalsegno.checkpoint.remote.store import Store

@@ -18,8 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import dalsegno as ds
 from checkpoint.frozen import FROZEN, Part, content
 from checkpoint.sameness import assert_same
-from dalsegno.checkpoint import CheckpointManager, read_tensors
-from dalsegno.checkpoint.format import checkpoint_dir
+from dalsegno.checkpoint import CheckpointManager, checkpoint_dir, read_tensors
 from dalsegno.cli import main
 from dalsegno.logs import RunFile
 from dalsegno.system import filesystem

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from checkpoint.frozen import FROZEN, Part
-from dalsegno.checkpoint.format.layout import FileLayout, TensorChunk, as_bytes
 from dalsegno.checkpoint.save import live_digest, unchanged
+from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk, as_bytes
 
 
 def digest_of(*tensors: torch.Tensor) -> bytes:

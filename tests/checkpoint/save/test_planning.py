@@ -20,14 +20,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dalsegno.checkpoint import CheckpointManager
-from dalsegno.checkpoint.format.chunks import ShardedChunks
-from dalsegno.checkpoint.format.index import Index
-from dalsegno.checkpoint.format.sharding import Box, Sharding
-from dalsegno.checkpoint.format.stored_tensors import part
-from dalsegno.checkpoint.load.tensor_reader import load
+from dalsegno.checkpoint.contract import Captured
+from dalsegno.checkpoint.dtensors import cuts_of
+from dalsegno.checkpoint.index import Index
 from dalsegno.checkpoint.save.planning import FilePlan, Plan, plan, signature
-from dalsegno.checkpoint.state.contract import Captured
-from dalsegno.checkpoint.state.sharding import cuts_of
+from dalsegno.checkpoint.sharding import Box, ShardedChunks, Sharding
+from dalsegno.checkpoint.tensor_reader import load, part
 from dalsegno.errors import CannotSave
 from dalsegno.testing import run_ranks
 

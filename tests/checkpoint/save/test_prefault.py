@@ -12,8 +12,8 @@ import torch
 from checkpoint import jobs
 from checkpoint.parts import Saved
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, read_tensors
+from dalsegno.checkpoint.contract import TensorsByComponent
 from dalsegno.checkpoint.save import planning
-from dalsegno.checkpoint.state.contract import TensorsByComponent
 from dalsegno.testing import run_ranks
 from support.heavy import MB, growth_in_the_first_save
 from support.listeners import Listener

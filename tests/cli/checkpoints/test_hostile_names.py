@@ -10,7 +10,7 @@ import pytest
 
 from checkpoint.parts import Saved
 from dalsegno.checkpoint import CheckpointManager
-from dalsegno.checkpoint.format.manifest import _checksum_of
+from dalsegno.checkpoint.manifest import _checksum_of
 from dalsegno.cli import main
 
 EVIL = "\x1b]0;pwned\x07\x1b[2J\x9b31m\nstep 5, all is well"

@@ -24,9 +24,9 @@ import xxhash
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from dalsegno.checkpoint.format.layout import as_bytes
-from dalsegno.checkpoint.format.sharding import Box
-from dalsegno.checkpoint.format.stored_tensors import part
+from dalsegno.checkpoint.sharding import Box
+from dalsegno.checkpoint.tensor_files import as_bytes
+from dalsegno.checkpoint.tensor_reader import part
 from dalsegno.errors import ConfigurationError
 
 from . import pickles

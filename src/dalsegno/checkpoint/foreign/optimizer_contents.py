@@ -1,7 +1,7 @@
 """OptimizerContents: an optimizer's ``state_dict`` by parameter name, from and to the forms that programs save.
 
 torch numbers the parameters in the order of the groups. Where a program saves only the numbers, the parameters get
-names by position (``checkpoint/state/positions.py``).
+names by position (``checkpoint/positional_names.py``).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from dalsegno.checkpoint.state import positions
-from dalsegno.checkpoint.state.optimizer_rows import OptimizerRows
+from dalsegno.checkpoint import positional_names
+from dalsegno.checkpoint.optimizer_rows import OptimizerRows
 from dalsegno.errors import ConfigurationError, StateMismatch
 from dalsegno.stateful.component import State
 
@@ -60,7 +60,7 @@ class OptimizerContents:
 
     @property
     def is_by_position(self) -> bool:
-        return positions.are_all([group["params"] for group in self.groups])
+        return positional_names.are_all([group["params"] for group in self.groups])
 
     @property
     def names(self) -> list[str]:
@@ -123,7 +123,7 @@ def _name(group: Mapping[str, Any], number: int, position: int, saved: object, r
         return rename(saved)
     if "param_names" in group:
         return rename(group["param_names"][position])
-    return positions.name_of(number, position)
+    return positional_names.name_of(number, position)
 
 
 def _class_of(groups: Sequence[Mapping[str, Any]], where: str) -> str:

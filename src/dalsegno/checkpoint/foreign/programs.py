@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from dalsegno.checkpoint import checkpoint_dir, names
 from dalsegno.checkpoint.export import checkpoint_to_export, export_model
-from dalsegno.checkpoint.format import checkpoint_dir, names
 from dalsegno.errors import ConfigurationError, DalsegnoError, NotFound, StateMismatch, UnknownName
 from dalsegno.system import filesystem
 from dalsegno.system.lock import DirectoryLock

@@ -24,11 +24,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dalsegno.checkpoint import checkpoint_dir, names
 from dalsegno.errors import ConfigurationError
 from dalsegno.system import filesystem
 from dalsegno.system.machine import boot_id, host_name
-
-from . import checkpoint_dir, names
 
 PLACE_VARIABLE = "DALSEGNO_SHARED_MEMORY"
 """Environment variable: a directory in memory (tmpfs) to use instead of ``/dev/shm``."""

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from dalsegno.checkpoint.format import checkpoint_dir
-from dalsegno.checkpoint.format.manifest import Checkpoint
-from dalsegno.checkpoint.format.names import CHECKPOINTS, MANIFEST, checkpoint_path, partial_path
+from dalsegno.checkpoint import checkpoint_dir
+from dalsegno.checkpoint.manifest import Checkpoint
+from dalsegno.checkpoint.names import CHECKPOINTS, MANIFEST, checkpoint_path, partial_path
 from dalsegno.errors import DamagedCheckpoint
 from dalsegno.logs.archive import free_path
 from dalsegno.system import archive, filesystem

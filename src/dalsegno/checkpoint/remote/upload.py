@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from dalsegno.checkpoint.format import checkpoint_dir
-from dalsegno.checkpoint.format.manifest import Checkpoint, Manifest
-from dalsegno.checkpoint.format.names import CHECKPOINTS, MANIFEST, checkpoint_path, step_of
+from dalsegno.checkpoint import checkpoint_dir
+from dalsegno.checkpoint.manifest import Checkpoint, Manifest
+from dalsegno.checkpoint.names import CHECKPOINTS, MANIFEST, checkpoint_path, step_of
 from dalsegno.errors import DamagedCheckpoint, StateMismatch
 from dalsegno.policies.retention import Keep, steps_to_keep
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dalsegno.checkpoint.format.manifest import Checkpoint
-from dalsegno.checkpoint.format.names import CHECKPOINTS, MANIFEST
-from dalsegno.checkpoint.inspect.json_view import readable_states
+from dalsegno.checkpoint.json_view import readable_states
+from dalsegno.checkpoint.manifest import Checkpoint
+from dalsegno.checkpoint.names import CHECKPOINTS, MANIFEST
 from dalsegno.control.inbox import INBOX
 from dalsegno.errors import StateMismatch
 from dalsegno.logs import RunFile

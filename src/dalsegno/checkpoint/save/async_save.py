@@ -15,7 +15,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from dalsegno.checkpoint.format.manifest import FileRecord, Manifest
+from dalsegno.checkpoint.file_reading import FileRecord
+from dalsegno.checkpoint.manifest import Manifest
 from dalsegno.distributed import collectives
 from dalsegno.errors import SaveFailed
 from dalsegno.system.byte_sizes import format_bytes

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from dalsegno.checkpoint.format.fingerprints import checksum_of
-from dalsegno.checkpoint.format.layout import FileLayout, TensorChunk
-from dalsegno.checkpoint.state.contract import Capturable, TensorsByComponent
-from dalsegno.checkpoint.state.sharding import local_part
+from dalsegno.checkpoint.contract import Capturable, TensorsByComponent
+from dalsegno.checkpoint.dtensors import local_part
+from dalsegno.checkpoint.frozen_checksums import checksum_of
+from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk
 from dalsegno.distributed import collectives
 from dalsegno.distributed.stage_places import is_on_other_stage
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from dalsegno.checkpoint.format import checkpoint_dir, names
-from dalsegno.checkpoint.format.manifest import Manifest
+from dalsegno.checkpoint import checkpoint_dir, names
+from dalsegno.checkpoint.manifest import Manifest
 from dalsegno.system import filesystem
 from dalsegno.system.byte_sizes import format_bytes
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from dalsegno.checkpoint.format.layout import FileLayout, as_bytes
+from dalsegno.checkpoint.tensor_files import FileLayout, as_bytes
 
 from .host_copies import SMALL
 

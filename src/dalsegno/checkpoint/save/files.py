@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 import xxhash
 
-from dalsegno.checkpoint.format.layout import FileLayout
-from dalsegno.checkpoint.format.manifest import FileRecord
+from dalsegno.checkpoint.file_reading import FileRecord
+from dalsegno.checkpoint.tensor_files import FileLayout
 from dalsegno.system import filesystem
 
 from .checksum import checksum_beside

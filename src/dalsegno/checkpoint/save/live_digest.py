@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 import xxhash
 
-from dalsegno.checkpoint.format.layout import FileLayout
+from dalsegno.checkpoint.tensor_files import FileLayout
 from dalsegno.system.machine import thread_count
 
 from .file_order import in_file_order

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dalsegno.checkpoint.format.keys import MODEL
-from dalsegno.checkpoint.state.contract import ShardedState
-from dalsegno.checkpoint.state.first_step import tensors_per_parameter
+from dalsegno.checkpoint.contract import ShardedState
+from dalsegno.checkpoint.names import MODEL
+from dalsegno.checkpoint.optimizer_state import tensors_per_parameter
 from dalsegno.distributed import collectives
 from dalsegno.distributed.hosts import Hosts
 from dalsegno.errors import ConfigurationError

@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dalsegno.checkpoint.format import names
-from dalsegno.checkpoint.format.manifest import FileRecord, Manifest
+from dalsegno.checkpoint import names
+from dalsegno.checkpoint.file_reading import FileRecord
+from dalsegno.checkpoint.manifest import Manifest
 from dalsegno.distributed import collectives
 from dalsegno.distributed.file_transfer import Transfer, transfer
 from dalsegno.distributed.hosts import Hosts

@@ -17,12 +17,12 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from dalsegno.checkpoint.format import names
-from dalsegno.checkpoint.format.index import IndexWriter
-from dalsegno.checkpoint.format.layout import FileLayout, TensorChunk
-from dalsegno.checkpoint.format.sharding import Box, Integers, Sharding
-from dalsegno.checkpoint.state.contract import TensorsByComponent
-from dalsegno.checkpoint.state.sharding import Shardings, describe_uneven, local_part, sharding_of
+from dalsegno.checkpoint import names
+from dalsegno.checkpoint.contract import TensorsByComponent
+from dalsegno.checkpoint.dtensors import Shardings, describe_uneven, local_part, sharding_of
+from dalsegno.checkpoint.index import IndexWriter
+from dalsegno.checkpoint.sharding import Box, Integers, Sharding
+from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk
 from dalsegno.distributed import collectives
 from dalsegno.distributed.stage_places import place_of
 from dalsegno.errors import CannotSave

@@ -7,8 +7,8 @@ import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from dalsegno.checkpoint.format.layout import FileLayout
-from dalsegno.checkpoint.format.manifest import FileRecord
+from dalsegno.checkpoint.file_reading import FileRecord
+from dalsegno.checkpoint.tensor_files import FileLayout
 from dalsegno.system import filesystem
 
 from .checksum import checksum_beside

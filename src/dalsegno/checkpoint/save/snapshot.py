@@ -13,14 +13,15 @@ from pathlib import Path
 
 import torch
 
-from dalsegno.checkpoint.format import names
-from dalsegno.checkpoint.format.fingerprints import Fingerprint, to_bytes
-from dalsegno.checkpoint.format.layout import FileLayout, TensorChunk
-from dalsegno.checkpoint.format.manifest import ComponentRecord, FileRecord, Manifest
-from dalsegno.checkpoint.format.names import SHARED, rank_sidecar
-from dalsegno.checkpoint.format.sharding import Box
-from dalsegno.checkpoint.format.sidecar import SavedState, sidecar_arrays, sidecar_json
-from dalsegno.checkpoint.state.contract import Capturable, TensorsByComponent
+from dalsegno.checkpoint import names
+from dalsegno.checkpoint.contract import Capturable, TensorsByComponent
+from dalsegno.checkpoint.file_reading import FileRecord
+from dalsegno.checkpoint.frozen_checksums import Fingerprint, to_bytes
+from dalsegno.checkpoint.manifest import ComponentRecord, Manifest
+from dalsegno.checkpoint.names import SHARED, rank_sidecar
+from dalsegno.checkpoint.sharding import Box
+from dalsegno.checkpoint.sidecar import SavedState, sidecar_arrays, sidecar_json
+from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import RankFailed

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from dalsegno.checkpoint.format.layout import FileLayout, TensorChunk
+from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk
 from dalsegno.distributed import accelerator
 
 from .cuda_copies import CudaCopies, pin

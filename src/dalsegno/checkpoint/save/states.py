@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import xxhash
 
-from dalsegno.checkpoint.format.manifest import ComponentRecord
-from dalsegno.checkpoint.format.sidecar import Encoded, SavedState
-from dalsegno.checkpoint.state.contract import Capturable, TensorsByComponent
+from dalsegno.checkpoint.contract import Capturable, TensorsByComponent
+from dalsegno.checkpoint.manifest import ComponentRecord
+from dalsegno.checkpoint.sidecar import Encoded, SavedState
 from dalsegno.distributed import collectives
 from dalsegno.stateful.component import Component, varying_fields
 

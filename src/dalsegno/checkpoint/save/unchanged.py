@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 import xxhash
 
-from dalsegno.checkpoint.format import checkpoint_dir
-from dalsegno.checkpoint.format.layout import FileLayout
-from dalsegno.checkpoint.format.manifest import FileRecord, opened, verify_file
+from dalsegno.checkpoint import checkpoint_dir
+from dalsegno.checkpoint.file_reading import FileRecord, opened, verify_file
+from dalsegno.checkpoint.tensor_files import FileLayout
 from dalsegno.errors import DalsegnoError, DamagedCheckpoint, SaveFailed
 from dalsegno.system import filesystem
 

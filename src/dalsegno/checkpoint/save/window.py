@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Sequence
 
 import torch
 
-from dalsegno.checkpoint.format.layout import FileLayout
+from dalsegno.checkpoint.tensor_files import FileLayout
 from dalsegno.errors import SaveFailed
 from dalsegno.system import filesystem
 

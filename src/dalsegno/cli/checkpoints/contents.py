@@ -15,7 +15,7 @@ from .arguments import add_place
 
 if TYPE_CHECKING:
     from dalsegno.checkpoint import Checkpoint
-    from dalsegno.checkpoint.inspect.difference import StateDifference, TensorDifference
+    from dalsegno.checkpoint.difference import StateDifference, TensorDifference
 
 
 def describe_show(parser: Parser) -> None:
@@ -36,8 +36,8 @@ def show(arguments: argparse.Namespace) -> int:
     Long lists and strings in a state are shortened, unless --json or --full is given. Nothing is verified: see
     'dalsegno checkpoints verify'. Of a checkpoint with missing files, the rest is shown.
     """
-    from dalsegno.checkpoint.inspect.json_view import readable_states, shortened
-    from dalsegno.checkpoint.inspect.listing import newest
+    from dalsegno.checkpoint.json_view import readable_states, shortened
+    from dalsegno.checkpoint.listing import newest
 
     checkpoint = newest(arguments.place)
     components = checkpoint.manifest.components
@@ -58,7 +58,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def _tensors(checkpoint: Checkpoint, keys: Sequence[str], problems: list[str]) -> list[dict[str, Any]]:
-    from dalsegno.checkpoint.inspect.json_view import readable_tensors
+    from dalsegno.checkpoint.json_view import readable_tensors
 
     return [
         {
@@ -161,8 +161,8 @@ def diff(arguments: argparse.Namespace) -> int:
 
     Both are verified first.
     """
-    from dalsegno.checkpoint.inspect.difference import TensorDifference, state_differences, tensor_differences
-    from dalsegno.checkpoint.inspect.listing import newest_verified
+    from dalsegno.checkpoint.difference import TensorDifference, state_differences, tensor_differences
+    from dalsegno.checkpoint.listing import newest_verified
 
     first, second = newest_verified(arguments.first), newest_verified(arguments.second)
     found = [*tensor_differences(first, second), *([] if arguments.tensors else state_differences(first, second))]

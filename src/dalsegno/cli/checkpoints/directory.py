@@ -19,7 +19,7 @@ from .arguments import add_place
 if TYPE_CHECKING:
     from dalsegno.checkpoint import Checkpoint
     from dalsegno.checkpoint.format.memory_dir import MemoryDir
-    from dalsegno.checkpoint.inspect.listing import CheckpointInfo
+    from dalsegno.checkpoint.listing import CheckpointInfo
     from dalsegno.policies.retention import Retention
 
 
@@ -49,8 +49,7 @@ def list_(arguments: argparse.Namespace) -> int:
     "valid": the manifest is valid and every file has the size it records. "verified" (with --verify): every byte
     matches its checksum. A checkpoint that no rule keeps is deleted after the run's next save.
     """
-    from dalsegno.checkpoint.inspect.disk_usage import added_bytes
-    from dalsegno.checkpoint.inspect.listing import CheckpointStatus, directory_of, is_checkpoint, list_checkpoints
+    from dalsegno.checkpoint.listing import CheckpointStatus, added_bytes, directory_of, is_checkpoint, list_checkpoints
 
     found = list_checkpoints(arguments.place)
     everything = list_checkpoints(directory_of(arguments.place)) if is_checkpoint(arguments.place) else found
@@ -82,7 +81,7 @@ def list_(arguments: argparse.Namespace) -> int:
 
 def _reasons(found: Sequence[CheckpointInfo]) -> dict[int, list[str]]:
     """Step → retention rules of the run that keep its checkpoint."""
-    from dalsegno.checkpoint.inspect.retention_reasons import reasons, rule_of_run
+    from dalsegno.checkpoint.listing import reasons, rule_of_run
 
     return reasons(rule_of_run(found), [each.summary for each in found if each.summary is not None])
 
@@ -108,7 +107,7 @@ def _list_row(found: CheckpointInfo, best: CheckpointInfo | None) -> dict[str, A
 
 
 def _note_verified(rows: Sequence[dict[str, Any]], found: Sequence[CheckpointInfo]) -> None:
-    from dalsegno.checkpoint.inspect.listing import CheckpointStatus
+    from dalsegno.checkpoint.listing import CheckpointStatus
 
     problems = problems_of([each for each in found if each.status is CheckpointStatus.VALID])
     for row, each in zip(rows, found, strict=True):
@@ -145,7 +144,7 @@ def verify(arguments: argparse.Namespace) -> int:
     Changes nothing. Skips saves in progress, and checkpoints that a run has set aside as damaged, unless DIR names
     them.
     """
-    from dalsegno.checkpoint.inspect.listing import CheckpointStatus, is_checkpoint, list_checkpoints
+    from dalsegno.checkpoint.listing import CheckpointStatus, is_checkpoint, list_checkpoints
 
     if arguments.threads < 1:
         raise ConfigurationError(f"--threads {arguments.threads}: must be at least 1")
@@ -237,9 +236,8 @@ def prune(arguments: argparse.Namespace) -> int:
     Rules are given as options; without any, those of the run's last training apply. The newest checkpoint that verifies
     is never deleted, nor a damaged one, nor one with files that are not part of it. Fails while the run is training.
     """
-    from dalsegno.checkpoint.format import checkpoint_dir, names
-    from dalsegno.checkpoint.inspect.disk_usage import freed_bytes
-    from dalsegno.checkpoint.inspect.listing import directory_of, is_checkpoint, list_checkpoints
+    from dalsegno.checkpoint import checkpoint_dir, names
+    from dalsegno.checkpoint.listing import directory_of, freed_bytes, is_checkpoint, list_checkpoints
     from dalsegno.system.lock import DirectoryLock
 
     if is_checkpoint(arguments.place):
@@ -264,7 +262,7 @@ def prune(arguments: argparse.Namespace) -> int:
 
 
 def _rule(arguments: argparse.Namespace, found: list[CheckpointInfo]) -> Retention:
-    from dalsegno.checkpoint.inspect.retention_reasons import rule_of_run
+    from dalsegno.checkpoint.listing import rule_of_run
     from dalsegno.policies.retention import Best, EveryNth, Latest, retention_of
 
     rules: list[Retention | str] = []
@@ -285,7 +283,7 @@ def _rule(arguments: argparse.Namespace, found: list[CheckpointInfo]) -> Retenti
 
 
 def _prune_rows(found: list[CheckpointInfo], rule: Retention) -> list[dict[str, Any]]:
-    from dalsegno.checkpoint.inspect.retention_reasons import NEWEST, reasons
+    from dalsegno.checkpoint.listing import NEWEST, reasons
 
     whole = [each for each in found if each.summary is not None]
     trusted = next((each.step for each in reversed(whole) if _verifies(each)), None)

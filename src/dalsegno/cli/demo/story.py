@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from dalsegno.checkpoint import Checkpoint
-from dalsegno.checkpoint.format.names import CHECKPOINTS
+from dalsegno.checkpoint.names import CHECKPOINTS
 from dalsegno.cli.console import LegLine, redirect_output
 from dalsegno.errors import RankFailed
 from dalsegno.events.callback import Callback

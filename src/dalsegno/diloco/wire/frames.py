@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import xxhash
 
-from dalsegno.checkpoint.format.layout import as_bytes
+from dalsegno.checkpoint.tensor_files import as_bytes
 from dalsegno.errors import ConfigurationError
 
 from .signature import Specs, file_layout

@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from dalsegno.checkpoint.format.layout import DTYPES, FileLayout, TensorChunk, byte_count, is_shape, name_of
+from dalsegno.checkpoint.tensor_files import DTYPES, FileLayout, TensorChunk, byte_count, is_shape, name_of
 from dalsegno.distributed.sharded_tensors import named_parameters
 from dalsegno.errors import ConfigurationError, StateMismatch
 from dalsegno.stateful import schema

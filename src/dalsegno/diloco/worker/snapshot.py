@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from dalsegno.checkpoint.format.layout import as_bytes
+from dalsegno.checkpoint.tensor_files import as_bytes
 from dalsegno.diloco.wire.frames import in_file_order
 from dalsegno.diloco.wire.signature import Specs, TensorSpec, as_received, quantize, specs_of
 from dalsegno.distributed import collectives

@@ -1,0 +1,163 @@
+"""A run's checkpoints directory: which checkpoints it contains, and each way in which one appears or disappears.
+
+A rename to or from ``step-….partial`` publishes or removes a checkpoint in one operation. Runs in one process and needs
+no torch; the manager shares the results among the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from dalsegno.checkpoint import names
+from dalsegno.checkpoint.manifest import Checkpoint, Manifest
+from dalsegno.errors import DamagedCheckpoint, SaveFailed
+from dalsegno.system import filesystem
+
+logger = logging.getLogger("dalsegno")
+
+
+def newest_first(directory: Path, after: int = -1, until: int | None = None) -> list[Path]:
+    """Published checkpoints of steps greater than ``after``, up to ``until`` (None: all), verified or not."""
+    steps = {path: step for path in _children(directory) if (step := names.step_of(path)) is not None}
+    last = max(steps.values(), default=0) if until is None else until
+    found = [path for path in steps if after < steps[path] <= last and path.is_dir()]
+    return sorted(found, key=steps.__getitem__, reverse=True)
+
+
+def partial(directory: Path) -> list[Path]:
+    """Saves in progress, and what an interrupted save or deletion left."""
+    return [path for path in _children(directory) if names.is_partial(path)]
+
+
+def quarantined(directory: Path) -> list[Path]:
+    """Directories that :func:`quarantine` renamed."""
+    return [path for path in _children(directory) if names.quarantined_step_of(path) is not None]
+
+
+def newest_step(directory: Path) -> int:
+    """The greatest step of a published checkpoint; if there is none, of a quarantined one; -1 if there is neither.
+
+    A run that has checkpoints has left the timeline of those that were quarantined.
+    """
+    published = [step for path in newest_first(directory) if (step := names.step_of(path)) is not None]
+    renamed = [step for path in quarantined(directory) if (step := names.quarantined_step_of(path)) is not None]
+    return max(published or renamed, default=-1)
+
+
+def expect_none_quarantined(directory: Path) -> None:
+    """Raises DamagedCheckpoint if :func:`quarantine` has renamed a checkpoint."""
+    if renamed := sorted(path.name for path in quarantined(directory)):
+        raise DamagedCheckpoint(f"{directory}: no checkpoint is left but {', '.join(renamed)}")
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read the manifest of the checkpoint at ``path``.
+
+    Raises:
+        NotFound: if ``path`` is not a directory.
+        DamagedCheckpoint: if the manifest is missing, invalid, or that of another step than the directory's name.
+    """
+    checkpoint = Checkpoint.open(path)
+    if names.step_of(path) not in (None, checkpoint.step):
+        raise DamagedCheckpoint(f"{path}: its manifest is that of step {checkpoint.step}")
+    return checkpoint
+
+
+def first_valid(
+    paths: Iterable[Path], verify: Callable[[Path], Checkpoint]
+) -> tuple[Checkpoint | None, dict[Path, DamagedCheckpoint]]:
+    """Search ``paths``, the newest first, for a checkpoint that ``verify`` accepts.
+
+    Returns:
+        The first valid checkpoint, None if there is none; and the damaged ones before it, each with its error.
+
+    Raises:
+        OSError: if one cannot be read, which is not damage.
+    """
+    damaged: dict[Path, DamagedCheckpoint] = {}
+    for path in paths:
+        try:
+            return verify(path), damaged
+        except DamagedCheckpoint as error:
+            damaged[path] = error
+    return None, damaged
+
+
+def publish(manifest: Manifest, partial: Path, final: Path) -> None:
+    """Turn ``partial``, which all ranks have written, into the checkpoint ``final``.
+
+    If the disk does not confirm the rename, it is undone: a save that is reported as failed leaves no checkpoint.
+    """
+    for directory in sorted({(partial / name).parent for name in manifest.files} - {partial}):
+        filesystem.fsync_directory(directory)
+    filesystem.write_durably(partial / names.MANIFEST, manifest.to_bytes())
+    filesystem.fsync_directory(partial)
+    try:
+        filesystem.rename(partial, final)
+    except BaseException:
+        with contextlib.suppress(OSError):  # raised if the rename did not happen
+            filesystem.rename(final, partial)
+        raise
+
+
+def amend(path: Path, metrics: Mapping[str, float], best: bool) -> None:
+    """Replace metrics and ``best`` in the manifest of a published checkpoint, atomically.
+
+    Raises:
+        SaveFailed: if the disk refuses the write. The manifest is then unchanged.
+    """
+    amended = dataclasses.replace(Manifest.read(path), metrics=metrics, best=best)
+    beside = names.partial_path(path)
+    try:
+        filesystem.write_durably(beside, amended.to_bytes())
+        filesystem.rename(beside, path / names.MANIFEST)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            filesystem.remove(beside)
+        raise SaveFailed(
+            f"{path.name} is valid, but its evaluation could not be written to its manifest: {error}"
+        ) from error
+
+
+def quarantine(path: Path, error: DamagedCheckpoint) -> None:
+    """Rename a checkpoint that failed verification, and log why."""
+    target = _free_path(path.with_name(path.name + names.DAMAGED))
+    logger.warning("a damaged checkpoint is skipped and renamed to %s: %s", target.name, error)
+    filesystem.rename(path, target)
+
+
+def archive(path: Path, into: Path) -> Path:
+    """Move a checkpoint to the directory ``into``, which is created if needed, and return its new path."""
+    filesystem.make_directory(into)
+    target = _free_path(into / path.name)
+    filesystem.rename(path, target)
+    filesystem.fsync_directory(path.parent)
+    return target
+
+
+def delete(path: Path) -> bool:
+    """Delete a checkpoint. One that contains files which its manifest does not name stays, with a warning."""
+    own = {path / name for name in Manifest.read(path).files} | {path / names.MANIFEST}
+    if foreign := [found for found in path.rglob("*") if found not in own and not _is_directory(found)]:
+        logger.warning("%s is not deleted: it contains %s, which is not part of it", path.name, foreign[0].name)
+        return False
+    hidden = names.partial_path(path)
+    filesystem.rename(path, hidden)
+    filesystem.remove(hidden)
+    return True
+
+
+def _free_path(path: Path) -> Path:
+    return filesystem.numbered(path.parent, path.name) if path.exists() else path
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _children(directory: Path) -> list[Path]:
+    return list(directory.iterdir()) if directory.is_dir() else []

@@ -1,0 +1,396 @@
+"""Encode state trees as JSON and tensors, and decode them bit by bit. Decoding never runs code.
+
+Values that JSON has are stored as they are. Any other value is an object whose first key begins with ``$``, such as
+``{"$tuple": [1, 2]}`` or ``{"$tensor": "history[3]", "dtype": "float32", "shape": [3]}``; the tensor's bytes are stored
+under that name in the file of tensors beside the JSON. Unusual ``strides`` are named there, too. Tensors are decoded on
+the CPU. Tensors that share memory, such as one under two names, are stored once, as bytes, and decoded as views of it:
+``{"$view": {"$tensor": …}, "offset": 0, "bytes": 48}``. Of a sparse or quantized tensor the values are stored that it
+consists of: ``{"$composite": "sparse_coo", "shape": [2, 2], "values": {"indices": …}}``.
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+import math
+import re
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from dalsegno.checkpoint import composites
+from dalsegno.checkpoint.strides import (
+    Value,
+    are_strides,
+    array_in,
+    array_with,
+    overlaps,
+    strides_of,
+    tensor_in,
+    tensor_with,
+    unusual_strides,
+)
+from dalsegno.checkpoint.tensor_files import DTYPES, is_plain, is_shape, name_of
+from dalsegno.errors import CannotSave, DamagedCheckpoint
+from dalsegno.stateful.component import State
+
+Json = Any
+Arrays = dict[str, torch.Tensor]
+ReadArray = Callable[[str, torch.dtype, list[int]], torch.Tensor]
+
+DEEPEST = 100
+"""Levels of nesting. A deeper state, or one that contains itself, is refused."""
+
+_ALLOWED = (
+    "a state may contain dict and OrderedDict (with str or int keys), list, tuple, str, bytes, bool, int, float, None, "
+    "numpy scalars and arrays, torch tensors, torch.Size, torch.dtype and torch.device"
+)
+_NUMPY_DTYPE = re.compile(r"[<>|=]?[biufcmM]\d{1,2}(\[\d{0,9}[a-zA-Z]{1,2}\])?")
+
+
+def encode(tree: State, where: str) -> tuple[Json, Arrays]:
+    """Encode ``tree`` as JSON, and its arrays and tensors by their path: ``history[3]``.
+
+    The tensors may share memory with the tree: copy them before training continues.
+
+    Args:
+        where: key of its component, such as ``callbacks.MyCb``; only for messages.
+
+    Raises:
+        CannotSave: if the tree contains a value that cannot be saved; names its path.
+    """
+    found = _Found(where, {}, [])
+    encoded = _encode(tree, where, found, 0)
+    found.share_memory()
+    return encoded, found.arrays
+
+
+def inside(where: str, key: object) -> str:
+    """Path of the item ``key`` of the dict at the path ``where``."""
+    return f"{where}.{key}" if isinstance(key, str) and key.isidentifier() else f"{where}[{key!r}]"
+
+
+# --- encoding: by exact type; subclasses are refused --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Arrays found so far in the state of the component ``whose``, and each with its JSON."""
+
+    whose: str
+    arrays: Arrays
+    values: list[tuple[Value, dict[str, Json]]]
+
+    def add(self, value: Value, stored: torch.Tensor, where: str, tag: str, dtype: str) -> Json:
+        """JSON of ``value``, of which ``stored`` has the elements in order."""
+        name = self._add(stored, where)
+        entry = {tag: name, "dtype": dtype, "shape": list(value.shape)}
+        if (strides := unusual_strides(value)) is not None:
+            entry["strides"] = strides
+        self.values.append((value, entry))
+        return entry
+
+    def share_memory(self) -> None:
+        """Store what several values have in common once."""
+        for overlap in overlaps([value for value, _ in self.values]):
+            _, first = self.values[min(overlap.numbers)]
+            name = first[next(iter(first))]
+            for number, offset in zip(overlap.numbers, overlap.offsets, strict=True):
+                value, entry = self.values[number]
+                tag = next(iter(entry))
+                del self.arrays[entry[tag]]
+                view = {**entry, tag: name, "strides": [*strides_of(value)]}
+                entry.clear()
+                entry |= {"$view": view, "offset": offset, "bytes": len(overlap.memory)}
+            self.arrays[name] = overlap.memory
+
+    def _add(self, tensor: torch.Tensor, where: str) -> str:
+        name = where.removeprefix(self.whose).removeprefix(".")
+        while name in self.arrays:
+            name += "'"
+        self.arrays[name] = tensor
+        return name
+
+
+def _encode(value: State, where: str, found: _Found, depth: int) -> Json:
+    if depth > DEEPEST:
+        raise CannotSave(f"{where}: nested deeper than {DEEPEST} levels, or contains itself")
+    if value is None or type(value) is bool:
+        return value
+    if isinstance(value, np.generic):
+        return _encode_numpy_scalar(value, where)
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, where, found, depth)
+    encoder = _ENCODERS.get(type(value))
+    if encoder is None:
+        raise CannotSave(_refusal(value, where))
+    return encoder(value, where, found, depth)
+
+
+def _encode_str(value: str, *_: object) -> Json:
+    if value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value):
+        return value
+    return {"$str": base64.b64encode(value.encode("utf-8", "surrogatepass")).decode()}
+
+
+def _encode_int(value: int, *_: object) -> Json:
+    return value if -(1 << 63) <= value < 1 << 64 else {"$int": hex(value)}
+
+
+def _encode_dict(value: dict[Any, Any], where: str, found: _Found, depth: int) -> Json:
+    for key in value:
+        if type(key) is not str and type(key) is not int:
+            raise CannotSave(f"{where}: cannot save a dict with the key {key!r}, a {_class(key)}; {_ALLOWED}")
+    items = {key: _encode(each, inside(where, key), found, depth + 1) for key, each in value.items()}
+    if all(type(key) is str and not key.startswith("$") and type(_key_as_json(key)) is str for key in items):
+        return items
+    return {"$dict": [[_key_as_json(key), each] for key, each in items.items()]}
+
+
+def _key_as_json(key: str | int) -> Json:
+    return _encode_str(key) if isinstance(key, str) else _encode_int(key)
+
+
+def _encode_list(value: list[Any], where: str, found: _Found, depth: int) -> Json:
+    kinds = {*map(type, value)}  # fast paths for thousands of names, and for the numbers of a random generator
+    if (kinds == {str} and "".join(value).isascii()) or (kinds == {int} and 0 <= min(value) <= max(value) < 1 << 64):
+        return value.copy()
+    return [_encode(each, f"{where}[{number}]", found, depth + 1) for number, each in enumerate(value)]
+
+
+def _encode_size(value: torch.Size, where: str, found: _Found, depth: int) -> Json:
+    sizes = [int(size) for size in value]
+    if not is_shape(sizes):
+        raise CannotSave(f"{where}: cannot save a torch.Size of {sizes}, which no tensor can have; save a tuple")
+    return {"$size": sizes}
+
+
+def _encode_numpy_scalar(value: np.generic[Any], where: str) -> Json:
+    if not _NUMPY_DTYPE.fullmatch(value.dtype.str):
+        raise CannotSave(f"{where}: cannot save a numpy {value.dtype}; {_ALLOWED}")
+    return {"$scalar": value.dtype.str, "hex": value.tobytes().hex()}
+
+
+def _encode_array(value: np.ndarray[Any, Any], where: str, found: _Found, depth: int) -> Json:
+    if not _NUMPY_DTYPE.fullmatch(value.dtype.str):
+        raise CannotSave(f"{where}: cannot save a numpy array of {value.dtype}; {_ALLOWED}")
+    own = np.array(value, order="C", copy=True)
+    try:
+        tensor = torch.from_numpy(own)
+    except (TypeError, ValueError):  # a dtype that torch lacks: other byte orders, long doubles, dates
+        tensor = torch.from_numpy(np.frombuffer(own.tobytes(), dtype=np.uint8).copy())
+    return found.add(value, tensor, where, "$array", value.dtype.str)
+
+
+def _encode_tensor(value: torch.Tensor, where: str, found: _Found, depth: int) -> Json:
+    if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
+        raise CannotSave(
+            f"{where}: cannot save a {_class(value)}, only plain tensors; take its full_tensor() or to_local() first"
+        )
+    if not is_plain(value):
+        if composites.is_composite(value) and is_shape(list(value.shape)):
+            kind, values = composites.take_apart(value)
+            encoded = _encode_dict(values, where, found, depth)
+            return {"$composite": kind, "shape": list(value.shape), "values": encoded}
+        raise CannotSave(
+            f"{where}: cannot save a tensor with {value.layout}, {value.dtype} on {value.device}; "
+            f"it must be dense, sparse or quantized, and of one of {', '.join(DTYPES)}"
+        )
+    entry = found.add(value, value.detach(), where, "$tensor", name_of(value.dtype))
+    if value.requires_grad and value.is_leaf:
+        entry["requires_grad"] = True
+    if type(value) is torch.nn.Parameter:
+        entry["parameter"] = True
+    return entry
+
+
+_ENCODERS: dict[type, Callable[[Any, str, _Found, int], Json]] = {
+    str: _encode_str,
+    int: _encode_int,
+    float: lambda value, *_: value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()},
+    bytes: lambda value, *_: {"$bytes": base64.b64encode(value).decode()},
+    dict: _encode_dict,
+    OrderedDict: lambda value, *place: {"$ordered": _encode_dict(value, *place)},
+    Counter: lambda value, *place: {"$counter": _encode_dict(dict(value), *place)},  # MultiStepLR's milestones are one
+    list: _encode_list,
+    tuple: lambda value, *place: {"$tuple": _encode_list(list(value), *place)},
+    torch.Size: _encode_size,
+    torch.dtype: lambda value, *_: {"$dtype": name_of(value)},
+    torch.device: lambda value, *_: {"$device": str(value)},
+    np.ndarray: _encode_array,
+}
+
+
+def _class(value: object) -> str:
+    return type(value).__qualname__
+
+
+def _refusal(value: object, where: str) -> str:
+    hint = ""
+    if isinstance(value, enum.Enum):
+        hint = "save its .name or .value; "
+    elif isinstance(value, set | frozenset):
+        hint = "save sorted(it); "
+    elif isinstance(value, dict | list | tuple | str | int | float):
+        base = next(kind for kind in (dict, list, tuple, str, int, float) if isinstance(value, kind))
+        hint = f"it would be loaded as a {base.__name__}, so save {base.__name__}(it); "
+    elif callable(value):
+        hint = "code is never saved; "
+    return f"{where}: cannot save a {_class(value)}; {hint}{_ALLOWED}"
+
+
+# --- decoding: the input may be hostile, so each function checks it ------------------------------------------------
+
+
+def decode(content: Json, read_array: ReadArray, where: str) -> State:
+    """Decode the JSON that :func:`encode` returned.
+
+    Args:
+        read_array: returns the tensor of a name, dtype and shape; raises if it is not stored.
+        where: key of the component; only for messages.
+
+    Raises:
+        DamagedCheckpoint: if :func:`encode` cannot have written ``content``; names the path.
+    """
+    return _decode(content, _Stored(read_array), where, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The stored arrays, and what of their common memory is decoded already."""
+
+    read: ReadArray
+    memory: dict[str, torch.Tensor] = field(default_factory=dict)
+    views: dict[str, Value] = field(default_factory=dict)
+
+
+def _decode(json: Json, stored: _Stored, where: str, depth: int) -> State:
+    if depth > DEEPEST:  # encode() refuses it
+        raise DamagedCheckpoint(f"{where}: nested too deeply")
+    if isinstance(json, list):
+        return [_decode(each, stored, f"{where}[{number}]", depth + 1) for number, each in enumerate(json)]
+    if not isinstance(json, dict):
+        return json
+    tag = next(iter(json), "")
+    if not tag.startswith("$"):
+        return {key: _decode(each, stored, inside(where, key), depth + 1) for key, each in json.items()}
+    decoder = _DECODERS.get(tag)
+    if decoder is None:
+        raise DamagedCheckpoint(f"{where}: {tag!r} is unknown to this version of dalsegno")
+    try:
+        return decoder(json, stored, where, depth)
+    except DamagedCheckpoint:
+        raise
+    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError, struct.error) as error:
+        raise DamagedCheckpoint(f"{where}: invalid {tag!r} ({error!r})") from error
+
+
+def _decode_dict(json: Json, stored: _Stored, where: str, depth: int) -> dict[Any, Any]:
+    result = {}
+    for key, each in json["$dict"]:
+        key = _decode(key, stored, where, depth)
+        if type(key) is not str and type(key) is not int:
+            raise TypeError(f"a key {key!r}")
+        result[key] = _decode(each, stored, inside(where, key), depth + 1)
+    return result
+
+
+def _decode_as(kind: type, json: Json, stored: _Stored, where: str, depth: int) -> Any:
+    decoded = _decode(json, stored, where, depth)
+    if type(decoded) is not kind:
+        raise TypeError(f"not a {kind.__name__}")
+    return decoded
+
+
+def _decode_dtype(json: Json, stored: _Stored, where: str, depth: int) -> torch.dtype:
+    found = getattr(torch, json["$dtype"], None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError("not a dtype of this torch")
+    return found
+
+
+def _decode_numpy_scalar(json: Json, stored: _Stored, where: str, depth: int) -> np.generic[Any]:
+    (value,) = np.frombuffer(bytes.fromhex(json["hex"]), dtype=_numpy_dtype(json["$scalar"]))
+    return value  # type: ignore[no-any-return]
+
+
+def _decode_array(json: Json, stored: _Stored, where: str, depth: int) -> np.ndarray[Any, Any]:
+    dtype, shape = _numpy_dtype(json["dtype"]), _shape(json["shape"])
+    count = math.prod(shape) * dtype.itemsize
+    raw = stored.read(json["$array"], torch.uint8, [count]).numpy().tobytes()
+    values = np.frombuffer(raw, dtype=dtype).reshape(shape)
+    return array_with(_strides(json), values) if "strides" in json else values.copy()
+
+
+def _decode_tensor(json: Json, stored: _Stored, where: str, depth: int) -> torch.Tensor:
+    values = stored.read(json["$tensor"], DTYPES[json["dtype"]], _shape(json["shape"]))
+    return _with_gradient(tensor_with(_strides(json), values) if "strides" in json else values.clone(), json)
+
+
+def _decode_view(json: Json, stored: _Stored, where: str, depth: int) -> Value:
+    identity = repr(json)
+    if identity not in stored.views:
+        view, offset = json["$view"], json["offset"]
+        name = view["$tensor"] if "$tensor" in view else view["$array"]
+        if name not in stored.memory:
+            stored.memory[name] = stored.read(name, torch.uint8, _shape([json["bytes"]])).clone()
+        shape, strides = _shape(view["shape"]), _strides(view)
+        stored.views[identity] = (
+            _with_gradient(tensor_in(stored.memory[name], offset, DTYPES[view["dtype"]], shape, strides), view)
+            if "$tensor" in view
+            else array_in(stored.memory[name], offset, _numpy_dtype(view["dtype"]), shape, strides)
+        )
+    return stored.views[identity]
+
+
+def _with_gradient(tensor: torch.Tensor, json: Json) -> torch.Tensor:
+    is_wanted = json.get("requires_grad", False)
+    return torch.nn.Parameter(tensor, is_wanted) if json.get("parameter") else tensor.requires_grad_(is_wanted)
+
+
+def _decode_composite(json: Json, stored: _Stored, where: str, depth: int) -> torch.Tensor:
+    values = _decode(json["values"], stored, where, depth + 1)
+    return composites.put_together(json["$composite"], _shape(json["shape"]), values)
+
+
+_DECODERS: dict[str, Callable[[Any, _Stored, str, int], State]] = {
+    "$str": lambda json, *_: base64.b64decode(json["$str"], validate=True).decode("utf-8", "surrogatepass"),
+    "$int": lambda json, *_: int(json["$int"], 16),
+    "$float": lambda json, *_: struct.unpack(">d", bytes.fromhex(json["$float"]))[0],
+    "$bytes": lambda json, *_: base64.b64decode(json["$bytes"], validate=True),
+    "$dict": _decode_dict,
+    "$ordered": lambda json, *place: OrderedDict(_decode_as(dict, json["$ordered"], *place)),
+    "$counter": lambda json, *place: Counter(_decode_as(dict, json["$counter"], *place)),
+    "$tuple": lambda json, *place: tuple(_decode_as(list, json["$tuple"], *place)),
+    "$size": lambda json, *_: torch.Size(_shape(json["$size"])),
+    "$dtype": _decode_dtype,
+    "$device": lambda json, *_: torch.device(json["$device"]),
+    "$scalar": _decode_numpy_scalar,
+    "$array": _decode_array,
+    "$tensor": _decode_tensor,
+    "$view": _decode_view,
+    "$composite": _decode_composite,
+}
+
+
+def _shape(value: Json) -> list[int]:
+    if not is_shape(value):
+        raise ValueError("not a shape")
+    return list(value)
+
+
+def _strides(json: Json) -> list[int]:
+    if not are_strides(json["strides"], json["shape"]):
+        raise ValueError("not the strides of that shape")
+    return list(json["strides"])
+
+
+def _numpy_dtype(name: Json) -> np.dtype[Any]:
+    if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
+        raise ValueError("not a dtype of numbers")
+    return np.dtype(name)

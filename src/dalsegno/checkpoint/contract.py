@@ -1,0 +1,103 @@
+"""The contract of components with sharded tensors: what a save captures, and what a load compares and fills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeGuard
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dalsegno.checkpoint.index import Index
+from dalsegno.checkpoint.tensor_files import is_plain
+from dalsegno.distributed.stage_places import is_on_other_stage
+from dalsegno.stateful.component import State
+
+Tensors = dict[str, torch.Tensor]
+TensorsByComponent = dict[str, Tensors]
+
+
+class Captured(NamedTuple):
+    """A component's state on this rank: ``tensors`` by name, and the ``rest``. The tensors are neither copied nor
+    detached: with thousands of them, either takes longer than all else. Read them under ``torch.no_grad()``.
+
+    Names, ``rest`` and ``frozen`` are the same on every rank. ``frozen``: names of tensors that training is not
+    expected to change.
+    """
+
+    tensors: Tensors
+    rest: State
+    frozen: Collection[str] = frozenset()
+
+
+class Capturable(Protocol):
+    """A component with sharded tensors that can be saved. ``key`` is its directory in a checkpoint."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def class_name(self) -> str: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer whose ``step()`` alone changes these tensors and the parameters; None if there is none."""
+
+    def capture(self) -> Captured: ...
+
+
+class ShardedState(Capturable, Protocol):
+    """A component with sharded tensors that can be saved and loaded."""
+
+    def check_rest(self, stored: Index, rest: State, where: str) -> None:
+        """Raises StateMismatch if a component of this kind cannot have saved ``rest``."""
+
+    def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
+        """Differences from the stored state, one line each; empty if it fits.
+
+        ``any_dtype``: another dtype fits too.
+        """
+
+    def prepare(self, stored: Index, rest: State) -> LoadTarget:
+        """Tensors to load into, for all stored state that fits. State that does not fit stays unchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTarget:
+    """``tensors`` to load into, by stored name; call ``commit`` once they are loaded."""
+
+    tensors: Tensors
+    commit: Callable[[], object]
+
+
+def class_name_of(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def short_class_name(class_name: str) -> str:
+    """A class name without the modules inside its package, which a library may rename: ``torch.AdamW``."""
+    return f"{class_name.partition('.')[0]}.{class_name.rpartition('.')[2]}"
+
+
+_TENSORS = (torch.Tensor, nn.Parameter)  # a subclass may hide its data
+
+
+def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether this is a tensor that can be saved as it is, here or by the rank that stores it."""
+    memory = value._local_tensor if type(value) is DTensor else value
+    return type(memory) in _TENSORS and (is_plain(memory) or is_on_other_stage(value))
+
+
+def is_sharded(value: object, parameter: torch.Tensor) -> bool:
+    """Whether an optimizer's value is sharded like its parameter.
+
+    Its shape tells at once that a step counter is not, of which there may be thousands.
+    """
+    return isinstance(value, torch.Tensor) and is_shaped_like(value, parameter) and is_dense(value)
+
+
+def is_shaped_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether an optimizer's value has an element for each of its parameter's."""
+    return isinstance(value, DTensor) or (value.dim() > 0 and value.shape == parameter.shape)

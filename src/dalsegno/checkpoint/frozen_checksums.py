@@ -1,0 +1,157 @@
+"""Fingerprints: checksums of the frozen parameters that a checkpoint does not contain, in ``model/frozen-00000.json``.
+
+::
+
+    {"format": 1, "tensors": {"0.weight": {"offsets": [0, 0], "shape": [4, 2], "xxh3": "…32 hex digits…"}, …}}
+
+Each rank writes those of the chunks that it would have saved. A checksum is the xxh3-128 of a chunk's elements.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypedDict
+
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+
+from dalsegno.checkpoint import names
+from dalsegno.checkpoint.compatibility import Change
+from dalsegno.checkpoint.contract import ShardedState, Tensors
+from dalsegno.checkpoint.dtensors import box_here
+from dalsegno.checkpoint.file_reading import read_json
+from dalsegno.checkpoint.index import Index
+from dalsegno.checkpoint.manifest import Checkpoint
+from dalsegno.checkpoint.model_state import ModelState
+from dalsegno.checkpoint.sharding import Box
+from dalsegno.checkpoint.tensor_files import Shape, as_bytes
+from dalsegno.checkpoint.tensor_reader import part
+from dalsegno.distributed import collectives
+from dalsegno.distributed.stage_places import is_on_other_stage
+from dalsegno.errors import DamagedCheckpoint
+from dalsegno.stateful.component import State
+from dalsegno.stateful.schema import check
+from dalsegno.system import filesystem
+
+FORMAT = 1
+
+
+class FingerprintEntry(TypedDict):
+    offsets: Shape
+    shape: Shape
+    xxh3: str
+
+
+class FingerprintFile(TypedDict):
+    """Content of a file."""
+
+    format: Literal[1]
+    tensors: dict[str, FingerprintEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Checksum of a part of a tensor."""
+
+    box: Box
+    xxh3: str
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether that part of a full tensor has this checksum."""
+        return checksum_of(part(tensor, self.box)) == self.xxh3
+
+
+def checksum_of(tensor: torch.Tensor) -> str:
+    """xxh3-128 of a tensor's elements, on any device. Copies one piece at a time."""
+    checksum = xxhash.xxh3_128()
+    for piece in torch.split(as_bytes(tensor), filesystem.DIRECT_PIECE):
+        checksum.update(piece.cpu().numpy().data)
+    return checksum.hexdigest()
+
+
+def to_bytes(fingerprints: Mapping[str, Fingerprint]) -> bytes:
+    """Content of a file, by the names of the tensors in their component."""
+    tensors = {
+        name: {"offsets": each.box.offsets, "shape": each.box.shape, "xxh3": each.xxh3}
+        for name, each in fingerprints.items()
+    }
+    return json.dumps({"format": FORMAT, "tensors": tensors}, separators=(",", ":")).encode()
+
+
+def read_fingerprints(checkpoint: Checkpoint, index: Index) -> dict[str, Sequence[Fingerprint]]:
+    """The fingerprints of each tensor that ``index`` lists as absent, by ``<component>.<name>``.
+
+    Raises:
+        DamagedCheckpoint: if a file is invalid, or the fingerprints of a tensor do not cover it.
+    """
+    found: dict[str, list[Fingerprint]] = {}
+    for file in names.fingerprints_among(checkpoint.manifest.files):
+        path = checkpoint.file(file)
+        content = read_json(path)
+        check(content, FingerprintFile, str(path), DamagedCheckpoint)
+        for name, entry in content["tensors"].items():
+            fingerprint = Fingerprint(Box(tuple(entry["offsets"]), tuple(entry["shape"])), entry["xxh3"])
+            found.setdefault(f"{file.partition('/')[0]}.{name}", []).append(fingerprint)
+    for name, stored in index.absent.items():
+        boxes = [each.box for each in found.get(name, [])]
+        elements = sum(math.prod(box.shape) for box in boxes)
+        if elements != math.prod(stored.shape) or not all(box.is_inside(stored.shape) for box in boxes):
+            raise DamagedCheckpoint(f"{checkpoint.path}: the fingerprints of {name} do not cover it")
+    return {name: found.get(name, []) for name in index.absent}
+
+
+def find_other_base(
+    checkpoint: Checkpoint, index: Index, rests: Mapping[str, State], sharded: Sequence[ShardedState]
+) -> list[Change]:
+    """Compare the frozen parameters that the checkpoint omits with the models'. Collective: a sharded parameter is
+    gathered, one at a time. Returns a change for each model that differs, with its first differing parameter.
+
+    Args:
+        checkpoint: verified.
+        index: of its tensors.
+        rests: saved rest of each component, by its key. A component without one is not compared.
+        sharded: the components to load.
+
+    Raises:
+        StateMismatch: on all ranks, if a parameter is in uneven shards.
+    """
+    if not index.absent:
+        return []
+    fingerprints = collectives.run_on_all_ranks(lambda: read_fingerprints(checkpoint, index))
+    changes = []
+    for component in sharded:
+        if not isinstance(component, ModelState) or component.key not in rests:
+            continue
+        if absent := component.absent(index, rests[component.key]):
+            of_component = {name: fingerprints[f"{component.key}.{name}"] for name in absent}
+            collectives.run_on_all_ranks(partial(_check_even, component.key, absent))
+            others = _differing(absent, of_component)
+            of_ranks = collectives.gather(others[:1], "whether the frozen parameters are the same")
+            first = min((name for names in of_ranks for name in names), default=None)
+            if first is not None:
+                line = f'{first}: has other values than the ones that save_frozen="never" left out; use the same base'
+                changes.append(Change.of_part(component.key, component.class_name, component.class_name, [line]))
+    return changes
+
+
+def _check_even(component: str, tensors: Tensors) -> None:
+    """Gathering a tensor in uneven shards would hang on some ranks."""
+    for name, tensor in tensors.items():
+        box_here(tensor, f"{component}.{name}")
+
+
+def _differing(tensors: Tensors, fingerprints: dict[str, Sequence[Fingerprint]]) -> list[str]:
+    """Names of the tensors that differ, in order. Goes through all of them, since the other ranks do."""
+    names = []
+    for name in sorted(tensors):
+        if is_on_other_stage(tensor := tensors[name]):
+            continue
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if not all(each.fits(full) for each in fingerprints[name]):
+            names.append(name)
+    return names

@@ -1,0 +1,183 @@
+"""index.json: every sharded tensor, and which ranks have written which part of it.
+
+::
+
+    {"format": 1,
+     "shardings": [{"ranks": [0, 1, 2, 3], "mesh": [2, 2], "cuts": [[1, 0]]}],
+     "tensors": {"model.weight": {"dtype": "float32", "shape": [4, 2], "sharding": 0, "replica": 1}}}
+
+``cuts``: dimension 1 of the mesh cuts dimension 0 of the tensor, into parts of equal length, rounded up. Along the rest
+of the mesh (dimension 0) are copies: replica 1 was written, by the ranks 2 and 3, to ``model/shard-00002.safetensors``
+and ``model/shard-00003.safetensors``; with ``"frozen": true`` to ``model/frozen-…``. The header of each file has the
+positions in it, so that no rank writes or reads those of all files: at 1,024 ranks and 10,000 tensors they take 1 GB.
+
+With ``save_frozen="never"`` there is a section ``absent`` of the tensors that are not saved, each with dtype and shape.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+import torch
+
+from dalsegno.checkpoint import names
+from dalsegno.checkpoint.file_reading import read_json
+from dalsegno.checkpoint.manifest import FORMAT, Checkpoint
+from dalsegno.checkpoint.sharding import Chunks, ListedChunks, ShardedChunks, Sharding
+from dalsegno.checkpoint.tensor_files import DTYPES, Shape, is_shape, name_of
+from dalsegno.errors import DamagedCheckpoint
+from dalsegno.stateful.schema import Must, check
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a checkpoint. An absent one has no chunks."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: Chunks
+
+
+_MOST_RANKS = 1 << 24
+
+
+def _is_ranks(value: object) -> bool:
+    return isinstance(value, list) and all(type(rank) is int and 0 <= rank < _MOST_RANKS for rank in value)
+
+
+def _is_cut(value: object) -> bool:
+    return is_shape(value) and len(value) == 2  # type: ignore[arg-type]
+
+
+class FormEntry(TypedDict):
+    dtype: Annotated[str, Must(f"one of {', '.join(DTYPES)}", DTYPES.__contains__)]
+    shape: Shape
+
+
+class ShardingEntry(TypedDict):
+    ranks: Annotated[list[Any], Must("a list of ranks", _is_ranks)]
+    mesh: Shape
+    cuts: list[Annotated[list[Any], Must("a pair of dimensions", _is_cut)]]
+
+
+class TensorEntry(FormEntry):
+    sharding: int
+    replica: NotRequired[int]
+    frozen: NotRequired[bool]
+
+
+class IndexFile(TypedDict):
+    """Content of the file."""
+
+    format: Literal[1]
+    shardings: list[ShardingEntry]
+    tensors: dict[str, TensorEntry]
+    absent: NotRequired[dict[str, FormEntry]]
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The sharded tensors of a checkpoint, by ``<component>.<name>``; ``absent``: those that are not saved."""
+
+    tensors: Mapping[str, StoredTensor]
+    absent: Mapping[str, StoredTensor] = field(default_factory=dict)
+
+    def of(self, component: str) -> dict[str, StoredTensor]:
+        """Tensors of one component, by their names within it."""
+        return _within(component, self.tensors)
+
+    def absent_of(self, component: str) -> dict[str, StoredTensor]:
+        """Tensors of one component that are not saved, by their names within it."""
+        return _within(component, self.absent)
+
+    def known_of(self, component: str) -> dict[str, StoredTensor]:
+        """Tensors of one component, saved or not."""
+        return self.of(component) | self.absent_of(component)
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Checkpoint) -> Index:
+        """Read the index of a verified checkpoint.
+
+        Raises:
+            DamagedCheckpoint: if it is invalid.
+        """
+        return cls.read(checkpoint.file(names.INDEX))
+
+    @classmethod
+    def read(cls, path: Path) -> Index:
+        """Read the index at ``path``.
+
+        Raises:
+            DamagedCheckpoint: if the file is not an index, or the sharding of a tensor does not fit its shape.
+        """
+        return cls.parse(read_json(path), path)
+
+    @classmethod
+    def parse(cls, content: Any, path: Path) -> Index:
+        """As :meth:`read`, from the content of a file; ``path`` is for messages only."""
+        check(content, IndexFile, str(path), DamagedCheckpoint)
+        try:
+            tensors = _tensors_of(content)
+        except ValueError as error:
+            raise DamagedCheckpoint(f"{path}: {error}") from error
+        absent = {
+            name: StoredTensor(DTYPES[entry["dtype"]], tuple(entry["shape"]), ListedChunks(()))
+            for name, entry in content.get("absent", {}).items()
+        }
+        return cls(tensors, absent)
+
+
+class IndexWriter:
+    """Builds the index of a checkpoint tensor by tensor."""
+
+    def __init__(self) -> None:
+        self._shardings: dict[Sharding, int] = {}
+        self._tensors: dict[str, TensorEntry] = {}
+        self._absent: dict[str, FormEntry] = {}
+
+    def add(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        sharding: Sharding,
+        *,
+        replica: int = 0,
+        is_frozen: bool = False,
+    ) -> None:
+        """Add the tensor ``<component>.<name>``; the other arguments as in :class:`ShardedChunks`."""
+        number = self._shardings.setdefault(sharding, len(self._shardings))
+        entry: TensorEntry = {"dtype": name_of(dtype), "shape": list(shape), "sharding": number}
+        if replica:
+            entry["replica"] = replica
+        if is_frozen:
+            entry["frozen"] = True
+        self._tensors[name] = entry
+
+    def add_absent(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        """Add a tensor that is not saved."""
+        self._absent[name] = {"dtype": name_of(dtype), "shape": list(shape)}
+
+    def to_bytes(self) -> bytes:
+        """Content of the file."""
+        shardings = [{"ranks": each.ranks, "mesh": each.mesh, "cuts": each.cuts} for each in self._shardings]
+        content = {"format": FORMAT, "shardings": shardings, "tensors": self._tensors}
+        return json.dumps(content | ({"absent": self._absent} if self._absent else {}), separators=(",", ":")).encode()
+
+
+def _within(component: str, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    prefix = f"{component}."
+    return {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+
+
+def _tensors_of(content: IndexFile) -> Mapping[str, StoredTensor]:
+    shardings = [Sharding.checked(each["ranks"], each["mesh"], each["cuts"]) for each in content["shardings"]]
+    tensors = {}
+    for full_name, entry in content["tensors"].items():
+        chunks = ShardedChunks.of_entry(full_name, entry, shardings)
+        tensors[full_name] = StoredTensor(DTYPES[entry["dtype"]], chunks.shape, chunks)
+    return tensors

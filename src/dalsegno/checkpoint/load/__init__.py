@@ -1,1 +1,0 @@
-"""Load a verified checkpoint onto any number of ranks: compare and prepare everything, then change the run."""

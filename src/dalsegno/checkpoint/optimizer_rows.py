@@ -1,0 +1,309 @@
+"""An optimizer's state by kind: one entry for a scalar that each of thousands of parameters has, such as ``step``.
+
+::
+
+    {"scalars": [{"kind": "step", "names": ["weight", "bias"], "values": tensor([7., 7.]), "on_cpu": False}],
+     "sharded": {"exp_avg": ["weight", "bias"]}, "state": {}, "on_cpu": {}}
+
+``sharded`` names the parameters whose state of a kind is among the sharded tensors. Of a wrapped state, such as moments
+in 8 bits, each part is a kind (``exp_avg.codes``), and ``wrapped`` has its form by parameter and kind. ``strides`` and
+``tied`` have those of sharded tensors that do not lie in memory as their parameter, or are another one. ``state``
+and ``on_cpu`` have, by parameter name, everything else, such as a step counter that parameters share.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, NotRequired, TypedDict
+
+import torch
+
+from dalsegno.checkpoint.contract import Tensors
+from dalsegno.checkpoint.tensor_files import Shape, is_plain
+from dalsegno.checkpoint.wrapped import Form, ends, is_form
+from dalsegno.distributed import collectives
+from dalsegno.distributed.stage_places import like_parameter
+from dalsegno.errors import StateMismatch
+from dalsegno.stateful.component import State
+from dalsegno.stateful.schema import Must, check, check_like
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRows:
+    """An optimizer's state by parameter name."""
+
+    plain: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Values by kind, for each parameter that has a state, even an empty one."""
+    sharded: dict[str, list[str]] = field(default_factory=dict)
+    """Kinds that are sharded tensors."""
+    on_cpu: dict[str, list[str]] = field(default_factory=dict)
+    """Kinds that are on the CPU while the parameter is not."""
+    wrapped: dict[str, dict[str, Form]] = field(default_factory=dict)
+    """Forms of the kinds that are wrapped tensors, whose parts are sharded."""
+    strides: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    """Strides of the kinds that are sharded tensors with others than their parameter."""
+    tied: dict[str, dict[str, tuple[str, str]]] = field(default_factory=dict)
+    """Kinds that are the same tensor as one that comes before them, with its parameter and kind."""
+
+    def parts(self, name: str) -> list[str]:
+        """Kinds of the parts of a parameter's wrapped states: ``exp_avg.codes``."""
+        return [f"{kind}{end}" for kind, form in self.wrapped.get(name, {}).items() for end in ends(form)]
+
+    def whole(self, name: str) -> list[str]:
+        """Kinds of a parameter that are sharded tensors themselves."""
+        parts = {*self.parts(name)}
+        return [kind for kind in self.sharded.get(name, ()) if kind not in parts]
+
+    def by_kind(self) -> State:
+        """Convert to the form in checkpoints."""
+        columns: dict[tuple[Any, ...], tuple[list[str], list[torch.Tensor]]] = {}
+        plain: dict[str, dict[str, Any]] = {}
+        on_cpu: dict[str, list[str]] = {}
+        ids = [id(value) for values in self.plain.values() for value in values.values()]
+        shared = {each for each, count in Counter(ids).items() if count > 1} if len({*ids}) < len(ids) else ()
+        for name, values in self.plain.items():
+            if not values and name not in self.sharded:
+                plain[name] = {}
+            for kind, value in values.items():
+                is_on_cpu = kind in self.on_cpu.get(name, ())
+                if _is_scalar(value) and (not shared or id(value) not in shared):
+                    names, scalars = columns.setdefault((kind, is_on_cpu, value.dtype, value.device), ([], []))
+                    names.append(name)
+                    scalars.append(value)
+                    continue
+                plain.setdefault(name, {})[kind] = value
+                if is_on_cpu:
+                    on_cpu.setdefault(name, []).append(kind)
+        sharded: dict[str, list[str]] = {}
+        for name, kinds in self.sharded.items():
+            for kind in kinds:
+                sharded.setdefault(kind, []).append(name)
+        return {
+            "scalars": [
+                {"kind": kind, "names": names, "values": torch.stack(scalars), "on_cpu": is_on_cpu}
+                for (kind, is_on_cpu, *_), (names, scalars) in columns.items()
+            ],
+            "sharded": sharded,
+            "state": plain,
+            "on_cpu": on_cpu,
+            **{kind: each for kind in ("wrapped", "strides", "tied") if (each := getattr(self, kind))},
+        }
+
+    @classmethod
+    def of(cls, saved: State) -> OptimizerRows:
+        """Convert from the form in checkpoints."""
+        rows = cls(
+            _copied(saved["state"], dict),
+            on_cpu=_copied(saved["on_cpu"], list),
+            **{kind: _copied(saved.get(kind, {}), dict) for kind in ("wrapped", "strides", "tied")},
+        )
+        for column in saved["scalars"]:
+            kind = column["kind"]
+            for name, value in zip(column["names"], column["values"], strict=True):
+                rows.plain.setdefault(name, {})[kind] = value.clone()
+                if column["on_cpu"]:
+                    rows.on_cpu.setdefault(name, []).append(kind)
+        for kind, names in saved["sharded"].items():
+            for name in names:
+                rows.plain.setdefault(name, {})
+                rows.sharded.setdefault(name, []).append(kind)
+        return rows
+
+
+def _is_scalar(value: object) -> bool:
+    return type(value) is torch.Tensor and value.dim() == 0 and is_plain(value)
+
+
+def _copied(by_name: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
+    return {name: kind(values) for name, values in by_name.items()}
+
+
+def of_all_stages(
+    named: Sequence[tuple[str, torch.Tensor]], tensors: Tensors, rows: OptimizerRows
+) -> tuple[Tensors, OptimizerRows]:
+    """Complete the state with that of other stages, so that all ranks have the same names. Collective.
+
+    Args:
+        named: parameters of the optimizer, by name, in its order.
+        tensors: this rank's sharded tensors, ``<name>.<kind>``.
+        rows: the rest of this rank's state.
+
+    Returns:
+        The tensors, those of other stages without data, and the rows of all ranks; both in the optimizer's order.
+    """
+    forms = {key: (tuple(each.shape), each.dtype) for key, each in tensors.items()}
+    plain: dict[str, dict[str, object]] = {}
+    sharded: dict[str, list[str]] = {}
+    on_cpu: dict[str, list[str]] = {}
+    wrapped: dict[str, dict[str, Form]] = {}
+    strides: dict[str, dict[str, list[int]]] = {}
+    tied: dict[str, dict[str, tuple[str, str]]] = {}
+    all_forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    on_host = replace(rows, plain={name: _on_host(values) for name, values in rows.plain.items()})
+    for its_forms, its_state in collectives.gather((forms, on_host.by_kind()), "an optimizer's state"):
+        of_rank = OptimizerRows.of(its_state)
+        strides |= {name: its for name, its in of_rank.strides.items() if name not in plain}
+        tied |= {name: its for name, its in of_rank.tied.items() if name not in plain}
+        for name in of_rank.plain:
+            if name not in plain:  # a tied parameter has equal state on each of its stages
+                plain[name] = of_rank.plain[name]
+                sharded |= {name: kinds} if (kinds := of_rank.sharded.get(name)) else {}
+                on_cpu |= {name: kinds} if (kinds := of_rank.on_cpu.get(name)) else {}
+                wrapped |= {name: its} if (its := of_rank.wrapped.get(name)) else {}
+        all_forms = its_forms | all_forms
+    ordered = [(name, parameter) for name, parameter in named if name in plain]
+    complete = {
+        key: tensors[key] if key in tensors else like_parameter(_without_data(*all_forms[key]), parameter)
+        for name, parameter in ordered
+        for kind in sharded.get(name, ())
+        if (key := f"{name}.{kind}")
+    }
+    return complete, OptimizerRows({name: plain[name] for name, _ in ordered}, sharded, on_cpu, wrapped, strides, tied)
+
+
+def _on_host(values: dict[str, object]) -> dict[str, object]:
+    return {kind: value.cpu() if isinstance(value, torch.Tensor) else value for kind, value in values.items()}
+
+
+def _without_data(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+WrappedForm = Annotated[Any, Must("the form of a wrapped tensor", is_form)]
+
+
+Names = dict[str, list[str]]
+
+
+def _names_params(group: dict[str, Any]) -> bool:
+    check(group["params"], list[str], "params")
+    return True
+
+
+def _is_column(column: dict[str, Any]) -> bool:
+    values = column["values"]
+    is_row = values.dim() == 1 and len(values) == len(column["names"])
+    return is_row and (column["kind"] != "step" or all(map(_is_count, values.tolist())))
+
+
+def _counts_steps(values: dict[str, Any]) -> bool:
+    return values.get("step") is None or _is_count(float(values["step"]))
+
+
+def _is_count(steps: float) -> bool:
+    """Whether ``steps`` is a possible step count; larger numbers overflow where betas are raised to them."""
+    return 0 <= steps < 1 << 53
+
+
+class ScalarColumn(TypedDict):
+    """One scalar of a kind for each of these parameters."""
+
+    kind: str
+    names: list[str]
+    values: torch.Tensor
+    on_cpu: bool
+
+
+class OptimizerRest(TypedDict):
+    scalars: list[Annotated[ScalarColumn, Must("a row of numbers, one per name", _is_column)]]
+    state: dict[str, Annotated[dict[str, Any], Must("a possible step count", _counts_steps)]]
+    sharded: Names
+    on_cpu: Names
+    wrapped: NotRequired[dict[str, dict[str, WrappedForm]]]
+    strides: NotRequired[dict[str, dict[str, Shape]]]
+    tied: NotRequired[dict[str, dict[str, tuple[str, str]]]]
+    other: dict[str | int, Any]
+    further: NotRequired[dict[str, Any]]
+    built: NotRequired[int]
+    groups: list[Annotated[dict[str, Any], Must("a group with the names of its params", _names_params)]]
+
+
+def check_optimizer_rest(rest: State, optimizer: torch.optim.Optimizer, where: str) -> None:
+    """Hyperparameters must have the same types as those of ``optimizer``, if it has as many groups.
+
+    Raises:
+        StateMismatch: if ``rest`` cannot have been saved from such an optimizer.
+    """
+    check(rest, OptimizerRest, where)
+    if len(rest["groups"]) != len(optimizer.param_groups):
+        return
+    optional = _optional_arguments(type(optimizer))
+    for number, (saved, here) in enumerate(zip(rest["groups"], optimizer.param_groups, strict=True)):
+        example = {key: value for key, value in here.items() if key not in ("params", "param_names")}
+        given = {key: value for key, value in saved.items() if value is not None or key not in optional}
+        check_like(given, example, f"{where}.groups[{number}]")
+        if any(_is_number(value) and value != example.get(key) for key, value in given.items()):
+            _check_accepted(type(optimizer), given, _moments(rest, saved["params"]), f"{where}.groups[{number}]")
+
+
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
+"""Arguments that choose how a step is computed."""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | tuple)
+
+
+def _moments(rest: State, names: list[str]) -> dict[frozenset[str], str]:
+    """The kinds of values that are saved for a parameter that has been updated, each set with one such parameter."""
+    rows = OptimizerRows.of(rest)
+    kinds = {frozenset({*rows.plain.get(name, ()), *rows.sharded.get(name, ())}): name for name in names}
+    return {each: name for each, name in kinds.items() if each}
+
+
+def _check_accepted(
+    kind: type[torch.optim.Optimizer], group: dict[str, Any], moments: dict[frozenset[str], str], where: str
+) -> None:
+    """Try hyperparameters in the constructor of a torch optimizer, and in a step on a parameter of one element.
+    Otherwise, a bad one would fail only in the first step of the run. Raises StateMismatch if the constructor refuses
+    one, or a step needs a value that ``moments`` does not have."""
+    numbers = {key: value for key, value in group.items() if _is_number(value) and key not in _IMPLEMENTATION}
+    for key, value in numbers.items():
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int) and number.bit_length() > 63:
+                raise StateMismatch(f"{where}.{key}: {value} does not fit into 64 bits")
+    if not kind.__module__.startswith("torch.optim."):
+        return
+    known = inspect.signature(kind).parameters
+    arguments = {key: value for key, value in numbers.items() if key in known}
+    try:
+        kind([torch.zeros(1, 1)], **arguments)
+    except ValueError as error:
+        raise StateMismatch(f"{where}: {kind.__name__} does not accept it: {error}") from error
+    for kinds, name in moments.items():
+        lacking = [_lacking(kind, arguments, kinds, shape) for shape in ((1, 1), (1,))]  # some treat vectors otherwise
+        if all(lacking):
+            raise StateMismatch(
+                f"{where}: with these, {kind.__name__} needs {lacking[0]}, which is not saved for {name}"
+            )
+
+
+def _lacking(
+    kind: type[torch.optim.Optimizer], arguments: dict[str, Any], kinds: frozenset[str], shape: tuple[int, ...]
+) -> str | None:
+    """The value that the second step on a parameter of this shape lacks, if only ``kinds`` are left of its state. None
+    if it lacks none, or needs a closure, sparse gradients or another shape."""
+    probe = torch.zeros(shape, requires_grad=True)
+    probe.grad = torch.zeros(shape)
+    try:
+        optimizer = kind([probe], **arguments)
+        step = getattr(kind.step, "__wrapped__", kind.step)  # past the hooks that the user has set on all optimizers
+        step(optimizer)
+        state = optimizer.state[probe]
+        for other in state.keys() - kinds:
+            del state[other]
+        step(optimizer)
+    except KeyError as error:
+        return str(error)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return None
+
+
+def _optional_arguments(kind: type) -> set[str]:
+    """Arguments of a class whose default is None."""
+    parameters = inspect.signature(kind).parameters.values()
+    return {parameter.name for parameter in parameters if parameter.default is None}

@@ -1,0 +1,370 @@
+"""An optimizer as a component of a checkpoint: its state by the FQNs of the model's parameters, sharded as they are.
+
+So the state is found at any world size and in any order of parameter groups. Scalars and hyperparameters go through the
+codec.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn, optim
+from torch.distributed.tensor import DTensor, Replicate
+
+from dalsegno.checkpoint import positional_names
+from dalsegno.checkpoint.contract import Captured, LoadTarget, Tensors, class_name_of, is_sharded
+from dalsegno.checkpoint.index import Index, StoredTensor
+from dalsegno.checkpoint.model_state import unwrapped
+from dalsegno.checkpoint.names import LOSS, MODEL
+from dalsegno.checkpoint.optimizer_rows import OptimizerRows, check_optimizer_rest, of_all_stages
+from dalsegno.checkpoint.wrapped import create_wrapped, is_wrapped, parts_of, wrapped_differences
+from dalsegno.distributed.sharded_tensors import strip_wrappers
+from dalsegno.distributed.stage_places import is_cut, is_on_other_stage, like_parameter
+from dalsegno.errors import CannotSave
+from dalsegno.stateful.component import State
+
+Groups = Sequence[Sequence[torch.Tensor]]
+"""The parameters of each group of the optimizer."""
+
+
+class _Numbered(NamedTuple):
+    """A parameter, its number in the optimizer's ``state_dict``, and its FQN."""
+
+    number: int
+    parameter: torch.Tensor
+    fqn: str
+
+
+class OptimizerState:
+    """The state of any torch optimizer, by parameter name.
+
+    If a parameter has another dtype than when it was saved, state of the former dtype is cast with it, since the
+    foreach kernels of most optimizers refuse mixed dtypes. State of a dtype of its own (float32 moments of bfloat16
+    weights) keeps it.
+
+    State of its parameter's shape, or a DTensor, is sharded like the parameter; other state (step counters, factored
+    moments, histories) is the same on every rank and goes into the rest, with the groups' hyperparameters.
+
+    Args:
+        model: the model whose parameters the optimizer updates, for their names.
+        optimizer: may have no state yet; loading creates it without a step.
+        loss_fn: a module with parameters that the optimizer updates too.
+        others: names of further parameters that it updates, by ``id``; they contain a slash. Those without a name have
+            that of their position.
+    """
+
+    key = "optimizer"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: nn.Module | None = None,
+        others: Mapping[int, str] | None = None,
+    ) -> None:
+        self._model = unwrapped(model)
+        self._loss_fn = loss_fn
+        self._others = others or {}
+        self.optimizer: torch.optim.Optimizer = optimizer
+        self._built = len(optimizer.param_groups)  # the others have been added by the training
+
+    @property
+    def class_name(self) -> str:
+        return class_name_of(self.optimizer)
+
+    def capture(self) -> Captured:
+        packed = self.optimizer.state_dict()
+        if not {"state", "param_groups"} <= packed.keys():
+            raise CannotSave(
+                f"{self.key}: the state_dict of {self.class_name} has {', '.join(map(str, packed))}, and needs "
+                "state and param_groups, as torch's have"
+            )
+        named = [each for group in self._named(self._present()) for each in group]
+        tensors: Tensors = {}
+        rows = OptimizerRows()
+        for number, (name, parameter) in enumerate(named):  # this order, independent of which was updated first
+            if number not in packed["state"]:
+                continue
+            plain, usual = rows.plain.setdefault(name, {}), parameter.stride()
+            for kind, value in packed["state"][number].items():
+                if is_sharded(value, parameter):
+                    tensors[f"{name}.{kind}"] = like_parameter(value, parameter)
+                    rows.sharded.setdefault(name, []).append(kind)
+                    if type(value) is not DTensor and value.stride() != usual:
+                        rows.strides.setdefault(name, {})[kind] = [*value.stride()]
+                    continue
+                if is_wrapped(value, parameter):
+                    parts, form = parts_of(value, f"{self.key}.{name}.{kind}")
+                    for end, part in parts.items():
+                        tensors[f"{name}.{kind}{end}"] = like_parameter(part.detach(), parameter)
+                        rows.sharded.setdefault(name, []).append(f"{kind}{end}")
+                    if form is not None:
+                        rows.wrapped.setdefault(name, {})[kind] = form
+                    continue
+                plain[kind] = value
+                if isinstance(value, torch.Tensor) and value.is_cpu and not parameter.is_cpu:
+                    rows.on_cpu.setdefault(name, []).append(kind)
+        if len({*map(id, tensors.values())}) < len(tensors):
+            _tie(rows, tensors)
+        if is_cut(self._model):
+            tensors, rows = of_all_stages(named, tensors, rows)
+        rest = {
+            **rows.by_kind(),
+            "other": {key: value for key, value in packed["state"].items() if key not in range(len(named))},
+            **({"further": further} if (further := _further(packed)) else {}),
+            **({"built": self._built} if self._built < len(packed["param_groups"]) else {}),
+            "groups": [
+                {**group, "params": [named[number][0] for number in group["params"]]}
+                for group in packed["param_groups"]
+            ],
+        }
+        return Captured(tensors, rest)
+
+    def check_rest(self, stored: Index, rest: State, where: str) -> None:
+        check_optimizer_rest(rest, self.optimizer, where)
+        loaded = self._loaded(rest)
+        groups = [[name for name, _ in group] for group in self._named(loaded, rest)]
+        positional_names.check_order(rest, groups, sum(each.numel() for group in loaded for each in group), where)
+
+    def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
+        groups = [[name for name, _ in group] for group in self._named(self._loaded(rest), rest)]
+        saved = [group["params"] for group in rest["groups"]]
+        lines = []
+        if len(groups) != len(saved):
+            lines.append(f"{len(saved)} parameter groups in the checkpoint, {len(groups)} here")
+        for number, (ours, theirs) in enumerate(zip(groups, saved, strict=False)):
+            lines += [f"group {number}, missing in the checkpoint: {name}" for name in {*ours} - {*theirs}]
+            lines += [f"group {number}, unexpected in the checkpoint: {name}" for name in {*theirs} - {*ours}]
+        rows, own = OptimizerRows.of(rest), stored.of(self.key)
+        wanted = {f"{name}.{kind}" for name, kinds in rows.sharded.items() for kind in kinds}
+        wanted |= {f"{name}.{kind}" for name in rows.wrapped for kind in rows.parts(name)}
+        lines += [f"listed, but its tensor is missing: {name}" for name in wanted - own.keys()]
+        lines += [f"tensor that is not listed: {name}" for name in own.keys() - wanted]
+        if positional_names.are_all(saved) and not lines:
+            parameters = dict(each for group in self._named(self._loaded(rest), rest) for each in group)
+            lines += positional_names.differences(parameters, own, rows.sharded)
+        if rows.wrapped and not lines:
+            fitting = self._fitting(stored, rest, rows)
+            for name in (each for each in fitting if each in rows.wrapped):  # in one order: a step may have collectives
+                parts = {kind: own[f"{name}.{kind}"] for kind in rows.parts(name)}
+                found = wrapped_differences(self.optimizer, fitting[name].parameter, rows.wrapped[name], parts)
+                lines += [f"{name}.{kind}: {difference}" for kind, difference in found]
+        return sorted(lines)
+
+    def prepare(self, stored: Index, rest: State) -> LoadTarget:
+        rows, own = OptimizerRows.of(rest), stored.of(self.key)
+        weights = _weights(stored)
+        fitting = self._fitting(stored, rest, rows)
+        casts = {  # parameters whose dtype has changed
+            name: (weights[fqn].dtype, parameter.dtype)
+            for name, (_, parameter, fqn) in fitting.items()
+            if fqn in weights and weights[fqn].dtype != parameter.dtype
+        }
+        states: dict[str, Tensors] = {}
+        tensors: Tensors = {}
+        for name, (_, parameter, _) in [*fitting.items()]:
+            saved_parts = {kind: own[f"{name}.{kind}"] for kind in rows.parts(name)}
+            found = create_wrapped(self.optimizer, parameter, rows.wrapped.get(name, {}), saved_parts)
+            if found is None:  # the user allows it to be dropped
+                del fitting[name]
+                continue
+            states[name], parts = found
+            tensors |= {f"{name}.{kind}": each for kind, each in parts.items()}
+            tied, strides = rows.tied.get(name, {}), rows.strides.get(name, {})
+            for kind in rows.whole(name):
+                other, its_kind = tied.get(kind, (name, kind))
+                if (same := states.get(other, {}).get(its_kind)) is not None:
+                    states[name][kind] = same
+                    continue
+                saved = own[f"{name}.{kind}"]
+                states[name][kind] = tensors[f"{name}.{kind}"] = like(
+                    parameter, saved, casts.get(name), strides.get(kind)
+                )
+
+        def commit() -> None:
+            saved = {
+                name: {kind: cast_as(value, casts.get(name)) for kind, value in rows.plain[name].items()} | states[name]
+                for name in fitting
+            }
+            state = {fitting[name].number: values for name, values in saved.items()} | rest["other"]
+            self._set_groups(self._loaded(rest), rest["groups"])
+            packed = {"state": state, "param_groups": self._groups(rest["groups"])}
+            here, moved = _further(self.optimizer.state_dict()), Moved()
+            self.optimizer.load_state_dict(packed | here | exactly(rest.get("further", {}), here, moved))
+            # Undo load_state_dict's casts to the parameter's dtype and its mangling of strings.
+            for name, values in saved.items():
+                own = self.optimizer.state[fitting[name].parameter]
+                for kind, value in values.items():
+                    is_on_cpu = kind in rows.on_cpu.get(name, ())
+                    own[kind] = value if is_on_cpu else exactly(value, own.get(kind), moved)
+
+        return LoadTarget(tensors, commit)
+
+    def _fitting(self, stored: Index, rest: State, rows: OptimizerRows) -> dict[str, _Numbered]:
+        """By stored name, the parameters with a stored state. That of one whose shape has changed is dropped."""
+        loaded = self._loaded(rest)
+        named = [each for group in self._named(loaded, rest) for each in group]
+        fqns = [name for group in self._named(loaded) for name, _ in group]
+        weights = _weights(stored)
+        return {
+            name: _Numbered(number, parameter, fqn)
+            for number, ((name, parameter), fqn) in enumerate(zip(named, fqns, strict=True))
+            if name in rows.plain
+            and (fqn not in weights or weights[fqn].shape == parameter.shape)
+            and not is_on_other_stage(parameter)
+        }
+
+    def _groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Parameter groups with the saved hyperparameters, or the present ones if the number of groups has changed."""
+        own, position, groups = self.optimizer.param_groups, itertools.count(), []
+        for group, here in zip(saved if len(saved) == len(own) else own, own, strict=True):
+            placed = {key: placed_like(value, here.get(key)) for key, value in group.items()}
+            names = {"param_names": here["param_names"]} if "param_names" in here else {}
+            groups.append(here | placed | names | {"params": [next(position) for _ in here["params"]]})
+        return groups
+
+    def _present(self) -> Groups:
+        return [group["params"] for group in self.optimizer.param_groups]
+
+    def _loaded(self, saved: State) -> Groups:
+        """The parameters of each group once the stored rest is loaded: with the groups that training had added by then,
+        and without those that it has added here."""
+        groups, names = self._present(), [group["params"] for group in saved["groups"]]
+        if self._built <= len(names) < len(groups):
+            return groups[: len(names)]
+        if saved.get("built", len(names)) <= len(groups) < len(names):
+            parameters = {name: each for each, name in self._parameters()}
+            taken = {id(each) for group in groups for each in group}
+            added = [[parameters.get(name) for name in group] for group in names[len(groups) :]]
+            if all(each is not None and id(each) not in taken for group in added for each in group):
+                return [*groups, *added]  # type: ignore[list-item]
+        return groups
+
+    def _set_groups(self, groups: Groups, saved: list[dict[str, Any]]) -> None:
+        """Add the groups that are missing, and remove those that are too many, with their state."""
+        own = self.optimizer.param_groups
+        for parameter in (each for group in own[len(groups) :] for each in group["params"]):
+            self.optimizer.state.pop(parameter, None)
+        del own[len(groups) :]
+        for number in range(len(own), len(groups)):
+            self.optimizer.add_param_group({**saved[number], "params": groups[number]})
+
+    def _parameters(self) -> Iterator[tuple[torch.Tensor, str]]:
+        """The parameters of model and loss function, and their names."""
+        yield from ((each, strip_wrappers(name)) for name, each in self._model.named_parameters())
+        for name, each in () if self._loss_fn is None else self._loss_fn.named_parameters():
+            yield each, _of_loss(strip_wrappers(name))
+
+    def _named(self, groups: Groups, saved: State = None) -> list[list[tuple[str, torch.Tensor]]]:
+        """Name and parameter of each group, in the order in which the optimizer's ``state_dict`` numbers them.
+
+        ``saved``: the stored rest. If it names all parameters by position, so does the result.
+        """
+        names: dict[int, str] = {}
+        stored = [] if saved is None else [group["params"] for group in saved["groups"]]
+        if not positional_names.are_all(stored):
+            for each, name in self._parameters():
+                names.setdefault(id(each), name)
+            names = {**self._others, **names}
+        return [
+            [
+                (names.get(id(each), positional_names.name_of(number, position)), each)
+                for position, each in enumerate(group)
+            ]
+            for number, group in enumerate(groups)
+        ]
+
+
+def _tie(rows: OptimizerRows, tensors: Tensors) -> None:
+    """Name in ``rows`` the kinds that are the same of ``tensors`` as one before."""
+    first: dict[int, tuple[str, str]] = {}
+    for name, kinds in rows.sharded.items():
+        for kind in kinds:
+            other = first.setdefault(id(tensors[f"{name}.{kind}"]), (name, kind))
+            if other != (name, kind):
+                rows.tied.setdefault(name, {})[kind] = other
+
+
+def _further(packed: dict[str, Any]) -> dict[str, Any]:
+    """What the optimizer's own ``state_dict`` adds to torch's, such as the slow weights of Lookahead."""
+    return {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
+
+
+def _weights(stored: Index) -> dict[str, StoredTensor]:
+    """The stored tensors of model and loss function, by the names of their parameters here."""
+    return {**stored.of(MODEL), **{_of_loss(name): each for name, each in stored.of(LOSS).items()}}
+
+
+def _of_loss(name: str) -> str:
+    """A name that no parameter of the model has, since those contain no slash."""
+    return f"{LOSS}/{name}"
+
+
+Cast = tuple[torch.dtype, torch.dtype]
+"""From dtype, to dtype."""
+
+Moved = dict[tuple[int, torch.device], torch.Tensor]
+"""Tensors on a device, by the ``id`` of the saved one."""
+
+
+def like(
+    parameter: torch.Tensor, stored: StoredTensor, cast: Cast | None, strides: Sequence[int] | None = None
+) -> torch.Tensor:
+    """An empty tensor to load ``stored`` into; sharded like ``parameter`` if the shapes are equal, else replicated.
+
+    ``strides``: of the saved tensor, if they were not its parameter's.
+    """
+    dtype = cast[1] if cast is not None and stored.dtype == cast[0] else stored.dtype
+    if strides is not None and not isinstance(parameter, DTensor):
+        return torch.empty_strided(stored.shape, strides, dtype=dtype, device=parameter.device)
+    if parameter.shape == stored.shape:
+        return torch.empty_like(parameter, dtype=dtype).detach()
+    local = torch.empty(stored.shape, dtype=dtype, device=parameter.device)
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh = parameter.device_mesh
+    return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def cast_as(value: Any, cast: Cast | None) -> Any:
+    """Cast a tensor of its parameter's former dtype to the new one. Scalars, such as step counters, keep theirs."""
+    if cast is None or not isinstance(value, torch.Tensor) or value.dim() == 0 or value.dtype != cast[0]:
+        return value
+    return value.to(cast[1])
+
+
+def placed_like(value: Any, here: Any) -> Any:
+    """Move a hyperparameter that is a tensor, such as the learning rate, to the device of the one that it replaces."""
+    if isinstance(value, torch.Tensor) and isinstance(here, torch.Tensor):
+        return value.to(here.device)
+    return value
+
+
+def exactly(saved: Any, loaded: Any, moved: Moved) -> Any:
+    """``saved``, unconverted, on the device where ``load_state_dict`` put it.
+
+    ``moved``: what each tensor became, which it is under all of its names.
+    """
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return moved.setdefault((id(saved), loaded.device), saved.to(loaded.device))
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        return {key: exactly(value, loaded.get(key), moved) for key, value in saved.items()}
+    if isinstance(saved, list | tuple) and isinstance(loaded, list | tuple) and len(saved) == len(loaded):
+        return type(saved)([exactly(*pair, moved) for pair in zip(saved, loaded, strict=True)])
+    return saved
+
+
+_TWO = (optim.Adam, optim.NAdam, optim.RAdam, optim.Adamax)  # AdamW is an Adam
+
+
+def tensors_per_parameter(optimizer: optim.Optimizer) -> int | None:
+    """Number of tensors of a parameter's size that the first step creates for each; None if that is not known."""
+    groups = optimizer.param_groups
+    if isinstance(optimizer, _TWO):
+        return 3 if any(group.get("amsgrad") for group in groups) else 2
+    if isinstance(optimizer, optim.SGD):
+        return 1 if any(group["momentum"] for group in groups) else 0
+    return None

@@ -1,0 +1,377 @@
+"""Restore a checkpoint, or a part of it: everything is compared and prepared before anything is changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from dalsegno.checkpoint import tensor_reader
+from dalsegno.checkpoint.compatibility import Change, Value, compare, raise_if_incompatible
+from dalsegno.checkpoint.contract import LoadTarget, ShardedState, short_class_name
+from dalsegno.checkpoint.frozen_checksums import find_other_base
+from dalsegno.checkpoint.index import Index
+from dalsegno.checkpoint.manifest import Checkpoint
+from dalsegno.checkpoint.names import CALLBACKS, SETTINGS
+from dalsegno.checkpoint.optimizer_state import OptimizerState
+from dalsegno.checkpoint.sidecar import SavedState, SavedStates
+from dalsegno.checkpoint.tensor_files import name_of
+from dalsegno.checkpoint.tensor_reader import Files
+from dalsegno.distributed import collectives
+from dalsegno.distributed.layout import Layout
+from dalsegno.errors import DalsegnoError, StateMismatch
+from dalsegno.stateful.component import Component, State
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """Outcome of a load for each component.
+
+    Attributes:
+        restored: keys of components that have their saved state again.
+        fresh: keys of components that the checkpoint does not contain; they stay as built.
+        carried: keys of saved states that no component claimed; they go into the next checkpoints.
+        changes: differences between the checkpoint and the present run: first those that ``allow_changes=`` let
+            pass, then those that make the run inexact, then the rest.
+        notes: further sentences for the user.
+    """
+
+    restored: list[str] = field(default_factory=list)
+    fresh: list[str] = field(default_factory=list)
+    carried: list[str] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def table(self) -> str:
+        """The report as lines of text, without empty rows."""
+        rows = [
+            *(("restored", key) for key in self.restored),
+            *(("new", key) for key in self.fresh),
+            *(("carried forward", key) for key in self.carried),
+            *(row for change in self.changes for row in _rows(change)),
+            *(("note", note) for note in self.notes),
+        ]
+        return "\n".join(f"{what:<16} {which}".rstrip() for what, which in rows)
+
+
+def _rows(change: Change) -> list[tuple[str, str]]:
+    what = {"error": "changed, allowed", "warning": "changed, beware", "info": "changed"}[change.severity]
+    return [(what, str(change)), *(("", f"  {line}") for line in change.details)]
+
+
+def refuse_changed_callbacks(saved: SavedStates, present: Iterable[Sequence[str]]) -> None:
+    """
+    Args:
+        saved: the checkpoint's states.
+        present: the keys of each component of this run, its present key first.
+
+    Raises:
+        StateMismatch: if a stateful callback was added or removed since the save; names all of them.
+    """
+    here = [keys for keys in present if keys[0].startswith(CALLBACKS)]
+    taken = {key for keys in here for key in keys}
+    complaints = [
+        *(f"{key}: saved, but not here" for key in saved if key.startswith(CALLBACKS) and key not in taken),
+        *(f"{keys[0]}: here, but not saved" for keys in here if not any(key in saved for key in keys)),
+    ]
+    if complaints:
+        raise StateMismatch(
+            f"{saved.path}: the callbacks differ from those it was saved with (strict_callbacks=True):\n  "
+            + "\n  ".join(complaints)
+        )
+
+
+def prepare_components(
+    saved: SavedStates,
+    components: Sequence[Component],
+    report: LoadReport,
+    adapt: Mapping[str, Callable[[State], State]],
+) -> list[tuple[Component, State]]:
+    """Pair each component with its saved state, upgraded to its present version; nothing is loaded yet. Collective.
+
+    Args:
+        report: receives the components without a saved state, and notes.
+        adapt: by component key, a function applied to the state.
+
+    Raises:
+        StateMismatch: if a state does not fit.
+    """
+
+    def prepare() -> list[tuple[Component, State]]:
+        found = []
+        for component in components:
+            key = next((key for key in component.keys if key in saved), None)
+            if key is None:
+                report.fresh.append(component.key)
+                continue
+            with add_context(f"{saved.path}: {key}"):
+                state = _state_for(component, saved, key, report)
+                state = adapt[component.key](state) if component.key in adapt else state
+                component.check_fit(state)
+            found.append((component, state))
+        return found
+
+    return collectives.run_on_all_ranks(prepare)
+
+
+def restore_components(saved: SavedStates, prepared: Sequence[tuple[Component, State]], report: LoadReport) -> None:
+    """Load each prepared state into its component. Collective.
+
+    Raises:
+        StateMismatch: if a component refuses its state. Others have loaded theirs by then.
+    """
+
+    def restore() -> None:
+        for component, state in prepared:
+            with add_context(f"{saved.path}: {component.key}"):
+                component.target.load_state_dict(state)
+            report.restored.append(component.key)
+
+    collectives.run_on_all_ranks(restore)
+
+
+def unclaimed_states(
+    saved: SavedStates, components: Sequence[Component], report: LoadReport
+) -> Mapping[str, SavedState]:
+    """States that no component claims, for rank 0 to save again. Adds their keys to ``report``. Collective."""
+    taken = {key for component in components for key in component.keys}
+    report.carried.extend(key for key in saved if key not in taken and saved.record(key).scope != "sharded")
+    return collectives.run_on_all_ranks(
+        lambda: {key: saved.carried(key) for key in report.carried} if collectives.rank() == 0 else {}
+    )
+
+
+@contextmanager
+def add_context(where: str) -> Iterator[None]:
+    """Name ``where``, a checkpoint and a component in it, in what is raised inside.
+
+    An arbitrary exception becomes StateMismatch: a state may have the right form and still not fit its component.
+    Errors that say nothing about a state (disk, memory) keep their type and get a note.
+    """
+    try:
+        yield
+    except (DalsegnoError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+        error.add_note(f"while restoring {where}")
+        raise
+    except Exception as error:
+        raise StateMismatch(f"{where}: the saved state was refused: {type(error).__name__}: {error}") from error
+
+
+def _state_for(component: Component, saved: SavedStates, key: str, report: LoadReport) -> State:
+    """This rank's state of ``component``, upgraded and resharded; adds notes to ``report``."""
+    version, numbers, layout = saved.record(key).version, saved.of_data_ranks(key), saved.layout
+    if key != component.key:
+        report.notes.append(f"{component.key}: found under its former key {key}")
+    if component.scope == "replicated" and saved.count(key) > 1:
+        raise StateMismatch(
+            f"{component.key}: its saved state is per rank ({saved.count(key)} ranks), now it is replicated; "
+            f"set state_scope = 'per_rank', or give it another name to start it anew"
+        )
+    if version < component.version:
+        report.notes.append(f"{component.key}: upgraded from version {version} to {component.version}")
+
+    def state_of(number: int) -> State:
+        state = component.upgrade(saved.state(key, number), version)
+        component.check_form(state, f"{saved.path}: {key}")
+        return state
+
+    if component.scope == "replicated" or saved.record(key).scope != "per_rank":
+        return state_of(0)
+    own = saved.own(key)
+    if own is not None:
+        return state_of(own)
+    if len(numbers) == layout.data_size:
+        return state_of(numbers[layout.data_rank])
+    states = [state_of(number) for number in numbers]
+    resharded = component.reshard(states, layout.data_size)
+    if len(resharded) != layout.data_size:
+        raise StateMismatch(
+            f"{component.key}: reshard returned {len(resharded)} states for {layout.data_size} ranks; return one per "
+            "rank, or per group of ranks that read the same data"
+        )
+    how = getattr(component.target, "reshard_note", "")
+    count = f"from {len(numbers)} to {layout.data_size} states"
+    report.notes.append(f"{component.key}: resharded {count}{how and f': {how}'}")
+    return resharded[layout.data_rank]
+
+
+def restore(
+    saved: SavedStates,
+    sharded: Sequence[ShardedState],
+    components: Sequence[Component],
+    *,
+    strict_callbacks: bool,
+    settings: Mapping[str, Value],
+    allowed: Collection[str],
+    adapt: Mapping[str, Callable[[State], State]],
+) -> LoadReport:
+    """Restore everything; arguments and errors are those of :meth:`CheckpointManager.load`. Collective."""
+    if strict_callbacks:
+        refuse_changed_callbacks(saved, [*(each.keys for each in components), *((each.key,) for each in sharded)])
+    stored, report = StoredTensors.of(saved), LoadReport()
+    report.changes.extend(
+        collectives.run_on_all_ranks(lambda: [*find_mismatches(stored, sharded), *changed_settings(saved, settings)])
+    )
+    report.changes.extend(find_other_base(saved.checkpoint, stored.index, stored.rests, sharded))
+    raise_if_incompatible(report.changes, allowed, saved.path)
+    _restore(saved, stored, sharded, components, report, adapt)
+    for key in stored.rests:
+        if key not in {each.key for each in sharded}:
+            report.notes.append(f"{key}: is in the checkpoint, but nothing takes it; it is not carried forward")
+    return report
+
+
+def load_parts(
+    checkpoint: Checkpoint,
+    sharded: Sequence[ShardedState],
+    components: Sequence[Component] = (),
+    *,
+    layout: Layout | None = None,
+    allowed: Collection[str] = (),
+) -> LoadReport:
+    """Restore only these parts of a verified checkpoint, such as the model. Casts tensors of another dtype. Collective.
+
+    Raises:
+        StateMismatch: before anything is changed, if a state does not fit its component.
+        DamagedCheckpoint: if a file has content that dalsegno cannot have written.
+    """
+    saved, report = SavedStates(checkpoint, layout), LoadReport()
+    stored = StoredTensors.of(saved)
+    report.changes.extend(collectives.run_on_all_ranks(lambda: find_mismatches(stored, sharded, any_dtype=True)))
+    report.changes.extend(find_other_base(saved.checkpoint, stored.index, stored.rests, sharded))
+    raise_if_incompatible(report.changes, allowed, checkpoint.path)
+    _restore(saved, stored, sharded, components, report, {})
+    return report
+
+
+def _restore(
+    saved: SavedStates,
+    stored: StoredTensors,
+    sharded: Sequence[ShardedState],
+    components: Sequence[Component],
+    report: LoadReport,
+    adapt: Mapping[str, Callable[[State], State]],
+) -> None:
+    """Load all that fits, and add the outcome to ``report``."""
+    _check_scopes(saved, sharded, components)
+    replaced = {change.setting for change in report.changes if change.saved != change.now}  # by another class
+    known = [each for each in sharded if each.key in stored.rests and each.key not in replaced]
+    report.fresh.extend(each.key for each in sharded if each not in known)
+    prepared = prepare_components(saved, components, report, adapt)
+    restore_components(saved, [each for each in prepared if each[0].precedes_tensors], report)
+    report.notes.extend(restore_sharded(stored, known))
+    report.restored.extend(each.key for each in known)
+    restore_components(saved, [each for each in prepared if not each[0].precedes_tensors], report)
+
+
+def _check_scopes(saved: SavedStates, sharded: Sequence[ShardedState], components: Sequence[Component]) -> None:
+    """Raises StateMismatch if a state that was saved as sharded is not sharded now, or the other way round."""
+    sharded_keys = {each.key for each in sharded}
+    for key in [*sharded_keys, *(key for each in components for key in each.keys)]:
+        if key in saved and (saved.record(key).scope == "sharded") != (key in sharded_keys):
+            raise StateMismatch(
+                f"{saved.path}: {key}: was saved as {saved.record(key).scope}, and now its tensors are "
+                f"{'sharded over the ranks' if key in sharded_keys else 'in its state_dict'}; give it another name"
+            )
+
+
+# --- model and optimizer ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensors:
+    """Stored state of model and optimizer, in a checkpoint or in another library's files.
+
+    Attributes:
+        origin: path of the checkpoint or weights, for messages.
+        files: the files of tensors.
+        index: the tensors.
+        rests: non-tensor state of each component, by its key.
+        classes: class name that each component was saved from, where known.
+    """
+
+    origin: Path
+    files: Files
+    index: Index
+    rests: Mapping[str, State]
+    classes: Mapping[str, str]
+
+    @classmethod
+    def of(cls, saved: SavedStates) -> StoredTensors:
+        """Read the index and the rests of a verified checkpoint. Collective."""
+        keys = [key for key in saved if saved.record(key).scope == "sharded"]
+
+        def read() -> StoredTensors:
+            return cls(
+                saved.path,
+                saved.checkpoint,
+                Index.of_checkpoint(saved.checkpoint),
+                {key: saved.state(key) for key in keys},
+                {key: saved.record(key).class_name for key in keys},
+            )
+
+        return collectives.run_on_all_ranks(read)
+
+
+def find_mismatches(stored: StoredTensors, sharded: Sequence[ShardedState], *, any_dtype: bool = False) -> list[Change]:
+    """Components that do not fit their stored state, tensor by tensor. ``any_dtype``: another dtype fits too."""
+    found: list[Change] = []
+    for each in sharded:
+        if each.key not in stored.rests:
+            continue
+        was, now = stored.classes.get(each.key, each.class_name), each.class_name
+        rest, where = stored.rests[each.key], f"{stored.origin}: {each.key}"
+        is_same_class = short_class_name(was) == short_class_name(now)
+        with add_context(where):
+            if is_same_class:
+                each.check_rest(stored.index, rest, where)
+            lines = each.differences(stored.index, rest, any_dtype=any_dtype)
+        if each.key == OptimizerState.key and not is_same_class:
+            found.append(Change.of_part(each.key, was, now))
+        elif lines and not found:  # an optimizer of a model that does not fit does not fit either
+            found.append(Change.of_part(each.key, now, now, lines))
+    return found
+
+
+def changed_settings(saved: SavedStates, now: Mapping[str, Value]) -> list[Change]:
+    """Settings of the run that differ from those when the checkpoint was saved."""
+    if SETTINGS not in saved:
+        return []
+    with add_context(f"{saved.path}: {SETTINGS}"):
+        return compare(saved.state(SETTINGS), now)
+
+
+def restore_sharded(stored: StoredTensors, sharded: Sequence[ShardedState]) -> list[str]:
+    """Load all that fits, at any number of ranks that saved; returns a note for each cast. Collective."""
+
+    def prepare() -> dict[str, LoadTarget]:
+        targets = {}
+        for each in sharded:
+            with add_context(f"{stored.origin}: {each.key}"):
+                targets[each.key] = each.prepare(stored.index, stored.rests[each.key])
+        return targets
+
+    targets = collectives.run_on_all_ranks(prepare)
+    tensor_reader.load({key: each.tensors for key, each in targets.items()}, stored.files, stored.index)
+
+    def commit() -> None:
+        for key, each in targets.items():
+            with add_context(f"{stored.origin}: {key}"):
+                each.commit()
+
+    collectives.run_on_all_ranks(commit)
+    return [note for key, each in targets.items() for note in _casts(key, each, stored.index)]
+
+
+def _casts(key: str, target: LoadTarget, index: Index) -> list[str]:
+    stored = index.of(key)
+    pairs = Counter((stored[name].dtype, tensor.dtype) for name, tensor in target.tensors.items())
+    return [
+        f"{key}: cast {count} tensor(s) from {name_of(was)} to {name_of(now)}"
+        for (was, now), count in pairs.items()
+        if was != now
+    ]

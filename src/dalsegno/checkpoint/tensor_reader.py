@@ -1,0 +1,219 @@
+"""Tensor reader: load sharded tensors at any number of ranks; each rank reads its shards, wherever they are stored.
+
+All reads are planned before the first byte is copied: a checkpoint whose files lack a chunk changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from dalsegno.checkpoint.contract import TensorsByComponent
+from dalsegno.checkpoint.dtensors import box_here, local_part
+from dalsegno.checkpoint.file_reading import HeaderEntry
+from dalsegno.checkpoint.index import Index, StoredTensor
+from dalsegno.checkpoint.manifest import Checkpoint
+from dalsegno.checkpoint.names import component_and_name
+from dalsegno.checkpoint.sharding import Box, StoredChunk
+from dalsegno.checkpoint.tensor_files import StoredFile, as_bytes, byte_count
+from dalsegno.distributed import collectives
+from dalsegno.distributed.sharded_tensors import unexpanded
+from dalsegno.errors import DamagedCheckpoint, StateMismatch
+from dalsegno.system.machine import thread_count
+
+
+def load(tensors: TensorsByComponent, files: Files, index: Index) -> None:
+    """Load into ``tensors`` in place; those of components and names that ``index`` has. Collective.
+
+    Raises:
+        DamagedCheckpoint: on every rank, before anything is changed, if a file does not contain what the index has.
+        StateMismatch: on every rank, before anything is changed, if a tensor here is in uneven shards; during the load,
+            if an expanded tensor here is not one in the checkpoint.
+    """
+    reader = ChunkReader(files)
+
+    reads = collectives.run_on_all_ranks(
+        lambda: sorted(planned_reads(tensors, index), key=lambda read: read.chunk.file)
+    )
+    files.require({read.chunk.file for read in reads})
+
+    collectives.run_on_all_ranks(lambda: [reader.span(read.chunk, read.dtype) for read in reads])  # or raises
+    collectives.run_on_all_ranks(lambda: _read_all(reads, reader))
+
+
+_LARGE_BYTES = 1 << 20  # of a read on average: several threads that read less at once wait for the GIL
+
+
+def _read_all(reads: Sequence[Read], reader: ChunkReader) -> None:
+    """Make the reads, on several threads: what comes from the page cache is limited by the processors.
+
+    Those to a device are made on this thread: the others do not have its current stream.
+    """
+    is_inference = torch.is_inference_mode_enabled()  # of this thread alone
+    remaining = iter(reads)
+
+    def read() -> None:
+        with torch.inference_mode() if is_inference else contextlib.nullcontext():
+            try:
+                for each in remaining:  # each thread takes the next one
+                    each.fill(reader)
+            except BaseException:
+                deque(remaining, maxlen=0)  # the others stop, too
+                raise
+
+    are_large = sum(each.bytes for each in reads) > _LARGE_BYTES * len(reads)
+    threads = thread_count() if are_large and all(each.target.is_cpu for each in reads) else 1
+    with ThreadPoolExecutor(threads, thread_name_prefix="dalsegno-read") as executor:
+        others = [executor.submit(read) for _ in range(threads - 1)]
+        read()
+        for other in others:
+            other.result()
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A box to read from a chunk with elements of ``dtype`` into ``target``."""
+
+    target: torch.Tensor
+    chunk: StoredChunk
+    dtype: torch.dtype
+    box: Box
+
+    @property
+    def bytes(self) -> int:
+        return byte_count(self.box.shape, self.dtype)
+
+    def fill(self, reader: ChunkReader) -> None:
+        memory = unexpanded(self.target)
+        if memory.shape == self.target.shape:
+            reader.fill(self.target, self.chunk, self.dtype, self.box)
+            return
+        read = torch.empty(self.target.shape, dtype=self.dtype)
+        reader.fill(read, self.chunk, self.dtype, self.box)
+        memory.copy_(_repeated_part(read, memory.shape, self.chunk.name))
+
+
+def planned_reads(tensors: TensorsByComponent, index: Index) -> Iterator[Read]:
+    """What this rank reads: the common boxes of its shards and the stored chunks.
+
+    Raises:
+        StateMismatch: for a tensor in uneven shards.
+    """
+    for component, its in tensors.items():
+        stored = index.of(component)
+        for name, tensor in its.items():
+            if name not in stored or (here := box_here(tensor, f"{component}.{name}")) is None:
+                continue
+            local = local_part(tensor)
+            for chunk in stored[name].chunks.overlapping(here):
+                box = chunk.box.common(here)
+                assert box is not None, "chunks that overlap have common elements"
+                yield Read(part(local, box.relative_to(here)), chunk, stored[name].dtype, box)
+
+
+def _repeated_part(read: torch.Tensor, shape: torch.Size, name: str) -> torch.Tensor:
+    """The part of ``read`` of that shape, which is repeated along the expanded dimensions. Raises StateMismatch if it
+    is not repeated."""
+    first = read[tuple(slice(size) for size in shape)]
+    if not torch.equal(as_bytes(first.expand(read.shape)), as_bytes(read)):  # as bytes, a NaN equals itself
+        raise StateMismatch(
+            f"{name}: here it is an expanded tensor, of shape {list(shape)} in memory, but the saved tensor differs "
+            "along the expanded dimensions; use .expand(…).clone()"
+        )
+    return first
+
+
+_MOST_OPEN = 64
+
+
+class Files(Protocol):
+    """The files that an index refers to: a verified checkpoint, or another library's files."""
+
+    def require(self, names: Collection[str]) -> None:
+        """Make the files ``names`` readable for this rank. Collective; each rank passes its own."""
+
+    def file(self, name: str) -> Path:
+        """Path of a file that the index names."""
+
+
+class ChunkReader:
+    """Reads chunks out of files. Parses the header of each file once, and keeps the last :data:`_MOST_OPEN` files open:
+    a tensor may have a chunk in each. Threads may share it once the headers of all files are parsed."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._headers: dict[str, Mapping[str, HeaderEntry]] = {}
+        self._opened: dict[str, StoredFile] = {}
+
+    def span(self, chunk: StoredChunk, dtype: torch.dtype) -> tuple[int, int]:
+        """First byte of a chunk in its file, and the byte after its last.
+
+        Raises:
+            DamagedCheckpoint: if the file does not contain this chunk.
+        """
+        file = self._file(chunk.file)
+        if chunk.file not in self._headers:
+            self._headers[chunk.file] = file.header()
+        entry = self._headers[chunk.file].get(chunk.name)
+        if entry is None:
+            raise DamagedCheckpoint(f"{file.path}: does not contain {chunk.name}")
+        file.check(entry.span, dtype, chunk.box.shape)
+        if (entry.offsets or (0,) * len(chunk.box.offsets)) != chunk.box.offsets:
+            offsets, expected = list(entry.offsets or ()), list(chunk.box.offsets)
+            raise DamagedCheckpoint(f"{file.path}: {chunk.name} begins at {offsets}, the index has {expected}")
+        return entry.span
+
+    def fill(self, target: torch.Tensor, chunk: StoredChunk, dtype: torch.dtype, box: Box) -> None:
+        """Copy ``box``, part of a chunk with elements of ``dtype``, into ``target``, on any device."""
+        within = box.relative_to(chunk.box)
+        ranges = list(zip(within.offsets, within.shape, strict=True))
+        self._file(chunk.file).fill(target, self.span(chunk, dtype), dtype, chunk.box.shape, ranges)
+
+    def full_tensor(self, stored: StoredTensor) -> torch.Tensor:
+        """All of a tensor, assembled from its chunks.
+
+        Raises:
+            DamagedCheckpoint: if a chunk is not where the index has it.
+        """
+        for chunk in stored.chunks:  # before memory is taken for a shape that no file has
+            self.span(chunk, stored.dtype)
+        full = torch.empty(stored.shape, dtype=stored.dtype)
+        for chunk in stored.chunks:
+            self.fill(part(full, chunk.box), chunk, stored.dtype, chunk.box)
+        return full
+
+    def _file(self, name: str) -> StoredFile:
+        opened = self._opened.get(name)
+        if opened is None:
+            opened = self._opened[name] = StoredFile(self._files.file(name))
+            for surplus in [*self._opened][:-_MOST_OPEN]:
+                self._opened.pop(surplus, None)
+        return opened
+
+
+def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """A view of the elements of ``box``."""
+    for dimension, (begin, length) in enumerate(zip(box.offsets, box.shape, strict=True)):
+        tensor = tensor.narrow(dimension, begin, length)
+    return tensor
+
+
+def read_tensors(checkpoint: Checkpoint) -> dict[str, dict[str, torch.Tensor]]:
+    """Component to name to full tensor, on the CPU, assembled from the shards of all ranks.
+
+    Raises:
+        DamagedCheckpoint: if a file has content that dalsegno cannot have written.
+    """
+    reader = ChunkReader(checkpoint)
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    for full_name, stored in Index.of_checkpoint(checkpoint).tensors.items():
+        component, name = component_and_name(full_name)
+        tensors.setdefault(component, {})[name] = reader.full_tensor(stored)
+    return dict(sorted(tensors.items()))

@@ -1,0 +1,423 @@
+"""Wrapped tensors: take a quantized or wrapped tensor apart into plain tensors that share its memory.
+
+A checkpoint contains these parts, named below the tensor, and its :class:`Form`. A load writes into the parts of the
+live tensor, whose form must be the saved one.
+
+Four ways to take a tensor apart:
+
+* ``take_apart(tensor)`` in ``dalsegno.interop.<library>``, for a class of that library without the protocol;
+* torch's protocol for wrapper subclasses, ``__tensor_flatten__``: torchao, float8, ``NestedTensor``;
+* a wrapper subclass without that has the tensors among its attributes, and the other attributes as context;
+* a subclass that wraps nothing has its own elements, and its attributes as context.
+
+The module of the first way also has ``hidden_tensors(module)``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import functools
+import importlib
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn.parameter import is_lazy
+
+from dalsegno.checkpoint.composites import is_composite
+from dalsegno.checkpoint.contract import Tensors, class_name_of, is_dense, is_shaped_like, short_class_name
+from dalsegno.checkpoint.index import StoredTensor
+from dalsegno.distributed.rng import preserved_generators
+from dalsegno.distributed.stage_places import like_parameter
+from dalsegno.errors import CannotSave
+
+DEEPEST = 16
+"""Levels of wrappers, and of a context."""
+
+Json = Any
+
+Form = TypedDict("Form", {"class": str, "shape": list[Any], "dtype": str, "context": Any, "parts": dict[str, Any]})
+"""Of a wrapped tensor: ``parts`` has the form of each part that is wrapped itself, None of the others, by the end of
+its name."""
+
+
+class Parts(NamedTuple):
+    """A tensor as a checkpoint contains it.
+
+    ``tensors``: plain ones that share its memory, by the end of their names: ``.scale``, or nothing for the tensor's
+    own elements. ``form``: None for a plain tensor, which is its only part.
+    """
+
+    tensors: Tensors
+    form: Form | None
+
+
+SHARDED = "sharded "
+"""Before the class of a tensor whose parts only as many ranks can load."""
+
+
+def form_of(tensor: torch.Tensor, context: object, parts: dict[str, Form | None], where: str) -> Form:
+    """Form of a wrapped tensor. ``context``: what its parts do not contain; ``where``: its full name, for errors.
+
+    Raises:
+        CannotSave: for a context that cannot be compared.
+    """
+    return {
+        "class": class_name_of(tensor),
+        "shape": [size if type(size) is int else "ragged" for size in tensor.shape],
+        "dtype": str(tensor.dtype),
+        "context": _described(context, f"{where}: the context of its {type(tensor).__qualname__}", 0),
+        "parts": parts,
+    }
+
+
+def describe_mismatch(saved: Mapping[str, Any] | None, here: Mapping[str, Any] | None) -> str:
+    """How a saved form differs from the live one; empty if a tensor of one can be loaded into the other.
+
+    Modules between a class's package and its name do not count, since libraries move classes.
+    """
+    if saved is None or here is None:
+        return "" if saved is here else f"saved as {_shown(saved)}, here {_shown(here)}"
+    if short_class_name(saved["class"]) != short_class_name(here["class"]):
+        return f"saved as {_shown(saved)}, here {_shown(here)}{_hint(saved, here)}"
+    for key in ("shape", "dtype", "context"):
+        if saved[key] != here[key]:
+            difference = _first_difference(key, saved[key], here[key])
+            return f"{here['class']} saved with {difference}{_hint(saved, here)}"
+    if saved["parts"].keys() != here["parts"].keys():
+        return f"{here['class']} saved with the parts {[*saved['parts']]}, here {[*here['parts']]}"
+    inner = (describe_mismatch(each, here["parts"][end]) for end, each in saved["parts"].items())
+    return next(filter(None, inner), "")
+
+
+def is_form(value: object) -> bool:
+    """Whether ``value``, possibly read from disk, is a form."""
+    if not isinstance(value, dict) or value.keys() != Form.__annotations__.keys():
+        return False
+    parts = value["parts"]
+    return (
+        isinstance(value["class"], str)
+        and isinstance(parts, dict)
+        and all(isinstance(end, str) and (each is None or is_form(each)) for end, each in parts.items())
+    )
+
+
+def ends(form: Mapping[str, Any] | None) -> Iterator[str]:
+    """The ends of the names of a tensor's plain parts."""
+    if form is None:
+        yield ""
+        return
+    for end, inner in form["parts"].items():
+        yield from (f"{end}{further}" for further in ends(inner))
+
+
+def _first_difference(where: str, saved: Json, here: Json) -> str:
+    if isinstance(saved, dict) and isinstance(here, dict):
+        keys = [key for key in {**saved, **here} if saved.get(key) != here.get(key)]
+        return _first_difference(f"{where}.{keys[0]}", saved.get(keys[0]), here.get(keys[0]))
+    return f"{where} {saved}, here {here}"
+
+
+def _hint(*forms: Form | Mapping[str, Any]) -> str:
+    is_sharded = any(form["class"].startswith(SHARDED) for form in forms)
+    return "; the shards of a tensor that is quantized in blocks fit as many ranks as saved it" if is_sharded else ""
+
+
+def _shown(form: Mapping[str, Any] | None) -> str:
+    return "a plain tensor" if form is None else str(form["class"])
+
+
+def _described(value: object, where: str, depth: int) -> Json:
+    """``value`` as JSON from which equality is read, but nothing is built. Devices are equal: state may move."""
+    if depth > DEEPEST:
+        raise CannotSave(f"{where} is nested deeper than {DEEPEST} levels, or contains itself")
+    if isinstance(value, enum.Enum):
+        return f"{class_name_of(value)}.{value.name}"
+    if isinstance(value, torch.SymInt):
+        return "symbolic"
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        return str(value)
+    if isinstance(value, torch.device):
+        return "device"
+    if isinstance(value, type | FunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return [_described(each, where, depth + 1) for each in value]
+    if isinstance(value, dict):
+        return {str(key): _described(each, where, depth + 1) for key, each in value.items()}
+    fields = _fields(value)
+    if fields is None:
+        raise CannotSave(
+            f"{where} contains a {class_name_of(value)}, which cannot be compared on resume; a context may contain "
+            "numbers, text, dtypes, enums, lists, dicts, dataclasses and plain objects of these"
+        )
+    return {"class": class_name_of(value)} | {key: _described(each, where, depth + 1) for key, each in fields.items()}
+
+
+def _fields(value: Any) -> dict[str, object] | None:
+    """Content of a named tuple, dataclass or object with attributes; None for one whose content is hidden."""
+    if isinstance(value, tuple):
+        return dict(zip(value._fields, value, strict=True))  # type: ignore[attr-defined]
+    if isinstance(value, torch.Tensor):
+        return None
+    if dataclasses.is_dataclass(value):
+        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    return dict(vars(value)) if hasattr(value, "__dict__") else None
+
+
+class TakenApart(NamedTuple):
+    """One level of a wrapped tensor: its parts by the end of their names, and what they do not contain."""
+
+    parts: Mapping[str, torch.Tensor]
+    context: object
+
+
+OfLibrary = Callable[[torch.Tensor], tuple[Mapping[str, torch.Tensor], object] | None]
+"""Returns the fields of a :class:`TakenApart`; None for a tensor of another class."""
+
+
+_WITHOUT_KERNELS = {
+    getattr(torch, name): torch.int16 if name == "bits16" else torch.uint8
+    for name in (*(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), "bits8", "bits16", "bits1x8",
+                 "bits2x4", "bits4x2")
+    if hasattr(torch, name)
+}  # fmt: skip
+"""Dtypes that torch can neither copy nor compare, with the dtype as which it can."""
+
+
+def parts_of(tensor: torch.Tensor, where: str, depth: int = 0) -> Parts:
+    """The plain tensors of any tensor. ``where``: its full name, for errors; ``depth``: levels of wrappers around it.
+
+    Raises:
+        CannotSave: if ``tensor`` is neither plain nor can be taken apart.
+    """
+    if is_dense(tensor):
+        return Parts({"": tensor}, None)
+    if isinstance(tensor, DTensor) and not is_dense(tensor._local_tensor):
+        return of_all_ranks(tensor, parts_of(tensor._local_tensor, where, depth + 1), where)
+    taken = _take_apart(tensor) if depth < DEEPEST else None
+    if taken is None:
+        raise CannotSave(
+            f"{where}: cannot save a {type(tensor).__qualname__} with {tensor.layout}, {tensor.dtype} on "
+            f"{tensor.device}; it must be a dense tensor or DTensor, or a subclass with __tensor_flatten__. "
+            "Convert it (.to_dense(), .dequantize()), or register it with persistent=False if it is a buffer"
+        )
+    tensors: Tensors = {}
+    inner: dict[str, Form | None] = {}
+    for end, part in taken.parts.items():
+        tensors_of_part, inner[end] = parts_of(like_parameter(part, tensor), f"{where}{end}", depth + 1)
+        tensors |= {f"{end}{further}": each for further, each in tensors_of_part.items()}
+    return Parts(tensors, form_of(tensor, taken.context, inner, where))
+
+
+def _take_apart(tensor: torch.Tensor) -> TakenApart | None:
+    of_library: OfLibrary | None = getattr(_library_of(type(tensor)), "take_apart", None)
+    if of_library is not None and (found := of_library(tensor)) is not None:
+        return TakenApart(*found)
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, context = tensor.__tensor_flatten__()
+        return TakenApart({f".{name}": getattr(tensor, name) for name in names}, context)
+    if type(tensor) in (torch.Tensor, nn.Parameter):
+        if tensor.dtype in _WITHOUT_KERNELS:
+            return TakenApart({"": tensor.detach().view(_WITHOUT_KERNELS[tensor.dtype])}, None)
+    elif type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and not is_lazy(tensor):
+        return TakenApart({"": tensor.detach().as_subclass(torch.Tensor)}, vars(tensor))
+    else:
+        return _attributes_of(tensor)
+    return None
+
+
+def _attributes_of(tensor: torch.Tensor) -> TakenApart | None:
+    """What ``torch.save`` would pickle of a wrapper; None without tensors in it, or if a slot may hide one."""
+    attributes = vars(tensor)
+    parts = {f".{name}": each for name, each in attributes.items() if isinstance(each, torch.Tensor)}
+    bases = type(tensor).__mro__[: type(tensor).__mro__.index(torch.Tensor)]
+    if not parts or any("__slots__" in vars(base) for base in bases):
+        return None
+    return TakenApart(parts, {name: each for name, each in attributes.items() if f".{name}" not in parts})
+
+
+def _library_of(kind: type) -> ModuleType | None:
+    """``dalsegno.interop.<library>`` of the library that defines ``kind`` or one of its bases, if it has
+    ``take_apart``."""
+    packages = (each.__module__.partition(".")[0] for each in kind.__mro__)
+    return next((found for package in packages if (found := _module_for(package)) is not None), None)
+
+
+@functools.cache
+def _module_for(package: str) -> ModuleType | None:
+    name = f"dalsegno.interop.{package}"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        return None
+    return module if hasattr(module, "take_apart") else None
+
+
+def hidden_tensors(model: nn.Module) -> Tensors:
+    """Tensors of a library's modules, by name, that ``load_state_dict`` ignores or refuses: loaded in place only."""
+    kinds = {type(module) for module in model.modules()}
+    libraries = {kind: library for kind in kinds if (library := _library_of(kind)) is not None}
+    return {
+        f"{prefix}{'.' if prefix else ''}{end}": tensor
+        for prefix, module in (model.named_modules() if libraries else ())
+        if type(module) in libraries
+        for end, tensor in libraries[type(module)].hidden_tensors(module).items()
+    }
+
+
+def of_all_ranks(whole: DTensor, shard: Parts, where: str) -> Parts:
+    """The parts of a sharded tensor, as DTensors that share the memory of those of this rank's ``shard``, which is
+    wrapped. ``where``: the tensor's full name, for errors.
+
+    Raises:
+        CannotSave: on a rank at least, if the ranks have shards of different sizes whose parts are not rows.
+    """
+    assert shard.form is not None, "it is wrapped"
+    cuts = [number for number, placement in enumerate(whole.placements) if not placement.is_replicate()]
+    dimensions = [_cut_dimension(whole.placements[number], where) for number in cuts]
+    if not cuts:
+        return Parts({end: _joined(whole, part, part.shape) for end, part in shard.tensors.items()}, shard.form)
+    if dimensions == [0] and _has_parts_of_rows(shard, whole._local_tensor):
+        rows = whole.shape[0]
+        tensors = {end: _joined(whole, part, (rows, *part.shape[1:])) for end, part in shard.tensors.items()}
+        return Parts(tensors, {**shard.form, "shape": [*whole.shape]})
+    sizes = [whole.device_mesh.size(number) for number in cuts]
+    for dimension in {*dimensions}:
+        count = math.prod(size for size, cut in zip(sizes, dimensions, strict=True) if cut == dimension)
+        if whole.shape[dimension] % count:
+            raise CannotSave(
+                f"{where}: cannot save a {type(whole._local_tensor).__qualname__} whose {whole.shape[dimension]} rows "
+                f"are sharded over {count} ranks: the shards differ in size. Use a size that {count} divides, or keep "
+                "it whole on each rank, e.g. by fully_shard(…, ignored_params=…)"
+            )
+    tensors = {}
+    for end, part in shard.tensors.items():
+        part = part if part.dim() else part.view(1)
+        tensors[end] = _joined(whole, part, (part.shape[0] * math.prod(sizes), *part.shape[1:]))
+    form: Form = {
+        "class": f"{SHARDED}{shard.form['class']}",
+        "shape": [*whole.shape],
+        "dtype": shard.form["dtype"],
+        "context": {"mesh": [*whole.device_mesh.shape], "placements": [str(each) for each in whole.placements]},
+        "parts": {"": shard.form},
+    }
+    return Parts(tensors, form)
+
+
+def _cut_dimension(placement: Placement, where: str) -> int:
+    if not isinstance(placement, Shard | _StridedShard):
+        raise CannotSave(
+            f"{where}: cannot save a DTensor with {placement}; redistribute it to Shard or Replicate first"
+        )
+    return placement.dim
+
+
+def _has_parts_of_rows(shard: Parts, local: torch.Tensor) -> bool:
+    return all(part.dim() and part.shape[0] == local.shape[0] for part in shard.tensors.values()) and not any(
+        shard.form["parts"].values() if shard.form else ()
+    )
+
+
+def _joined(whole: DTensor, part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The parts of all ranks as one tensor of ``shape``. Not by ``from_local``, which moves a part to the mesh's device
+    if the shard was offloaded: a load would fill a copy."""
+    placements: Sequence[Placement] = [each if each.is_replicate() else Shard(0) for each in whole.placements]
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    spec = DTensorSpec(whole.device_mesh, tuple(placements), TensorMeta(torch.Size(shape), stride, part.dtype))
+    return DTensor(part.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+Forms = Mapping[str, Form]
+"""Of a parameter's wrapped states, by kind."""
+
+Stored = Mapping[str, StoredTensor]
+"""Of a parameter: the saved tensors, by kind; those of wrapped states by the kinds of their parts."""
+
+
+_OWN_OF_A_TWIN = ("state", "param_groups", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def is_wrapped(value: object, parameter: torch.Tensor) -> bool:
+    """Whether an optimizer's value that is not dense has an element for each of its parameter's."""
+    return isinstance(value, torch.Tensor) and is_shaped_like(value, parameter) and not is_composite(value)
+
+
+def wrapped_differences(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, forms: Forms, stored: Stored
+) -> Iterator[tuple[str, str]]:
+    """How the states that the optimizer creates for a parameter differ from the saved ones, by kind."""
+    return _differences(_first_states(optimizer, parameter), forms, stored)
+
+
+def create_wrapped(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, forms: Forms, stored: Stored
+) -> tuple[dict[str, torch.Tensor], Tensors] | None:
+    """States to load into, and their parts, by kind; None if there are :func:`wrapped_differences`."""
+    if not forms:
+        return {}, {}
+    states = _first_states(optimizer, parameter)
+    if any(_differences(states, forms, stored)):
+        return None
+    created = {kind: states[kind] for kind in forms}
+    taken = {kind: parts_of(state, kind).tensors for kind, state in created.items()}
+    return created, {f"{kind}{end}": part for kind, parts in taken.items() for end, part in parts.items()}
+
+
+def _differences(states: Mapping[str, Any], forms: Forms, stored: Stored) -> Iterator[tuple[str, str]]:
+    for kind, form in forms.items():
+        if not isinstance(states.get(kind), torch.Tensor):
+            yield kind, f"saved as {form['class']}, here there is none"
+            continue
+        parts = parts_of(states[kind], kind)
+        if difference := describe_mismatch(form, parts.form):
+            yield kind, difference
+            continue
+        for end, part in parts.tensors.items():
+            there = stored[f"{kind}{end}"]
+            if (there.shape, there.dtype) != (part.shape, part.dtype):
+                yield f"{kind}{end}", f"saved as {[*there.shape]} {there.dtype}, here {[*part.shape]} {part.dtype}"
+
+
+def _first_states(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """What the optimizer's first step creates for such a parameter, by kind. That step leaves the optimizer and
+    random generators as they were, and runs no hooks of the optimizer."""
+    probe = nn.Parameter(torch.zeros_like(parameter.detach()))
+    probe.grad = torch.zeros_like(probe)
+    twin = object.__new__(type(optimizer))
+    # copy.copy() leaves out what Optimizer.__getstate__ does.
+    vars(twin).update({name: _apart(value) for name, value in vars(optimizer).items() if name not in _OWN_OF_A_TWIN})
+    twin.state = defaultdict(dict)
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    twin.param_groups = [
+        {name: _apart(value) for name, value in group.items()} | {"params": [probe]}
+        for group in optimizer.param_groups
+        if any(each is parameter for each in group["params"])
+    ]
+    step = type(optimizer).step
+    with preserved_generators(), torch.compiler.set_stance("force_eager"):  # a compiler takes seconds for a step
+        getattr(step, "__wrapped__", step)(twin)  # past the hooks that the user has set on all optimizers
+    states: dict[str, Any] = twin.state[probe]
+    return states
+
+
+def _apart(value: Any) -> Any:
+    """A copy of what a step may change in place."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if isinstance(value, dict | list | set) else value
