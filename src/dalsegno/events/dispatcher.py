@@ -121,12 +121,7 @@ class Dispatcher:
         is_rank_zero: bool = True,
         unsupported_events: Mapping[Event, str] | None = None,
     ) -> None:
-        """
-        Args:
-            make_context: creates a context of the given class.
-            is_rank_zero: whether to call handlers that run on rank 0 only.
-            unsupported_events: the events that this loop cannot fire, with reason and remedy for the error.
-        """
+        """``unsupported_events``: those that this loop cannot fire, with reason and remedy for the error."""
         self._make_context = make_context
         self._is_rank_zero = is_rank_zero
         self._unsupported_events = dict(unsupported_events or {})
@@ -185,12 +180,7 @@ class Dispatcher:
         return channel
 
     def bind(self, callbacks: Iterable[object]) -> None:
-        """Set the callbacks whose handlers are called, in this order.
-
-        Raises:
-            ConfigurationError: if one is not a callback or misspells a handler, or two have the same key.
-            EventNotFired: if one handles an event that this loop cannot fire.
-        """
+        """Set the callbacks whose handlers are called, in this order."""
         checked = check_callbacks(callbacks)
         check_supported(checked, self._unsupported_events)
         self._handlers.clear()
@@ -255,11 +245,7 @@ class Dispatcher:
         return event in self._handled
 
     def find(self, key: str) -> Callback:
-        """Return the callback with this key.
-
-        Raises:
-            UnknownName: if there is none; the message suggests the nearest.
-        """
+        """Return the callback with this key."""
         for callback in self.callbacks:
             if callback.key == key:
                 return callback
@@ -274,12 +260,7 @@ class Dispatcher:
         self._fill_channels()
 
     def check_observes(self, key: str) -> None:
-        """Check that the callback with this key may be switched off: then nothing else in the run changes.
-
-        Raises:
-            UnknownName: if there is none; the message suggests the nearest.
-            ConfigurationError: if it does more than to observe, or others use what it measures.
-        """
+        """Check that the callback with this key may be switched off: then nothing else in the run changes."""
         callback = self.find(key)
         if callback in self._shared.values():
             reason = "others use what it measures"
@@ -330,14 +311,7 @@ def note_failures(error: BaseException, others: Sequence[BaseException]) -> None
 
 
 def check_supported(callbacks: Iterable[Callback], unsupported_events: Mapping[Event, str]) -> None:
-    """
-    Args:
-        callbacks: checked for the events that they handle.
-        unsupported_events: the events that a loop cannot fire, with reason and remedy for the error.
-
-    Raises:
-        EventNotFired: if a callback handles such an event.
-    """
+    """Raises EventNotFired if a callback handles an event that a loop cannot fire, with its reason and remedy."""
     for callback in callbacks:
         for event in callback.handled_events():
             if event in unsupported_events:

@@ -57,61 +57,49 @@ class FunctionCallback(Callback):
 
     def __init__(self, event: Event, function: Function, every: int, name: str | None) -> None:
         if not isinstance(event, Event):
-            raise ConfigurationError(f"on({event!r}, …): needs an event: dalsegno.Event.{_nearest(str(event))}")
+            names = {member.name: member.name for member in Event} | {member.handler: member.name for member in Event}
+            (nearest,) = difflib.get_close_matches(str(event), names, n=1, cutoff=0.0)
+            raise ConfigurationError(f"on({event!r}, …): needs an event: dalsegno.Event.{names[nearest]}")
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
         self.function = function
-        _check(self.name, event, function, every)
-        called = _every_nth(function, every, event in _BEFORE_COUNTED) if every > 1 else function
-        setattr(self, event.handler, MethodType(_handler(called), self))
+        self._check(event, every)
+        setattr(self, event.handler, MethodType(_handler(function, every, event in _BEFORE_COUNTED), self))
 
     def __call__(self, ctx: Any) -> Any:
         return self.function(ctx)
 
+    def _check(self, event: Event, every: int) -> None:
+        function, called = self.function, f"on({event}, {self.name}"
+        if not callable(function):
+            raise ConfigurationError(f"on({event}, {function!r}): needs a function")
+        try:
+            inspect.signature(function).bind(object())
+        except TypeError as error:
+            raise ConfigurationError(
+                f"{called}): {self.name}{inspect.signature(function)} cannot be called with (ctx): {error}"
+            ) from error
+        if type(every) is not int or every < 1:
+            raise ConfigurationError(f"{called}, every={every!r}): needs an integer of steps, at least 1")
+        if every > 1 and event not in (_BEFORE_COUNTED | _AFTER_COUNTED) - _ALSO_IN_EVALUATION:
+            raise ConfigurationError(
+                f"{called}, every={every}): {event.handler} does not belong to a step; leave every= out"
+            )
 
-def _handler(function: Function) -> Callable[[Any, Any], Any]:
-    """Turn ``function`` into a method; async if the function is, so that its kind stays detectable."""
-    if not inspect.iscoroutinefunction(function):
-        return lambda _, ctx: function(ctx)
 
-    async def handler(_: Any, ctx: Any) -> Any:
-        return await function(ctx)
+def _handler(function: Function, every: int, is_ahead: bool) -> Callable[[Any, Any], Any]:
+    """Turn ``function`` into a method; async if the function is, so that its kind stays detectable.
 
-    return handler
-
-
-def _every_nth(function: Function, every: int, is_ahead: bool) -> Function:
-    """Call ``function`` every ``every`` steps. ``is_ahead``: the running step is not counted in global_step yet."""
+    ``is_ahead``: the running step is not counted in global_step yet.
+    """
 
     def is_due(ctx: Any) -> bool:
-        step: int = ctx.state.global_step + is_ahead
-        return step % every == 0
+        return bool((ctx.state.global_step + is_ahead) % every == 0)
 
-    if not inspect.iscoroutinefunction(function):
-        return lambda ctx: function(ctx) if is_due(ctx) else None
-
-    async def call(ctx: Any) -> Any:
+    async def async_handler(_: Any, ctx: Any) -> Any:
         return await function(ctx) if is_due(ctx) else None
 
-    return call
-
-
-def _check(name: str, event: Event, function: Function, every: int) -> None:
-    if not callable(function):
-        raise ConfigurationError(f"on({event}, {function!r}): needs a function")
-    try:
-        inspect.signature(function).bind(object())
-    except TypeError as error:
-        raise ConfigurationError(
-            f"on({event}, {name}): {name}{inspect.signature(function)} cannot be called with (ctx): {error}"
-        ) from error
-    if type(every) is not int or every < 1:
-        raise ConfigurationError(f"on({event}, {name}, every={every!r}): needs an integer of steps, at least 1")
-    if every > 1 and event not in (_BEFORE_COUNTED | _AFTER_COUNTED) - _ALSO_IN_EVALUATION:
-        raise ConfigurationError(
-            f"on({event}, {name}, every={every}): {event.handler} does not belong to a step; leave every= out"
-        )
-
-
-def _nearest(given: str) -> str:
-    names = {member.name: member.name for member in Event} | {member.handler: member.name for member in Event}
-    return names[difflib.get_close_matches(given, names, n=1, cutoff=0.0)[0]]
+    if inspect.iscoroutinefunction(function):
+        return async_handler
+    if every > 1:
+        return lambda _, ctx: function(ctx) if is_due(ctx) else None
+    return lambda _, ctx: function(ctx)

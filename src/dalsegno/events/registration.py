@@ -13,15 +13,7 @@ from .callback import Callback, register_globally, unregister_globally
 
 
 def check_callbacks(callbacks: Iterable[object]) -> list[Callback]:
-    """Adapt foreign callbacks, and check that each is a callback and that all have different keys.
-
-    Raises:
-        ConfigurationError: for a class, a handler that is async or has other parameters than ``(self, ctx)``, or only
-            one of ``state_dict`` and ``load_state_dict``.
-        UnknownDialect: for something that is not a callback of any known kind.
-        DuplicateKey: if a callback is given twice, or two have the same key; the message asks for a ``name``.
-        UnknownName: for a misspelt handler.
-    """
+    """Adapt foreign callbacks, and check that each is a callback and that all have different keys."""
     checked: dict[str, Callback] = {}
     for given in callbacks:
         callback = adapt(given)
@@ -40,11 +32,7 @@ def check_callbacks(callbacks: Iterable[object]) -> list[Callback]:
 
 
 def instances(callbacks: Iterable[object]) -> list[object]:
-    """Return the callbacks, with an instance in place of each class, as Hugging Face's Trainer takes them.
-
-    Raises:
-        ConfigurationError: for a class whose constructor needs arguments, or something that is not a list.
-    """
+    """Return the callbacks, with an instance in place of each class, as Hugging Face's Trainer takes them."""
     if not isinstance(callbacks, Iterable):
         raise ConfigurationError(f"callbacks={callbacks!r}; give a list: [{type(callbacks).__name__}(…)]")
     return [_instance(each) if isinstance(each, type) else each for each in callbacks]

@@ -142,7 +142,7 @@ class Bridge:
         leg.state.epoch = self.step / self._steps_per_epoch
         self.should_evaluate = self.should_save = False
         leg.begin(folder, saves=bool(args.saving))
-        leg.installed.callback(wrap(self._accelerator, "clip_grad_norm_", self._clip_grad_norm))
+        leg.install_clipping(self._accelerator)
         leg.installed.callback(optimizer.register_step_pre_hook(lambda own, *_: leg.before_update(own)).remove)
         leg.installed.callback(optimizer.register_step_post_hook(lambda *_: leg.after_update()).remove)
         leg.installed.callback(wrap(self._accelerator, "backward", self._backward))
@@ -230,13 +230,6 @@ class Bridge:
             self.should_stop = True
             self.should_save |= requests.stop
         return requests.log
-
-    def _clip_grad_norm(self, original: Any, *args: Any, **named: Any) -> Any:
-        leg = self._followed
-        if self._accelerator.sync_gradients and self._accelerator.scaler is None:
-            leg.events.gradients_ready.fire_with()
-        leg.grad_norm = norm = original(*args, **named)
-        return norm
 
     # -- evaluations and records of the user's ----------------------------------------------------------------------
 

@@ -26,22 +26,9 @@ from dalsegno.args import TrainingArguments
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.events import contexts
 from dalsegno.events.adapters import CallbackAdapter
 from dalsegno.events.callback import Answer, Binder, Callback, Construction
-from dalsegno.events.contexts import (
-    BeforeSaveContext,
-    Context,
-    EpochContext,
-    EvaluateBeginContext,
-    EvaluateContext,
-    ExceptionContext,
-    LogContext,
-    MicrobatchBeginContext,
-    PredictionStepContext,
-    SaveContext,
-    StepEndContext,
-    TrainBeginContext,
-)
 from dalsegno.events.table import Event
 from dalsegno.interop.stand_in import reads
 from dalsegno.state import Handler
@@ -176,7 +163,7 @@ class SharedState(Callback):
     name = "instructlab"
     sets_control_flags = False
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: contexts.Context) -> None:
         args, model = context.args, context.model
         self.args = args
         self._state = context.state
@@ -193,7 +180,6 @@ class SharedState(Callback):
         self._epoch = 0
         self.in_update = False
         """Whether the run is between a step's begin and its update, where forward passes are for training."""
-        """A new object for each step; None before the first step of a leg."""
         self._tokens_agreed = False
         self._of_step: dict[str, Any] = {}
         self._of_record: dict[str, Any] = {}
@@ -237,23 +223,23 @@ class SharedState(Callback):
         if batch["num_loss_counted_tokens"] is not None:
             batch["accumulated_loss"] = metrics["loss"] * int(batch["num_loss_counted_tokens"])
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         self._epoch = int(ctx.state.epoch)
         self._logged = time.monotonic_ns(), ctx.state.samples_seen
         self._reset()
         self._captured = self.context("on_save")  # of the checkpoint that the leg resumes from
 
-    def on_epoch_begin(self, ctx: EpochContext) -> None:
+    def on_epoch_begin(self, ctx: contexts.EpochContext) -> None:
         self._epoch = ctx.epoch
         self._reset()
 
-    def on_step_begin(self, ctx: Context) -> None:
+    def on_step_begin(self, ctx: contexts.Context) -> None:
         self._reset()
         self._minibatches, self._length, self._counted_tokens = 0, None, None
         self.in_update = True
         self._began, self._samples_before = time.monotonic(), ctx.state.samples_seen
 
-    def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
+    def on_microbatch_begin(self, ctx: contexts.MicrobatchBeginContext) -> None:
         self._minibatches += 1
         if not ctx.samples or not isinstance(ctx.batch, Mapping):
             return
@@ -262,7 +248,7 @@ class SharedState(Callback):
         if self._alone:
             self._counted_tokens = _with_labels(self._counted_tokens, ctx.batch, ctx.samples)
 
-    def on_step_end(self, ctx: StepEndContext) -> None:
+    def on_step_end(self, ctx: contexts.StepEndContext) -> None:
         self.in_update = False
         samples = ctx.samples_seen - self._samples_before
         lr = ctx.optimizer.param_groups[0]["lr"]
@@ -280,13 +266,13 @@ class SharedState(Callback):
             "num_minibatches": self._minibatches,
         }
 
-    def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
+    def on_evaluate_begin(self, ctx: contexts.EvaluateBeginContext) -> None:
         self._evaluated_tokens = None
 
-    def on_prediction_step(self, ctx: PredictionStepContext) -> None:
+    def on_prediction_step(self, ctx: contexts.PredictionStepContext) -> None:
         self._evaluated_tokens = _with_labels(self._evaluated_tokens, ctx.batch, ctx.samples)
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         """On several ranks, measure the throughput by the slowest rank's clock, and sum up the tokens of an evaluation.
         Collective."""
         if ctx.kind == "eval":
@@ -300,35 +286,35 @@ class SharedState(Callback):
         self._throughput = (samples - self._logged[1]) * 1e9 / nanoseconds
         self._logged = now, samples
 
-    def on_log(self, ctx: LogContext) -> None:
+    def on_log(self, ctx: contexts.LogContext) -> None:
         if ctx.kind == "train":
             self._of_record = _with_a_field(ctx.logs)
             if not self._alone:
                 self._of_record["overall_throughput"] = self._throughput
             self._tokens_agreed = True
 
-    def on_evaluate(self, ctx: EvaluateContext) -> None:
+    def on_evaluate(self, ctx: contexts.EvaluateContext) -> None:
         metrics = {name: value for name, value in ctx.metrics.items() if self._alone or not name.endswith(_BY_CLOCK)}
         losses = [value for name, value in metrics.items() if name.endswith("_loss")]
         self._val_metrics |= {**metrics, **({"val_loss": losses[0]} if losses else {})}
         if self._val_num_tokens is not None:
             self._val_metrics["val_num_tokens"] = self._val_num_tokens
 
-    def on_before_save(self, ctx: BeforeSaveContext) -> None:
+    def on_before_save(self, ctx: contexts.BeforeSaveContext) -> None:
         self._captured = self.context("on_save")
 
-    def on_save(self, ctx: SaveContext) -> None:
+    def on_save(self, ctx: contexts.SaveContext) -> None:
         if ctx.state is self._state:  # the checkpoint of this step
             self._checkpoint = str(ctx.path)
 
-    def saved_context(self, ctx: SaveContext) -> TrainingContext:
+    def saved_context(self, ctx: contexts.SaveContext) -> TrainingContext:
         """Return a snapshot as of the checkpoint: further steps may have finished since."""
         return copy.deepcopy(replace(self._captured, checkpoint_path=str(ctx.path)))
 
-    def on_epoch_end(self, ctx: EpochContext) -> None:
+    def on_epoch_end(self, ctx: contexts.EpochContext) -> None:
         self._epoch = ctx.epoch
 
-    def on_exception(self, ctx: ExceptionContext) -> None:
+    def on_exception(self, ctx: contexts.ExceptionContext) -> None:
         self._reset()
 
     def _reset(self) -> None:

@@ -59,7 +59,7 @@ INSIDE_THE_STEP = (
 """Events that no Bridge fires: other trainers have no callback at these places."""
 
 
-_FELT = (
+FELT = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "learning_rate",
@@ -168,11 +168,6 @@ class Leg:
         causes: what it means under this library if a repeated step differs, as in :data:`~dalsegno.state.CAUSES`.
         no_evaluations: what to set so that evaluations are due; None: they are.
         excuse: why a repeated record differs under this library although nothing is wrong; None: something is.
-
-    Raises:
-        EventNotFired: for a callback that handles an event which the loop cannot fire.
-        ConfigurationError: for a callback that needs evaluations, if none are due; if another Bridge already takes part
-            in this call of training.
     """
 
     _open_here: ClassVar[WeakValueDictionary[Path, Leg]] = WeakValueDictionary()
@@ -277,11 +272,6 @@ class Leg:
             folder: of the states; None: there are none.
             timeline: fingerprint of the library's history, equal in the process that saved the states.
             saves: whether the library will save checkpoints.
-
-        Raises:
-            DamagedCheckpoint: if the states are damaged.
-            StateMismatch: before anything is loaded, if a state does not fit, or was saved with another checkpoint.
-            CannotSave: if a state contains what cannot be saved.
         """
         on, step = self.events, self.state.global_step
         on.init_end.fire_with()
@@ -315,7 +305,7 @@ class Leg:
     def _begin_witness(self, *, is_resumed: bool) -> None:
         progress, step = self._progress, self.state.global_step
         progress.run = progress.run or collectives.from_rank_zero(lambda: uuid.uuid4().hex)
-        settings = {name: getattr(self.args, name) for name in _FELT}
+        settings = {name: getattr(self.args, name) for name in FELT}
         settings |= environment_of(self._device, Layout.flat()) | {"run": progress.run}
         if self._lr_scheduler:
             settings[END_OF_SCHEDULE] = self.state.max_steps
@@ -396,6 +386,18 @@ class Leg:
         self.finish()
         self.events.epoch_end.fire_with(self._progress.epochs_ended)
         self._progress.epochs_ended += 1
+
+    def install_clipping(self, accelerator: Any) -> None:
+        """Fire on_gradients_ready before an Accelerator clips, and keep the norm. The event does not fire with a
+        gradient scaler, since only the accelerator's own clipping may unscale gradients."""
+
+        def clip(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+            if accelerator.sync_gradients and accelerator.scaler is None:
+                self.events.gradients_ready.fire_with()
+            self.grad_norm = norm = original(*args, **named)
+            return norm
+
+        self.installed.callback(wrap(accelerator, "clip_grad_norm_", clip))
 
     def step_begin(self) -> None:
         self.finish()
@@ -529,12 +531,7 @@ class Leg:
             self.events.before_save.fire_with(self._manager.path_of(step).parent, step)
 
     def save(self, timeline: str = "") -> Path:
-        """Capture the callbacks' states of this step, and write them into their folder; its path.
-
-        Raises:
-            CannotSave: on every rank, if a state contains what cannot be saved.
-            SaveFailed: on every rank, if the states could not be written. No partial folder remains.
-        """
+        """Capture the callbacks' states of this step, and write them into their folder; its path."""
         step = self.state.global_step
         self.finish()
         self.announce_save()

@@ -10,27 +10,8 @@ import numpy as np
 import torch
 
 from dalsegno.distributed import accelerator, collectives
+from dalsegno.events import contexts
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import (
-    AfterForwardContext,
-    BackwardContext,
-    BeforeForwardContext,
-    BeforeLoadContext,
-    Context,
-    EpochContext,
-    EvaluateBeginContext,
-    EvaluateContext,
-    ExceptionContext,
-    LogContext,
-    MicrobatchBeginContext,
-    MicrobatchEndContext,
-    RollbackContext,
-    StepDoneContext,
-    StepEndContext,
-    TrainBeginContext,
-    TrainEndContext,
-    TrainerLike,
-)
 
 
 class StandIn:
@@ -50,6 +31,13 @@ class StandIn:
         )
 
 
+class Values(StandIn):
+    """Values that do not change, as attributes."""
+
+    def __init__(self, stands_for: str, **values: Any) -> None:
+        vars(self).update(values, _stands_for=stands_for)
+
+
 def reads(path: str) -> Any:
     """A property of an object that has the same value under another path, such as ``_state.global_step``."""
     return property(attrgetter(path))
@@ -62,7 +50,7 @@ class Collected:
     outside of both, they are a separate record. On several ranks, a record gets those of rank 0.
     """
 
-    def __init__(self, trainer: TrainerLike) -> None:
+    def __init__(self, trainer: contexts.TrainerLike) -> None:
         self._trainer = trainer
         self._values: dict[str, Any] | None = None
         self._is_dropped = False
@@ -81,7 +69,7 @@ class Collected:
         elif not self._is_dropped:
             self._trainer.log(numbers_of(values))
 
-    def move_into(self, ctx: LogContext) -> None:
+    def move_into(self, ctx: contexts.LogContext) -> None:
         """Move the values into the record of the step or evaluation. Collective."""
         if ctx.kind in ("train", "eval"):
             here = self._values or {}
@@ -123,7 +111,7 @@ class Progress(Callback):
 
     sets_control_flags = False
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: contexts.Context) -> None:
         self.context = context
         self.collected = Collected(context.trainer)
         self.leg: object = None
@@ -149,46 +137,46 @@ class Progress(Callback):
         self.is_last_set = True
         self._validation_is_over = False
 
-    def on_before_load(self, ctx: BeforeLoadContext) -> None:
+    def on_before_load(self, ctx: contexts.BeforeLoadContext) -> None:
         self.leg = object()
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         self.fitting, self.ends_well = True, False
         self.epoch = int(ctx.state.epoch)
         if self.leg is None:
             self.leg = object()
 
-    def on_epoch_begin(self, ctx: EpochContext) -> None:
+    def on_epoch_begin(self, ctx: contexts.EpochContext) -> None:
         self.epoch, self.batches = ctx.epoch, 0
 
-    def on_step_begin(self, ctx: Context) -> None:
+    def on_step_begin(self, ctx: contexts.Context) -> None:
         self.in_step, self.validating = True, False
         self.collected.begin(has_record=ctx.state.will_log)
 
-    def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
+    def on_microbatch_begin(self, ctx: contexts.MicrobatchBeginContext) -> None:
         self.batches += 1
         self.batch = ctx.batch
 
-    def on_before_forward(self, ctx: BeforeForwardContext) -> None:
+    def on_before_forward(self, ctx: contexts.BeforeForwardContext) -> None:
         if self.validating:
             self.val_batch += 1
             self.batch = ctx.batch
 
-    def on_after_forward(self, ctx: AfterForwardContext | BackwardContext) -> None:
+    def on_after_forward(self, ctx: contexts.AfterForwardContext | contexts.BackwardContext) -> None:
         self.outputs = ctx.outputs
 
     on_before_backward = on_after_forward
 
-    def on_microbatch_end(self, ctx: MicrobatchEndContext) -> None:
+    def on_microbatch_end(self, ctx: contexts.MicrobatchEndContext) -> None:
         self.batch, self.outputs = ctx.batch, ctx.outputs
 
-    def on_step_end(self, ctx: StepEndContext) -> None:
+    def on_step_end(self, ctx: contexts.StepEndContext) -> None:
         self.in_step = False
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         self.collected.move_into(ctx)
 
-    def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
+    def on_evaluate_begin(self, ctx: contexts.EvaluateBeginContext) -> None:
         sets = list(ctx.eval_dataloader) if isinstance(ctx.eval_dataloader, Mapping) else [ctx.name]
         self.set_index = sets.index(ctx.name) if ctx.name in sets else 0
         self.is_last_set = self.set_index == len(sets) - 1
@@ -196,25 +184,25 @@ class Progress(Callback):
         self.validating, self._validation_is_over, self.val_batch = True, False, -1
         self.collected.begin(has_record=True)
 
-    def on_evaluate(self, ctx: EvaluateContext) -> None:
+    def on_evaluate(self, ctx: contexts.EvaluateContext) -> None:
         self._validation_is_over = ctx.is_last
         self.collected.end()
 
-    def on_step_done(self, ctx: StepDoneContext) -> None:
+    def on_step_done(self, ctx: contexts.StepDoneContext) -> None:
         self.validating = False
         self.batch = self.outputs = None
         self.collected.end()
 
-    def on_epoch_end(self, ctx: EpochContext) -> None:
+    def on_epoch_end(self, ctx: contexts.EpochContext) -> None:
         self.epoch = ctx.epoch
 
-    def on_rollback(self, ctx: RollbackContext) -> None:
+    def on_rollback(self, ctx: contexts.RollbackContext) -> None:
         self.epoch = int(ctx.state.epoch)
 
-    def on_exception(self, ctx: ExceptionContext) -> None:
+    def on_exception(self, ctx: contexts.ExceptionContext) -> None:
         self.fitting = self.validating = False
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         self.ends_well, self.fitting = self.fitting, False
         self.in_step = self.validating = False
         self.leg = None

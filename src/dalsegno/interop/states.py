@@ -34,9 +34,6 @@ def states_in(checkpoint: Path, *, mark: str | None = None) -> Path | None:
 
     Args:
         mark: where in the library's own files it is written that a Bridge took part; None if it is not, or cannot be.
-
-    Raises:
-        DamagedCheckpoint: if it has none, although a Bridge took part or an earlier checkpoint beside it has one.
     """
     folder = checkpoint / FOLDER
     if collectives.from_rank_zero(folder.exists):
@@ -100,11 +97,7 @@ def pack(folder: Path) -> Packed:
 
 
 def unpack(packed: Packed, folder: Path) -> None:
-    """Write the files of a folder of states. Their names and contents are verified when the states are restored.
-
-    Raises:
-        DamagedCheckpoint: if a name leads out of the folder.
-    """
+    """Write the files of a folder of states. Their names and contents are verified when the states are restored."""
     for name, content in packed.items():
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):

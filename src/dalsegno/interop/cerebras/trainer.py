@@ -18,18 +18,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dalsegno.distributed.sharded_tensors import device_of
-from dalsegno.events.contexts import (
-    Context,
-    EvaluateBeginContext,
-    EvaluateContext,
-    ExceptionContext,
-    MicrobatchBeginContext,
-    MicrobatchEndContext,
-    StepEndContext,
-    TrainBeginContext,
-    TrainEndContext,
-)
-from dalsegno.interop.stand_in import Progress, StandIn, reads
+from dalsegno.events import contexts
+from dalsegno.interop.stand_in import Progress, StandIn, Values, reads
 from dalsegno.state import TrainerState
 from dalsegno.system import filesystem
 
@@ -47,7 +37,7 @@ class SharedState(Progress):
     name = "cerebras"
     sets_control_flags = True  # by trainer.early_exit
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: contexts.Context) -> None:
         super().__init__(context)
         self.initial_step = 0
         """Finished steps when the fit began."""
@@ -75,12 +65,12 @@ class SharedState(Progress):
         """Arguments with which the model is called next, while a method may change them."""
         self.trainer = Trainer(self)
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         super().on_train_begin(ctx)
         self.initial_step, self.val_name, self.is_counted = ctx.state.global_step, None, False
         self.training, self.stretch, self.broken = False, -1, set()
 
-    def on_step_begin(self, ctx: Context) -> None:
+    def on_step_begin(self, ctx: contexts.Context) -> None:
         super().on_step_begin(ctx)
         self.begins_stretch = not self.training
         if self.begins_stretch:
@@ -91,40 +81,40 @@ class SharedState(Progress):
         evaluates = ctx.state.will_evaluate and self.trainer.schedule.evaluates
         self.is_last_step = evaluates or ctx.state.global_step + 1 == ctx.state.max_steps
 
-    def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
+    def on_microbatch_begin(self, ctx: contexts.MicrobatchBeginContext) -> None:
         super().on_microbatch_begin(ctx)
         self.batch_idx += 1
         self.microbatch = ctx.index
         self.trainer.should_run_optimizer_step = False
 
-    def on_microbatch_end(self, ctx: MicrobatchEndContext) -> None:
+    def on_microbatch_end(self, ctx: contexts.MicrobatchEndContext) -> None:
         super().on_microbatch_end(ctx)
         self.trainer.should_run_optimizer_step = ctx.is_last
 
-    def on_step_end(self, ctx: StepEndContext) -> None:
+    def on_step_end(self, ctx: contexts.StepEndContext) -> None:
         super().on_step_end(ctx)
         self.is_counted = True
         if self.trainer.early_exit.should_exit:
             ctx.control.stop("a function of trainer.early_exit returned True", by="early_exit")
 
-    def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
+    def on_evaluate_begin(self, ctx: contexts.EvaluateBeginContext) -> None:
         super().on_evaluate_begin(ctx)
         self.ends_stretch, self.training = self.training, False
         has_several = isinstance(ctx.eval_dataloader, dict)
         self.val_name = ctx.name if has_several else "validate"
         self.loader = ctx.eval_dataloader[ctx.name] if has_several else ctx.eval_dataloader
 
-    def on_evaluate(self, ctx: EvaluateContext) -> None:
+    def on_evaluate(self, ctx: contexts.EvaluateContext) -> None:
         super().on_evaluate(ctx)
         self.val_name = None
 
-    def on_exception(self, ctx: ExceptionContext) -> None:
+    def on_exception(self, ctx: contexts.ExceptionContext) -> None:
         now = {"validate": self.val_name is not None, "train": self.training, "fit": self.fitting}
         self.broken = {part for part, is_active in now.items() if is_active}
         self.training = False
         super().on_exception(ctx)
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         super().on_train_end(ctx)
         self.ends_stretch, self.training, self.val_name = self.training, False, None
         self.trainer.early_exit.reset_exit_fns()
@@ -148,12 +138,30 @@ class Trainer(StandIn):
         schedulers = context.lr_scheduler
         self.schedulers: list[Any] = list(schedulers) if isinstance(schedulers, (list, tuple)) else [schedulers]
         self.logger = logging.getLogger("dalsegno")
-        self.backend = Backend(context.model)
+        device = device_of(context.model)
+        self.backend = Values(
+            "trainer.backend",
+            torch_device=device,
+            device=device,
+            is_cpu=device.type == "cpu",
+            is_gpu=device.type == "cuda",
+            is_csx=False,
+            is_e2e_execution=True,
+            is_tracing=False,
+        )
+        vars(self.backend).update(_impl=self.backend)
         self.schedule = Schedule(shared)
         self.loop = Loop(context, self.schedule)
-        self.logging = Logging(context)
+        self.logging = Values(
+            "trainer.logging",
+            log_level="INFO",
+            log_steps=context.args.logging.steps or None,
+            enable_act_frequency=False,
+            is_log_step=lambda trainer: trainer.is_log_step,
+        )
         self.executor = Executor(self)
-        self.checkpoint = CheckpointSettings(context)
+        steps = context.args.save_steps or None
+        self.checkpoint = Values("trainer.checkpoint", steps=steps, disable_strict_checkpoint_loading=False)
         self.activation_steps = None
         self.validation_callbacks: list[Any] = []
         self._artifacts: Path | None = None
@@ -273,19 +281,6 @@ def is_logger(callback: object) -> bool:
     )
 
 
-class Backend(StandIn):
-    _stands_for = "trainer.backend"
-    is_csx = False
-    is_e2e_execution = True
-    is_tracing = False
-
-    def __init__(self, model: nn.Module) -> None:
-        self.torch_device = self.device = device_of(model)
-        self.is_cpu = self.device.type == "cpu"
-        self.is_gpu = self.device.type == "cuda"
-        self._impl = self
-
-
 class Loop(StandIn):
     """Stands in for ``trainer.loop``, the training loop, with its ``val_loop``."""
 
@@ -297,7 +292,7 @@ class Loop(StandIn):
     total_steps: int = reads("_state.max_steps")
     """-1 where the data's length is unknown."""
 
-    def __init__(self, context: Context, schedule: Schedule) -> None:
+    def __init__(self, context: contexts.Context, schedule: Schedule) -> None:
         args, self._state = context.args, context.state
         self._schedule = schedule
         self._accumulation = args.accumulation
@@ -318,29 +313,13 @@ class ValidationLoop(StandIn):
     """Stands in for the validation loop, which always covers the whole set."""
 
     _stands_for = "loop"
-    on_start_hook = "on_validate_start"
-    on_end_hook = "on_validate_end"
-    on_step_start_hook = "on_validate_step_start"
-    on_step_end_hook = "on_validate_step_end"
-    on_batch_start_hook = "on_validate_batch_start"
-    on_batch_end_hook = "on_validate_batch_end"
     eval_steps: int | None = reads("_schedule.current_stage.steps")
     """Batches of the evaluation set; None where their number is unknown."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-
-
-class Logging(StandIn):
-    _stands_for = "trainer.logging"
-    log_level = "INFO"
-    enable_act_frequency = False
-
-    def __init__(self, context: Context) -> None:
-        self.log_steps = context.args.logging.steps or None
-
-    def is_log_step(self, trainer: Trainer) -> bool:
-        return trainer.is_log_step
+        for moment in ("start", "end", "step_start", "step_end", "batch_start", "batch_end"):
+            setattr(self, f"on_{moment}_hook", f"on_validate_{moment}")
 
 
 class Executor(StandIn):
@@ -356,14 +335,6 @@ class Executor(StandIn):
     def user_iteration(self) -> int:
         """Of the batch in progress in its stage, from 1."""
         return self._trainer.schedule.batch_idx + 1
-
-
-class CheckpointSettings(StandIn):
-    _stands_for = "trainer.checkpoint"
-    disable_strict_checkpoint_loading = False
-
-    def __init__(self, context: Context) -> None:
-        self.steps = context.args.save_steps or None
 
 
 class EarlyExit(StandIn):
@@ -501,11 +472,7 @@ class Schedule(StandIn):
 
     @property
     def batches_remaining(self) -> int:
-        """Batches after this one in the current stage; in training, of full steps.
-
-        Raises:
-            AttributeError: if the length of the data is unknown.
-        """
+        """Batches after this one in the current stage; in training, of full steps."""
         stage = self.current_stage
         if stage.steps is None:
             raise AttributeError("trainer.schedule.batches_remaining: the length of the data is unknown; set max_steps")

@@ -39,7 +39,7 @@ from dalsegno.args import TrainingArguments
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.table import Event
-from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Unknown, checked, unwrapped_optimizer, wrap
+from dalsegno.interop.leg import FELT, INSIDE_THE_STEP, Leg, Unknown, checked, unwrapped_optimizer, wrap
 from dalsegno.interop.states import FOLDER, states_in
 from dalsegno.logs.repeats import RecordDifference
 from dalsegno.policies.triggers import OnBest
@@ -268,12 +268,10 @@ class Bridge(transformers.TrainerCallback):
         if trainer.accelerator.scaler is not None and leg.events.listens_anywhere(Event.GRADIENTS_READY):
             raise ConfigurationError(
                 "on_gradients_ready: with fp16, gradients are still scaled where the Bridge could show them; use bf16"
-            )  # only the accelerator's own clipping may unscale them
+            )
         leg.installed.callback(wrap(trainer, "training_step", partial(self._training_step, leg)))
         leg.installed.callback(wrap(trainer, "evaluation_loop", partial(self._evaluation_loop, leg)))
-        leg.installed.callback(
-            wrap(trainer.accelerator, "clip_grad_norm_", partial(self._clip_grad_norm, leg, trainer))
-        )
+        leg.install_clipping(trainer.accelerator)
 
     @staticmethod
     def _training_step(
@@ -283,15 +281,6 @@ class Bridge(transformers.TrainerCallback):
         loss = original(model, inputs, *args, **named)
         leg.losses.append(loss.detach())
         return loss
-
-    @staticmethod
-    def _clip_grad_norm(
-        leg: Leg, trainer: transformers.Trainer, original: Callable[..., Any], *args: Any, **named: Any
-    ) -> Any:
-        if trainer.accelerator.scaler is None:
-            leg.events.gradients_ready.fire_with()
-        leg.grad_norm = norm = original(*args, **named)
-        return norm
 
     @staticmethod
     def _evaluation_loop(
@@ -364,27 +353,8 @@ def _mark_in(state: Any) -> str | None:
 
 def settings_of(args: Any, state: Any, on_resume: OnResume) -> TrainingArguments:
     """Hugging Face's settings as dalsegno's, as far as it has them."""
-    same = (
-        "output_dir",
-        "per_device_train_batch_size",
-        "per_device_eval_batch_size",
-        "gradient_accumulation_steps",
-        "learning_rate",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "max_grad_norm",
-        "bf16",
-        "fp16",
-        "load_best_model_at_end",
-        "metric_for_best_model",
-        "greater_is_better",
-        "seed",
-        "data_seed",
-        "disable_tqdm",
-        "run_name",
-    )
+    others = ("output_dir", "per_device_eval_batch_size", "load_best_model_at_end", "metric_for_best_model")
+    same = (*FELT, *others, "greater_is_better", "disable_tqdm", "run_name")
     values: dict[str, Any] = {name: getattr(args, name) for name in same}
     for kind in ("logging", "eval", "save"):
         strategy = getattr(args, f"{kind}_strategy").value

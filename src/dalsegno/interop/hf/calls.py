@@ -9,15 +9,8 @@ from typing import Annotated, Any, Protocol, TypedDict
 
 import torch
 
+from dalsegno.events import contexts
 from dalsegno.events.callback import Answer, Binder, Callback
-from dalsegno.events.contexts import (
-    Context,
-    EvaluateContext,
-    LogContext,
-    MetricsContext,
-    SaveContext,
-    StepEndContext,
-)
 from dalsegno.events.dispatcher import number_in_record
 from dalsegno.events.table import Event
 from dalsegno.interop.hf.shared_state import RANK_PEAK_MEM, SharedRecord, SharedState, record_of
@@ -50,7 +43,7 @@ def invoke_with_event(function: Callable[..., Any], shared: SharedState) -> Invo
     optimizer, lr_scheduler = context.optimizer, context.lr_scheduler
     train_dataloader = shared.train_dataloader
 
-    def invoke(adapted: Any, ctx: Context, /, **added: Any) -> Answer:
+    def invoke(adapted: Any, ctx: contexts.Context, /, **added: Any) -> Answer:
         method = partial(function, **added) if added else function  # ** in the call below would cost time at every step
         answer: Answer = method(
             args,
@@ -82,6 +75,19 @@ def under(condition: Callable[[SharedState, Any], bool]) -> Wrapper:
     return wrapper
 
 
+def adding(get: Callable[[SharedState, Any], dict[str, Any]]) -> Wrapper:
+    """Call with further keyword arguments, of the shared state and the context."""
+
+    def wrapper(invoke: Invoke, binder: Binder) -> Call:
+        shared = binder.shared(SharedState)
+        return lambda adapted, ctx: invoke(adapted, ctx, **get(shared, ctx))
+
+    return wrapper
+
+
+with_metrics = adding(lambda shared, ctx: {"metrics": shared.metrics_of(ctx)})
+with_mutable_record = adding(lambda shared, ctx: {"logs": ctx.logs})
+"""Call with the record itself: what the method adds to it is logged."""
 unless_last = under(lambda shared, ctx: not ctx.is_last)
 if_epoch_joined = under(lambda shared, ctx: shared.joined_epoch)
 """Call if the leg begins inside an epoch."""
@@ -97,7 +103,7 @@ def sharing(record: SharedRecord, invoke: Invoke) -> Call:
     """Call with the shared record. What the method adds to it is in the logs for all handlers after this one, but not
     in an evaluation's metrics, which decide over checkpoints."""
 
-    def call(adapted: Any, ctx: LogContext) -> Answer:
+    def call(adapted: Any, ctx: contexts.LogContext) -> Answer:
         logs = record.of(ctx)
         before = set(logs)
         answer = invoke(adapted, ctx, logs=logs)
@@ -111,29 +117,11 @@ def sharing(record: SharedRecord, invoke: Invoke) -> Call:
     return call
 
 
-def with_mutable_record(invoke: Invoke, binder: Binder) -> Call:
-    """Call with the record itself: what the method adds to it is logged."""
-
-    def call(adapted: Any, ctx: LogContext) -> Answer:
-        return invoke(adapted, ctx, logs=ctx.logs)
-
-    return call
-
-
-def with_metrics(invoke: Invoke, binder: Binder) -> Call:
-    shared = binder.shared(SharedState)
-
-    def call(adapted: Any, ctx: EvaluateContext | MetricsContext) -> Answer:
-        return invoke(adapted, ctx, metrics=shared.metrics_of(ctx))
-
-    return call
-
-
 def with_checkpoint_view(invoke: Invoke, binder: Binder) -> Call:
     """Call with the checkpoint in Hugging Face's layout, if the callback uploads it."""
     shared = binder.shared(SharedState)
 
-    def call(adapted: Any, ctx: SaveContext) -> Answer:
+    def call(adapted: Any, ctx: contexts.SaveContext) -> Answer:
         if not (ctx.state.is_world_process_zero and uploads_checkpoints(adapted.__wrapped__)):
             return invoke(adapted, ctx)
         with checkpoint_view(ctx, shared):
@@ -146,7 +134,7 @@ def ignoring_last_step(invoke: Invoke, binder: Binder) -> Call:
     """For ``DefaultFlowCallback``, which stops training at the last step: dalsegno ends there by itself."""
     state = binder.shared(SharedState).state
 
-    def call(adapted: Any, ctx: Context) -> Answer:
+    def call(adapted: Any, ctx: contexts.Context) -> Answer:
         control = ctx.control
         was_stopping = control.should_training_stop
         answer = invoke(adapted, ctx)
@@ -203,20 +191,20 @@ class Interval(Callback):
     sets_control_flags = False
     state_schema = IntervalState
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: contexts.Context) -> None:
         self.record = SharedRecord(context.state, self.record_of)
         self._squares: float | torch.Tensor = 0.0  # sum of the squared gradient norms, on their device
         self._norms = 0
         self._tokens = 0  # of the run at the last record
         self._record: dict[str, Any] = {}  # what the newest record of training has in place of dalsegno's numbers
 
-    def on_step_end(self, ctx: StepEndContext) -> None:
+    def on_step_end(self, ctx: contexts.StepEndContext) -> None:
         norm = ctx.unread_grad_norm
         if norm is not None:
             self._squares = self._squares + torch.as_tensor(norm, dtype=torch.float64).square()
             self._norms += 1
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind != "train":
             return
         self._record = {"total_flos": ctx.state.total_flos}
@@ -232,7 +220,7 @@ class Interval(Callback):
             self._record["learning_rate"] = float(ctx.optimizer.param_groups[0]["lr"])
         self._squares, self._norms = 0.0, 0
 
-    def record_of(self, ctx: LogContext) -> dict[str, Any]:
+    def record_of(self, ctx: contexts.LogContext) -> dict[str, Any]:
         """Return a copy of the record, with Forgather's numbers."""
         return record_of(ctx) | (self._record if ctx.kind == "train" else {})
 
@@ -255,7 +243,7 @@ def with_mutable_interval_record(invoke: Invoke, binder: Binder) -> Call:
     """Call with a copy of the record; what the method adds or changes is logged."""
     interval = binder.shared(Interval)
 
-    def call(adapted: Any, ctx: LogContext) -> Answer:
+    def call(adapted: Any, ctx: contexts.LogContext) -> Answer:
         logs = interval.record_of(ctx)
         before = dict(logs)
         answer = invoke(adapted, ctx, logs=logs)
@@ -266,7 +254,7 @@ def with_mutable_interval_record(invoke: Invoke, binder: Binder) -> Call:
 
 
 def before_count(invoke: Invoke, binder: Binder) -> Call:
-    def call(adapted: Any, ctx: MetricsContext) -> Answer:
+    def call(adapted: Any, ctx: contexts.MetricsContext) -> Answer:
         before, metrics = ctx.copy(), ctx.metrics
         before.state.global_step -= 1
         given = {"loss": metrics["loss"], "grad_norm": metrics.get("grad_norm"), "tokens": metrics.get("tokens", 0)}

@@ -6,18 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NoReturn, TypedDict
 
 from dalsegno.distributed import collectives
+from dalsegno.events import contexts
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import (
-    Context,
-    EpochContext,
-    EvaluateBeginContext,
-    EvaluateContext,
-    LogContext,
-    MetricsContext,
-    PredictionStepContext,
-    StepEndContext,
-    TrainBeginContext,
-)
 from dalsegno.interop.hf.arguments import Arguments, State
 from dalsegno.state import TrainerState
 from dalsegno.stateful.schema import Must
@@ -42,7 +32,7 @@ class SharedState(Callback):
     state_schema = History
     state_compared = False  # records contain times that each rank measures by its own clock
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: contexts.Context) -> None:
         self.context = context
         self._eval_loaders = loaders_of(context.eval_dataloader)
         self.args = Arguments(context, evaluates=context.eval_dataloader is None or bool(self._eval_loaders))
@@ -64,30 +54,30 @@ class SharedState(Callback):
         until_then = [record for record in tuple(self.log_history) if record["step"] <= state.global_step]
         return State(state, self.args, until_then)
 
-    def on_init_end(self, ctx: Context) -> None:
+    def on_init_end(self, ctx: contexts.Context) -> None:
         """Create the directories that integrations expect to exist, as Hugging Face's Trainer does."""
         filesystem.make_directory(ctx.args.directory / "logs")
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         self.args.logging_dir = collectives.from_rank_zero(self.args.unused_logging_dir)
         self.joined_epoch = self.inside_epoch = self.inside_epoch or ctx.state.epoch % 1 > 0
 
-    def on_step_end(self, ctx: StepEndContext) -> None:
+    def on_step_end(self, ctx: contexts.StepEndContext) -> None:
         """End the run where a callback's ``state.max_steps`` does, as Hugging Face's flow does in this event."""
         steps = self.state.steps_set
         if steps is not None and 0 < steps <= ctx.step and not ctx.control.should_training_stop:
             ctx.control.stop(f"a callback has set state.max_steps to {steps}", final=True, by=self.name)
 
-    def on_epoch_begin(self, ctx: EpochContext) -> None:
+    def on_epoch_begin(self, ctx: contexts.EpochContext) -> None:
         self.inside_epoch = True
 
-    def on_epoch_end(self, ctx: EpochContext) -> None:
+    def on_epoch_end(self, ctx: contexts.EpochContext) -> None:
         self.inside_epoch = False
 
-    def on_log(self, ctx: LogContext) -> None:
+    def on_log(self, ctx: contexts.LogContext) -> None:
         self.log_history.append({**self._record_of(ctx), "step": ctx.state.global_step})
 
-    def on_prediction_step(self, ctx: PredictionStepContext) -> None:
+    def on_prediction_step(self, ctx: contexts.PredictionStepContext) -> None:
         self._batches = ctx.index + 1
 
     def _with_steps_per_second(self, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -97,15 +87,15 @@ class SharedState(Callback):
                 metrics[f"{name.removesuffix('runtime')}steps_per_second"] = self._batches / seconds
         return metrics
 
-    def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
+    def on_evaluate_begin(self, ctx: contexts.EvaluateBeginContext) -> None:
         self._batches = 0
         self.eval_dataloader = self._eval_loaders.get(ctx.name, self.eval_dataloader)
 
-    def metrics_of(self, ctx: EvaluateContext | MetricsContext) -> dict[str, Any]:
+    def metrics_of(self, ctx: contexts.EvaluateContext | contexts.MetricsContext) -> dict[str, Any]:
         """Return a copy of an evaluation's metrics, with those that Hugging Face has in addition."""
         return self._with_steps_per_second({**ctx.metrics, "epoch": ctx.state.epoch})
 
-    def _record_of(self, ctx: LogContext) -> dict[str, Any]:
+    def _record_of(self, ctx: contexts.LogContext) -> dict[str, Any]:
         record = record_of(ctx)
         return self._with_steps_per_second(record) if ctx.kind == "eval" else record
 
@@ -126,12 +116,12 @@ class SharedRecord:
         convert: makes the library's record of a context.
     """
 
-    def __init__(self, live: TrainerState, convert: Callable[[LogContext], dict[str, Any]]) -> None:
+    def __init__(self, live: TrainerState, convert: Callable[[contexts.LogContext], dict[str, Any]]) -> None:
         self._live, self._convert = live, convert
         self._logs: object = None  # of the firing that the record is of
         self._record: dict[str, Any] = {}
 
-    def of(self, ctx: LogContext) -> dict[str, Any]:
+    def of(self, ctx: contexts.LogContext) -> dict[str, Any]:
         """Return the record of this firing."""
         if ctx.state is not self._live:
             return self._convert(ctx)
@@ -140,7 +130,7 @@ class SharedRecord:
         return self._record
 
 
-def record_of(ctx: LogContext) -> dict[str, Any]:
+def record_of(ctx: contexts.LogContext) -> dict[str, Any]:
     """Return a copy of the record, with the entries that Hugging Face's records have in addition."""
     record = {**ctx.logs, "epoch": ctx.state.epoch}
     record.pop(RANK_PEAK_MEM, None)  # a list, of which its integrations would warn at each record
@@ -156,11 +146,7 @@ class Batches:
         self._feed = feed
 
     def __len__(self) -> int:
-        """Batches per epoch on this rank.
-
-        Raises:
-            TypeError: if the length of the data is unknown.
-        """
+        """Batches per epoch on this rank."""
         count: int | None = self._feed.microbatches_per_epoch()
         if count is None:
             raise TypeError("the length of the data is unknown")

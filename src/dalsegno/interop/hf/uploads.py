@@ -45,11 +45,7 @@ def uploads_checkpoints(callback: object) -> bool:
 
 @contextmanager
 def checkpoint_view(ctx: SaveContext, shared: SharedState) -> Iterator[None]:
-    """Have ``checkpoint-<step>`` below ``output_dir``: weights, configuration, tokenizer and ``trainer_state.json``.
-
-    Raises:
-        ConfigurationError: if there is such a folder that was not made here.
-    """
+    """Have ``checkpoint-<step>`` below ``output_dir``: weights, configuration, tokenizer and ``trainer_state.json``."""
     folder = ctx.args.directory / f"checkpoint-{ctx.step}"
     if folder.exists():
         if not (folder / _MARK).exists():

@@ -410,10 +410,8 @@ class Module(StandIn):
     ) -> None:
         """Add a number to the record of this step or evaluation, and to ``trainer.callback_metrics``.
 
-        ``sync_dist=True``: the mean over the ranks; else a record has rank 0's number. Other arguments are ignored.
-
-        Raises:
-            ConfigurationError: with ``on_epoch=True`` in a step: dalsegno's records have no means over an epoch.
+        ``sync_dist=True``: the mean over the ranks; else a record has rank 0's number. ``on_epoch=True`` is refused in
+        a step; other arguments are ignored.
         """
         self.log_dict({name: value}, on_epoch=on_epoch, sync_dist=sync_dist)
 
