@@ -98,7 +98,6 @@ WITHOUT_TORCH = [
     "control.inbox",
     "control.jobs",
     "control.journal",
-    "control.metrics",
     "control.queue",
     "control.server",
     "web.answers",

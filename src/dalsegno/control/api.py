@@ -23,12 +23,16 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -37,14 +41,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dalsegno.errors import ConfigurationError, NotFound, NotRunning, UnknownName
-from dalsegno.logs.values import to_json
-from dalsegno.web.answers import Answer, answer_error, off_loop, read_json, shorten
+from dalsegno.logs.values import from_json, to_json
+from dalsegno.web.answers import Answer, answer_error, first_of, off_loop, read_json, shorten
 from dalsegno.web.security import Gate
 
 from .commands import COMMANDS
 from .feed import LiveJob
 from .jobs import list_jobs
-from .metrics import CONTENT_TYPE, open_metrics
 from .queue import Ticket
 
 LONGEST_WAIT = 600.0
@@ -54,6 +57,15 @@ MOST_STREAMS = 16
 """Streams at a time."""
 
 _POLL = 0.25  # seconds between two reads of the log for a stream
+_PLACE = {
+    "job_id",
+    "status",
+    "timestamp",
+    "logged_at",
+    "global_step",
+    "epoch",
+    "max_steps",
+}  # no values that were logged
 _HEARTBEAT = 15.0  # seconds after which an idle stream sends a comment, so that a dead connection is noticed
 
 
@@ -82,7 +94,7 @@ class _Api:
     def __init__(self, job: LiveJob, stopping: asyncio.Event) -> None:
         self._job = job
         self._stopping = stopping
-        self._streams = 0
+        self._streams: set[_Stream] = set()  # those that are open
 
     def of_this_job(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def checked(request: Request) -> Response:
@@ -137,30 +149,22 @@ class _Api:
 
     async def records(self, request: Request) -> Response:
         chunk = await off_loop(partial(self._job.records.after, request.query_params.get("since", "")))
-        return Answer(
-            {
-                "records": chunk.records,
-                "position": chunk.position,
-                "reset": chunk.is_reset,
-                "more": chunk.has_more,
-            }
-        )
+        place = {"position": chunk.position, "reset": chunk.is_reset, "more": chunk.has_more}
+        return Answer({"records": chunk.records, **place})
 
     async def stream(self, request: Request) -> Response:
         since = request.headers.get("last-event-id") or request.query_params.get("since", "")
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         if request.method == "HEAD":
             return Response(headers=headers, media_type="text/event-stream")
-        if self._streams >= MOST_STREAMS:
+        if len(self._streams) >= MOST_STREAMS:
             raise HTTPException(429, f"{MOST_STREAMS} streams are open already; close one")
-        self._streams += 1  # before the answer begins: others may be asked for meanwhile
-        return _Stream(self._messages(since), self._end_stream, headers)
-
-    def _end_stream(self) -> None:
-        self._streams -= 1
+        stream = _Stream(self._messages(since), self._streams, headers)
+        self._streams.add(stream)  # before the answer begins: others may be asked for meanwhile
+        return stream
 
     async def metrics(self, request: Request) -> Response:
-        return Response(open_metrics(self._job), media_type=CONTENT_TYPE)
+        return Response(open_metrics(self._job), media_type=CONTENT_TYPE_LATEST)
 
     async def _outcome(self, request: Request, ticket: Ticket, wait: float) -> dict[str, Any]:
         """What is known of a command, after its effect or after ``wait`` seconds."""
@@ -182,13 +186,7 @@ class _Api:
                 loop.call_soon_threadsafe(resolved.set)
 
         ticket.when_resolved(notify)
-        reasons = [resolved.wait(), self._stopping.wait(), _disconnect(request)]
-        tasks = [loop.create_task(reason) for reason in reasons]
-        try:
-            await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
+        await first_of(resolved.wait(), self._stopping.wait(), _disconnect(request), timeout=timeout)
 
     async def _messages(self, since: str) -> AsyncIterator[str]:
         """The stream. Each message has as id the positions in the records and in the events that follow it."""
@@ -219,17 +217,17 @@ class _Api:
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events. Calls ``end`` at their end, also if the client is gone before the first."""
+    """Server-sent events. Leaves ``streams`` at its end, also if the client is gone before the first event."""
 
-    def __init__(self, messages: AsyncIterator[str], end: Callable[[], object], headers: Mapping[str, str]) -> None:
+    def __init__(self, messages: AsyncIterator[str], streams: set[_Stream], headers: Mapping[str, str]) -> None:
         super().__init__(messages, headers=headers, media_type="text/event-stream")
-        self._end = end
+        self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._end()
+            self._streams.discard(self)
 
 
 async def _disconnect(request: Request) -> bool:
@@ -263,3 +261,40 @@ def _wait(request: Request) -> float:
 def _message(kind: str, content: Mapping[str, Any], id: str | None = None) -> str:
     data = f"event: {kind}\ndata: {json.dumps(to_json(content), allow_nan=False)}\n\n"
     return data if id is None else f"id: {id}\n{data}"
+
+
+def open_metrics(job: LiveJob) -> bytes:
+    """The metrics of ``job`` in the OpenMetrics text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Status(job.status()))
+    text: bytes = generate_latest(registry)  # type: ignore[no-untyped-call]
+    return text
+
+
+class _Status(Collector):
+    def __init__(self, status: Mapping[str, Any]) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status
+        yield InfoMetricFamily("dalsegno_job", "The job.", value={"job_id": status["job_id"]})
+        yield GaugeMetricFamily("dalsegno_global_step", "Finished optimizer steps.", value=status["global_step"])
+        yield GaugeMetricFamily("dalsegno_epoch", "Passes over the data.", value=status["epoch"])
+        yield GaugeMetricFamily("dalsegno_max_steps", "Steps at which the run ends; -1: unknown.", status["max_steps"])
+        if status["logged_at"] is not None:
+            yield GaugeMetricFamily(
+                "dalsegno_logged_timestamp_seconds", "Time of the last log.", value=status["logged_at"]
+            )
+        logged = GaugeMetricFamily("dalsegno_logged", "Last value of everything that is logged.", labels=["name"])
+        for name, value in status.items():
+            number = from_json(value)
+            if name not in _PLACE and isinstance(number, (int, float)) and not isinstance(number, bool):
+                logged.add_metric([name], _as_float(number))
+        yield logged
+
+
+def _as_float(number: float) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # an integer beyond all floats
+        return float("inf") if number > 0 else float("-inf")

@@ -172,10 +172,7 @@ def send_command(
 
 def resolve(name: str) -> Job:
     """The job that ``name`` names: by its id, by the beginning of the id of one running job, or by its output_dir.
-
-    Raises:
-        NotFound: if there is none, or several.
-    """
+    Raises NotFound if there is none, or several."""
     job = find_job(name)
     if job is not None:
         return job

@@ -105,10 +105,7 @@ def parse_command(name: str, data: Mapping[str, Any], args: TrainingArguments) -
 
 def with_settings(args: TrainingArguments, data: Mapping[str, Any]) -> TrainingArguments:
     """Return a copy of ``args`` with the settings in ``data``, which checks itself; the learning rate is not among
-    them.
-
-    Raises:
-        ConfigurationError: for a value that cannot work, or a setting that has no effect beside the others.
+    them. Raises ConfigurationError for a value that cannot work, or a setting that has no effect beside the others.
     """
     for name in data.keys() & SETTINGS.keys():
         strategy = SETTINGS[name]

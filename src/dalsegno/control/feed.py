@@ -1,7 +1,8 @@
-"""LiveJob: the parts of a running job that its server shows, published by the training thread.
+"""LiveJob: what the server of a running job shows.
 
 The training thread appends; the server's thread reads. Neither waits for the other for longer than the copy of a list
-takes. Records come from the run's log on disk if there is one, else from memory.
+takes. A source is read from a position on: the run's log on disk if there is one, else this leg's records in memory;
+events in memory; legs and commands in the files of the run's directory.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 
-from dalsegno.errors import CannotSave
+from dalsegno.errors import CannotSave, StateMismatch
+from dalsegno.logs import RunFile
 from dalsegno.logs.formats import strip_line
 from dalsegno.logs.reader import record_in
 from dalsegno.logs.values import Record, to_json
 from dalsegno.state import TrainerState
 
+from .journal import Journal, JournalEntry
 from .queue import CommandQueue
 
 CHUNK = 1 << 20
@@ -31,10 +34,16 @@ CHUNK = 1 << 20
 REMEMBERED = 10_000
 """Records kept in memory if the run writes no log, and events kept in any case."""
 
+MOST_COMMANDS = 1000
+"""Commands in the history: the newest."""
+
+_LEG = ("leg", "started", "ended", "from_checkpoint", "first_step", "last_step", "reason", "by", "why")
+_COMMAND = ("id", "time", "by", "command", "data", "step", "error")
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Records after a position."""
+    """Records after a position: an opaque text without blanks; empty: the beginning."""
 
     records: Sequence[Mapping[str, Any]]
     positions: Sequence[str]
@@ -45,12 +54,6 @@ class Chunk:
     """The given position is no longer in the log, say because the run resumed from an older checkpoint: these records
     are the log's first."""
     has_more: bool
-
-
-class Records(Protocol):
-    """A log that is read from a position on. Positions are opaque texts without blanks; empty: the beginning."""
-
-    def after(self, position: str) -> Chunk: ...
 
 
 class LogFile:
@@ -104,6 +107,37 @@ class MemoryLog:
         return Chunk(entries[begin - first :], positions[1:], positions[-1], bool(position) and not is_known, False)
 
 
+class RunHistory:
+    """Legs and commands of the run in ``output_dir``, which the live page marks on its curves. On any thread."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self._run = RunFile(output_dir)
+        self._journal = Journal(output_dir)
+        self._read: tuple[int, list[JournalEntry]] = 0, []  # the journal's size, and its commands
+
+    def __call__(self) -> dict[str, Any]:
+        """Legs and commands, oldest first; empty where a file is missing or damaged."""
+        try:
+            run = self._run.load()
+        except StateMismatch:  # the next leg replaces it or refuses it
+            run = None
+        commands = sorted(self._commands(), key=lambda entry: entry.time)[-MOST_COMMANDS:]
+        return {
+            "legs": [{name: getattr(leg, name) for name in _LEG} for leg in run.legs] if run else [],
+            "commands": [{name: getattr(entry, name) for name in _COMMAND} for entry in commands],
+        }
+
+    def _commands(self) -> list[JournalEntry]:
+        """Read the journal only when it has grown: it warns of each damaged line whenever it is read."""
+        try:
+            size = self._journal.path.stat().st_size
+        except FileNotFoundError:
+            return []
+        if size != self._read[0]:
+            self._read = size, self._journal.read()
+        return self._read[1]
+
+
 class LiveJob:
     """A running job, as its server sees it.
 
@@ -130,7 +164,7 @@ class LiveJob:
         self.events = MemoryLog()
         self._state = state
         self._recent = MemoryLog()
-        self.records: Records = self._recent if log_path is None else LogFile(log_path)
+        self.records: MemoryLog | LogFile = self._recent if log_path is None else LogFile(log_path)
         self._logs: dict[str, Any] = {}
         self._logged_at: float | None = None
 

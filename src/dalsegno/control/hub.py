@@ -108,13 +108,8 @@ class _Hub:
 
 
 def _find(job_id: str) -> tuple[Endpoint, str | None]:
-    """Endpoint and token of a running job.
-
-    Raises:
-        NotFound: if there is no such job.
-        NotRunning: if it is dead.
-        OSError: if its token is not readable.
-    """
+    """Endpoint and token of a running job. Raises NotFound if there is no such job; NotRunning if it is dead; OSError
+    if its token is not readable."""
     job = find_job(job_id)
     if job is None:
         raise NotFound(f"job {job_id}: not running")

@@ -60,7 +60,7 @@ class Answer:
 
     id: str | None = None
     """Of the command in ``control.jsonl``; None if it was refused."""
-    step: int | None = None
+    step: Count | None = None
     """The step at whose end it took effect; None if it has not, or not yet."""
     error: str | None = None
     """Why it was refused, or did not take effect."""
@@ -247,16 +247,9 @@ def _read_answer(path: Path) -> Answer | None:
     """The answer, if it is there. Raises NotRunning if the file was not written by an inbox."""
     try:
         content = decode(path.read_bytes())
-        check(content, _AnswerForm, str(path))
+        check(content, Answer, str(path))
     except FileNotFoundError:
         return None
     except (ValueError, StateMismatch) as error:
         raise NotRunning(f"{path}: not an answer: {error}") from error
     return Answer(**content)
-
-
-class _AnswerForm(TypedDict):
-    id: str | None
-    step: Count | None
-    error: str | None
-    kind: str | None

@@ -112,9 +112,7 @@ class Registration:
     Args:
         job_id: unique among this user's running jobs.
 
-    Raises:
-        Locked: if a running job has the same id.
-        OSError: if the state folder is not writable.
+    Raises Locked if a running job has the same id; OSError if the state folder is not writable.
     """
 
     def __init__(self, job_id: str, output_dir: Path, logging_dir: Path) -> None:
@@ -186,11 +184,7 @@ def find_job(job_id: str) -> Job | None:
 
 
 def read_token(job_id: str) -> str | None:
-    """The job's bearer token; None if it needs none.
-
-    Raises:
-        OSError: if the file is not readable, or is a link.
-    """
+    """The job's bearer token; None if it needs none. Raises OSError if the file is not readable, or is a link."""
     try:
         return _read(jobs_directory() / check_job_id(job_id) / TOKEN).decode("ascii", "replace").strip()
     except FileNotFoundError:

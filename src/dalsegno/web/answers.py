@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -36,6 +36,16 @@ async def off_loop(call: Callable[[], T]) -> T:
     return await asyncio.wrap_future(future)
 
 
+async def first_of(*waits: Coroutine[Any, Any, Any], timeout: float) -> None:
+    """Wait until one of them ends, at most ``timeout`` seconds, and cancel the others."""
+    tasks = [asyncio.create_task(each) for each in waits]
+    try:
+        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 class Answer(Response):
     """JSON in ASCII, with non-finite numbers as strings."""
 
@@ -51,7 +61,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 
 async def read_body(request: Request, largest: int = LARGEST_BODY) -> bytes:
-    """Raises HTTPException if it has more than ``largest`` bytes, or is incomplete."""
+    """The body. HTTPException: it has more than ``largest`` bytes, or is incomplete."""
     body = bytearray()
     try:
         async for piece in request.stream():

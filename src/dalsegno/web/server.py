@@ -55,10 +55,8 @@ def _missing() -> list[str]:
 def listen(host: str, port: int | None) -> socket.socket:
     """Return a listening socket on ``port``, or on the first free one of :data:`PORTS`.
 
-    The port is taken once this returns: no other program can get it.
-
-    Raises:
-        OSError: if ``port``, or all of them, are in use, or the host is not of this machine.
+    The port is taken once this returns: no other program can get it. Raises OSError if ``port``, or all of them, are in
+    use, or the host is not of this machine.
     """
     for number in PORTS if port is None else [port]:
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -115,18 +114,6 @@ def test_a_hole_before_a_later_batch_is_damage(tmp_path: Path) -> None:
         with pytest.raises(StateMismatch, match="is damaged"):
             Journal(path).recover(number)
     assert path.read_bytes() == with_holes(data, 0, [2])
-
-
-def test_a_journal_without_batches_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    events = written(path, 2, 9)
-    old = b"".join(re.sub(rb'"batch": ?\d+, ?', b"", line) for line in path.read_bytes().splitlines(keepends=True))
-    assert b"batch" not in old
-    path.write_bytes(old)
-    assert Journal(path).recover(0) == events
-    path.write_bytes(with_holes(old, 0, [2]))
-    with pytest.raises(StateMismatch, match="is damaged"):
-        Journal(path).recover(0)
 
 
 def test_events_that_come_during_a_checkpoint_remain(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from dalsegno.diloco import delayed_nesterov, nesterov
-from dalsegno.diloco.server import run
 from dalsegno.diloco.server.files import Version
 from dalsegno.diloco.server.run import OuterRun
 from dalsegno.errors import StateMismatch
@@ -64,7 +63,9 @@ def test_a_damaged_journal_is_not_skipped(tmp_path: Path) -> None:
 def test_a_missing_event_is_noticed(tmp_path: Path) -> None:
     state = play(tmp_path, versions=2)["state"]
     journal = tmp_path / "diloco/journal.jsonl"
-    journal.write_text(f'{{"event": {state["events"] + 2}, "kind": "left", "worker_id": "w0"}}\n')
+    journal.write_text(
+        f'{{"event": {state["events"] + 2}, "batch": {state["events"] + 2}, "kind": "left", "worker_id": "w0"}}\n'
+    )
     with pytest.raises(StateMismatch, match=f"event {state['events'] + 1} is missing"):
         OuterRun(tmp_path, nesterov(), save_every=2)
 
@@ -74,18 +75,6 @@ def test_another_outer_optimizer_is_refused(tmp_path: Path, other: Any) -> None:
     play(tmp_path, versions=1)
     with pytest.raises(StateMismatch, match="its outer optimizer is SGD"):
         OuterRun(tmp_path, other, save_every=2)
-
-
-def test_an_optimizer_that_was_saved_with_other_kernels_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Earlier versions saved the choice of kernels with its hyperparameters."""
-    saved = "SGD(lr=0.7, momentum=0.9, dampening=0, weight_decay=0, nesterov=True, maximize=False, "
-    monkeypatch.setattr(run, "describe", lambda _: f"{saved}foreach=None, differentiable=False, fused=None)")
-    assert play(tmp_path, versions=1)["state"]["optimizer"].endswith("fused=None)")
-    monkeypatch.undo()
-    assert equal(play(tmp_path, versions=3), play(tmp_path, versions=3))
-    assert OuterRun(tmp_path, nesterov(), save_every=2).state.version == 3
 
 
 def test_a_version_that_a_power_cut_shortened_is_written_again(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from dalsegno.diloco import DiLoCoClient, DiLoCoServer, DiLoCoWorker, WorkerOpti
 from dalsegno.diloco.server.files import PIECE
 from dalsegno.diloco.server.run import OuterRun
 from dalsegno.diloco.server.store import Scratch
-from dalsegno.diloco.wire.frames import FrameLayout, FrameReader, FrameWriter, in_file_order
+from dalsegno.diloco.wire.frames import FrameLayout, FrameReader, bytes_of, frame_pieces, in_file_order
 from dalsegno.diloco.wire.messages import Settings, Submission
 from dalsegno.diloco.wire.signature import Specs, TensorSpec
 from dalsegno.errors import ConfigurationError, Locked, NotFound, NotRunning, StateMismatch
@@ -85,12 +85,8 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 def frame(head: dict[str, Any], specs: Specs, tensors: dict[str, torch.Tensor]) -> bytes:
-    written = bytearray()
-    writer = FrameWriter(written.extend, FrameLayout(head, specs))
-    for spec in in_file_order(specs):
-        writer.tensor(tensors[spec.name])
-    writer.end()
-    return bytes(written)
+    ordered = [tensors[spec.name] for spec in in_file_order(specs)]
+    return b"".join(frame_pieces(FrameLayout(head, specs), bytes_of(ordered)))
 
 
 def test_nan_is_refused(scene: Scene) -> None:

@@ -18,7 +18,7 @@ from dalsegno.diloco.server.files import SpareFiles, spooled
 from dalsegno.diloco.wire.frames import (
     FrameLayout,
     FrameReader,
-    FrameWriter,
+    bytes_of,
     frame_pieces,
     in_file_order,
     length_limits,
@@ -44,14 +44,10 @@ def values(specs: Specs) -> dict[str, torch.Tensor]:
 
 
 def frame(head: dict[str, Any], specs: Specs, tensors: dict[str, torch.Tensor]) -> bytes:
-    written = bytearray()
     layout = FrameLayout(head, specs)
-    writer = FrameWriter(written.extend, layout)
-    for spec in layout.order:
-        writer.tensor(tensors[spec.name])
-    writer.end()
+    written = b"".join(frame_pieces(layout, bytes_of(tensors[spec.name] for spec in layout.order)))
     assert len(written) == layout.length
-    return bytes(written)
+    return written
 
 
 def reading(data: bytes) -> Callable[[memoryview], None]:

@@ -12,8 +12,7 @@ from typing import Any
 from dalsegno.callbacks.argument_checks import flag, text, whole
 from dalsegno.callbacks.loggers.json_logger import JsonLogger
 from dalsegno.checkpoint import checkpoint_dir, names
-from dalsegno.control.feed import LiveJob
-from dalsegno.control.history import RunHistory
+from dalsegno.control.feed import LiveJob, RunHistory
 from dalsegno.control.inbox import Inbox
 from dalsegno.control.jobs import Registration, check_job_id, new_job_id
 from dalsegno.control.server import ControlServer

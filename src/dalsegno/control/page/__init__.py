@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from string import Template
 
 from dalsegno.analysis.formats.naming import BOOKKEEPING, EVALUATIONS
@@ -30,29 +29,6 @@ class Page:
     content: bytes
     headers: Mapping[str, str]
 
-    @classmethod
-    def of(cls, template: Traversable, parts: Mapping[str, str], **values: str) -> Page:
-        """Put :func:`.webpage.inlined` parts and further values into a template, and allow these parts only."""
-        content = Template(template.read_text("utf-8")).substitute(parts, **values)
-        policy = {
-            "default-src": "'none'",
-            "script-src": f"'{parts['script_hash']}'",
-            "style-src": f"'{parts['style_hash']}'",
-            "img-src": "data:",
-            "connect-src": "'self'",
-            "base-uri": "'none'",
-            "form-action": "'none'",
-            "frame-ancestors": "'none'",
-        }
-        headers = {
-            "Content-Type": "text/html; charset=utf-8",
-            "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
-            "Cache-Control": "no-store",
-            "Referrer-Policy": "no-referrer",
-            "X-Content-Type-Options": "nosniff",
-        }
-        return cls(content.encode(), headers)
-
 
 @functools.cache
 def live_page() -> Page:
@@ -68,4 +44,22 @@ def live_page() -> Page:
         "shown": SHOWN_FIRST,
         "durations": WALL_CLOCK_ENDINGS,
     }
-    return Page.of(folder / "page.html", parts, names=json.dumps(names))
+    template = Template((folder / "page.html").read_text("utf-8"))
+    policy = {
+        "default-src": "'none'",
+        "script-src": f"'{parts['script_hash']}'",
+        "style-src": f"'{parts['style_hash']}'",
+        "img-src": "data:",
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    headers = {
+        "Content-Type": "text/html; charset=utf-8",
+        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "Cache-Control": "no-store",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+    return Page(template.substitute(parts, names=json.dumps(names)).encode(), headers)

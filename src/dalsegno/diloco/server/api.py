@@ -38,7 +38,7 @@ from dalsegno.diloco.wire.messages import Settings, Submission, check_worker_id,
 from dalsegno.diloco.wire.signature import Specs
 from dalsegno.errors import ConfigurationError, NotFound, NotRunning, StateMismatch
 from dalsegno.stateful.schema import Count, check
-from dalsegno.web.answers import Answer, answer_error, off_loop, read_json
+from dalsegno.web.answers import Answer, answer_error, first_of, off_loop, read_json
 from dalsegno.web.security import Gate
 
 from .coordinator import Coordinator
@@ -220,12 +220,7 @@ class _Api:
             left = end - loop.time()
             if result is not None or left <= 0 or self._stopping.is_set():
                 return Answer({"result": result})
-            tasks = [loop.create_task(event.wait()) for event in (rung, self._stopping)]
-            try:
-                await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in tasks:
-                    task.cancel()
+            await first_of(rung.wait(), self._stopping.wait(), timeout=left)
 
     async def _receive(
         self,
@@ -264,11 +259,8 @@ class _Body:
         self._loop = asyncio.get_running_loop()
 
     def read_into(self, memory: memoryview) -> None:
-        """Fill ``memory`` with the next bytes. Not on the event loop's thread.
-
-        Raises:
-            ConnectionError: if the client does not send them.
-        """
+        """Fill ``memory`` with the next bytes. Not on the event loop's thread. Raises ConnectionError if the client
+        does not send them."""
         filling = self._fill(memory)
         try:
             asyncio.run_coroutine_threadsafe(filling, self._loop).result()

@@ -59,10 +59,8 @@ class Patience:
     def insist(self, write: Callable[[], object]) -> None:
         """Call ``write`` until it raises no OSError. Why it waits is logged at once, and then every minute.
 
-        Raises:
-            Closing: if :meth:`close` is called before.
-            DalsegnoError, NotDurable: of ``write``: trying again would not help.
-            OSError: of ``write``, if the folder is gone or the disk is read-only; likewise.
+        Raises Closing if :meth:`close` is called before. Passes on errors which trying again would not help:
+        DalsegnoError, NotDurable, and OSError if the folder is gone or the disk is read-only.
         """
         report_at = -math.inf
         while True:
@@ -117,11 +115,8 @@ class Coordinator:
     # -- start and end ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop applying, and save a checkpoint. Requests must have ended.
-
-        Raises:
-            SaveFailed: if it cannot be written; the journal has all that was acknowledged.
-        """
+        """Stop applying, and save a checkpoint. Requests must have ended. Raises SaveFailed if it cannot be written;
+        the journal has all that was acknowledged."""
         with self._lock:
             self._is_closing = True
             self._patience.close()
@@ -153,9 +148,8 @@ class Coordinator:
             begins, or None if it continues with the parameters of its checkpoint; ``known``, the number of its newest
             submission here.
 
-        Raises:
-            StateMismatch: if the worker has another model, other fragments, or is of another run.
-            ConfigurationError: if ``settings`` cannot work.
+        Raises StateMismatch if the worker has another model, other fragments, or is of another run; ConfigurationError
+        if ``settings`` cannot work.
         """
         specs = settings.specs()
         with self._lock:
@@ -227,11 +221,7 @@ class Coordinator:
         self._run.record(Joined(worker_id, number, state.version + is_in_round, dylu))
 
     def deregister(self, worker_id: str) -> None:
-        """A worker ends. What it has submitted counts.
-
-        Raises:
-            NotFound: if it has not joined.
-        """
+        """A worker ends. What it has submitted counts. Raises NotFound if it has not joined."""
         with self._lock:
             self._check_running()
             if not self._member(worker_id).has_left:
@@ -252,13 +242,9 @@ class Coordinator:
         return self._run.store.spooled(specs, frame)
 
     def initialize(self, arrived: SpooledTensors, num_fragments: int = 1) -> None:
-        """Take a worker's parameters as the first version.
-
-        Raises:
-            StateMismatch: if the run has parameters.
-            ConfigurationError: if a parameter has an impossible name.
-            NotDurable: if the disk may lose the journal. The server has failed.
-        """
+        """Take a worker's parameters as the first version. Raises StateMismatch if the run has parameters;
+        ConfigurationError if a parameter has an impossible name; NotDurable, and the server has failed, if the disk may
+        lose the journal."""
         with self._lock:
             self._check_running()
             if self._run.has_begun:
@@ -267,11 +253,8 @@ class Coordinator:
                 self._run.begin(arrived, num_fragments)
 
     def parameters(self, version: int, fragment: int | None) -> tuple[FileIO, Growth]:
-        """Open the file of a version, a frame, for the caller to close; it may grow. Takes no lock.
-
-        Raises:
-            NotFound: if it is not kept.
-        """
+        """Open the file of a version, a frame, for the caller to close; it may grow. Takes no lock. Raises NotFound if
+        it is not kept."""
         return self._run.store.versions.open(Version(version, fragment))
 
     # -- submissions ------------------------------------------------------------------------------------------------
@@ -282,9 +265,8 @@ class Coordinator:
         Returns:
             What its frame must have; None if it has been accepted before.
 
-        Raises:
-            NotFound: if the worker has not joined.
-            StateMismatch: if it is not the worker's next one, or of an old round: the worker registers again.
+        Raises NotFound if the worker has not joined; StateMismatch if it is not the worker's next one, or of an old
+        round: the worker registers again.
         """
         with self._lock:
             if self._is_new(submission):
@@ -302,12 +284,9 @@ class Coordinator:
         return True
 
     def accept(self, submission: Submission, arrived: SpooledTensors) -> None:
-        """Accept a submission. Once this returns it is never lost.
-
-        Raises:
-            StateMismatch: as :meth:`offer`: things may have changed while it was sent.
-            NotDurable: if the disk has lost it. The server has failed; restarted, it takes the submission again.
-        """
+        """Accept a submission. Once this returns it is never lost. Raises StateMismatch as :meth:`offer`, since things
+        may have changed while it was sent. NotDurable: the disk has lost it, and the server has failed; restarted, it
+        takes the submission again."""
         with self._lock:
             self._check_running()
             is_new = self._is_new(submission)
@@ -317,11 +296,8 @@ class Coordinator:
         self._commit(arrived if is_new else None)
 
     def result(self, worker_id: str, number: int) -> dict[str, Any] | None:
-        """What became of a submission, or of joining, as JSON values; None if it is not known yet.
-
-        Raises:
-            NotFound: if the worker never submitted it, or its result is not kept.
-        """
+        """What became of a submission, or of joining, as JSON values; None if it is not known yet. Raises NotFound if
+        the worker never submitted it, or its result is not kept."""
         with self._lock:
             self._check_running()
             member = self._member(worker_id)

@@ -105,11 +105,8 @@ class SpooledTensors:
         self.is_kept = True
 
     def make_durable(self) -> None:
-        """Wait until the file and its name are on disk. On any thread.
-
-        Raises:
-            NotDurable: if the disk refuses it, at this call or at an earlier one.
-        """
+        """Wait until the file and its name are on disk. On any thread. Raises NotDurable if the disk refuses it, at
+        this call or at an earlier one."""
         with self._turn:
             if not self._is_durable and self._failure is None:
                 try:
@@ -130,12 +127,8 @@ class SpooledTensors:
 
 @contextmanager
 def spooled(files: SpareFiles, specs: Specs, frame: FrameReader) -> Iterator[SpooledTensors]:
-    """Write tensors to a file of ``files``, which takes the file back at the end, unless it was kept.
-
-    Raises:
-        ConfigurationError: if a tensor has a NaN or an infinity; names it.
-        OSError: if the file cannot be written.
-    """
+    """Write tensors to a file of ``files``, which takes the file back at the end, unless it was kept. Raises
+    ConfigurationError if a tensor has a NaN or an infinity; names it; OSError if the file cannot be written."""
     tensors = SpooledTensors(files.take(), specs)
     try:
         try:
@@ -248,11 +241,8 @@ class Growth:
         self._wake()
 
     async def beyond(self, begin: int) -> int:
-        """Wait until more than ``begin`` bytes are written, and return how many are.
-
-        Raises:
-            EOFError: if they will not be written.
-        """
+        """Wait until more than ``begin`` bytes are written, and return how many are. Raises EOFError if they will not
+        be written."""
         while self._written <= begin:
             woken = asyncio.Event()
             self._waiting.append(partial(asyncio.get_running_loop().call_soon_threadsafe, woken.set))
@@ -345,11 +335,8 @@ class Versions:
                     filesystem.remove(growing.path)
 
     def open(self, version: Version) -> tuple[FileIO, Growth]:
-        """Open the file of a version, for the caller to close, and return how much of it is written.
-
-        Raises:
-            NotFound: if it is not kept.
-        """
+        """Open the file of a version, for the caller to close, and return how much of it is written. Raises NotFound if
+        it is not kept."""
         with self._lock:
             growing = self._growing.get(version)
             if growing is not None:

@@ -6,7 +6,6 @@ after its local steps (DiLoCo, Douillard et al. 2023, arXiv:2311.08105). The out
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -29,15 +28,11 @@ ALONE = 1 << 15
 and beside other work, that takes ten times as long as the work itself."""
 
 _LINE = 64  # bytes to which gradients are aligned
-_KERNELS = re.compile(r", (foreach|fused)=\w+")
 
 
 class GlobalModel(nn.Module):
     """The global parameters, under the names that they have in the workers' models; at least float32, on the CPU.
-
-    Raises:
-        ConfigurationError: for a name that no parameter of a module can have.
-    """
+    Raises ConfigurationError for a name that no parameter of a module can have."""
 
     def __init__(self, specs: Specs) -> None:
         super().__init__()
@@ -137,17 +132,10 @@ def delayed_nesterov(lr: float = 0.7, momentum: float = 0.9, *, buffer_size: int
 
 
 def describe(optimizer: Optimizer) -> str:
-    """The optimizer's class and hyperparameters."""
-    group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-    return without_kernels(
-        f"{type(optimizer).__name__}({', '.join(f'{name}={value!r}' for name, value in group.items())})"
-    )
-
-
-def without_kernels(description: str) -> str:
-    """A description without the choice of kernels, which servers before recorded: with others, it is the same optimizer
-    but for rounding."""
-    return _KERNELS.sub("", description)
+    """The optimizer's class and hyperparameters, without the choice of kernels, which only changes the rounding."""
+    group = optimizer.param_groups[0].items()
+    values = ", ".join(f"{name}={value!r}" for name, value in group if name not in ("params", "foreach", "fused"))
+    return f"{type(optimizer).__name__}({values})"
 
 
 ReadBlock = Callable[[int, TensorSpec, int, int], Tensor]

@@ -20,7 +20,7 @@ from dalsegno.errors import NotFound, SaveFailed, StateMismatch
 from dalsegno.system.durability import NotDurable
 
 from .files import SpooledTensors, Version
-from .outer import BLOCK, MakeOptimizer, ReadBlock, describe, outer_step, without_kernels
+from .outer import BLOCK, MakeOptimizer, ReadBlock, describe, outer_step
 from .state import Accepted, Applied, Event, ServerState
 from .store import Globals, Scratch, ServerStore, TensorFile
 
@@ -34,9 +34,8 @@ class OuterRun:
     Args:
         save_every: outer steps between two checkpoints.
 
-    Raises:
-        StateMismatch: if the folder is another kind of run's, or was trained by another optimizer.
-        DamagedCheckpoint: if none of its checkpoints verifies.
+    Raises StateMismatch if the folder is another kind of run's, or was trained by another optimizer; DamagedCheckpoint
+    if none of its checkpoints verifies.
     """
 
     def __init__(self, folder: Path, make_optimizer: MakeOptimizer, save_every: int) -> None:
@@ -58,23 +57,15 @@ class OuterRun:
 
     @property
     def state(self) -> ServerState:
-        """Changed by :meth:`record` only.
-
-        Raises:
-            NotFound: if no worker has sent its parameters yet.
-        """
+        """Changed by :meth:`record` only. Raises NotFound if no worker has sent its parameters yet."""
         if self._state is None:
             raise NotFound("this run has no parameters yet; register first")
         return self._state
 
     def begin(self, arrived: SpooledTensors, num_fragments: int = 1) -> None:
-        """Take a worker's parameters as the first version, and save them.
-
-        Raises:
-            ConfigurationError: if a parameter has an impossible name.
-            SaveFailed: if they cannot be saved; the run has not begun.
-            OSError: if the journal cannot be written; likewise.
-        """
+        """Take a worker's parameters as the first version, and save them. Raises ConfigurationError if a parameter has
+        an impossible name; SaveFailed if they cannot be saved; the run has not begun; OSError if the journal cannot be
+        written; likewise."""
         specs = arrived.specs
         settings = Settings([spec.to_json() for spec in specs], num_fragments)
         parts = Globals.of(specs, self._make_optimizer)
@@ -97,11 +88,10 @@ class OuterRun:
             return
         checkpoint, state = found
         parts = Globals.of(state.settings.specs(), self._make_optimizer)
-        before, now = without_kernels(state.optimizer), describe(parts.optimizer)
-        if before != now:
+        if state.optimizer != (now := describe(parts.optimizer)):
             raise StateMismatch(
-                f"{self.store.folder}: its outer optimizer is {before}, now it is {now}; start the server as before, "
-                "or with a new folder"
+                f"{self.store.folder}: its outer optimizer is {state.optimizer}, now it is {now}; start the server as "
+                "before, or with a new folder"
             )
         self._take(state, parts)
         self.store.load(checkpoint, parts)
@@ -130,11 +120,8 @@ class OuterRun:
         return self._parts
 
     def close(self, *, save: bool) -> None:
-        """Save a checkpoint if ``save``, then close the log.
-
-        Raises:
-            SaveFailed: if it cannot be written; the journal has all that was acknowledged.
-        """
+        """Save a checkpoint if ``save``, then close the log. Raises SaveFailed if it cannot be written; the journal has
+        all that was acknowledged."""
         try:
             if save and self._state is not None:
                 self._save_last(self._state)
@@ -179,25 +166,19 @@ class OuterRun:
         self.record(Accepted(submission), arrived.make_durable)
 
     def commit(self) -> None:
-        """Write what was recorded to disk. May be called on any thread.
-
-        Raises:
-            OSError: if the disk refuses it; the next commit tries again.
-            NotDurable: if the disk has lost a submission, or may lose the journal; each later commit raises it again.
-        """
+        """Write what was recorded to disk. May be called on any thread. Raises OSError if the disk refuses it; the next
+        commit tries again; NotDurable if the disk has lost a submission, or may lose the journal; each later commit
+        raises it again."""
         self.store.journal.commit()
 
     def _carry_out(self, event: Event) -> None:
         state = self.state
         if isinstance(event, Applied):
             self._step(state, self._globals, event)
-        elif isinstance(event, Accepted):
-            submission = event.submission
-            sent = self.sent(submission)
-            state.bytes_received += sum(spec.size for spec in sent)
-            state.change(event)
-        else:
-            state.change(event)
+            return
+        if isinstance(event, Accepted):
+            state.bytes_received += sum(spec.size for spec in self.sent(event.submission))
+        state.change(event)
 
     def _step(self, state: ServerState, parts: Globals, event: Applied) -> None:
         """The outer step of an event, and its record in the log."""
@@ -240,8 +221,7 @@ class OuterRun:
             Whether both are done, so that :meth:`release_submissions` may follow. A failure is logged: the journal has
             everything.
 
-        Raises:
-            NotDurable: if the disk may lose the journal; each later commit raises it again.
+        Raises NotDurable if the disk may lose the journal; each later commit raises it again.
         """
         try:
             return self.store.save(state, self._globals) and self._shorten_journal(state)
@@ -293,11 +273,8 @@ class OuterRun:
         return missing
 
     def write_versions(self, begun: Iterable[Version]) -> None:
-        """Write the present parameters. Meanwhile, other threads may record events, but no outer step.
-
-        Raises:
-            OSError: if the disk refuses it; the next call continues.
-        """
+        """Write the present parameters. Meanwhile, other threads may record events, but no outer step. Raises OSError
+        if the disk refuses it; the next call continues."""
         for each in begun:
             self.store.versions.write(each)
 

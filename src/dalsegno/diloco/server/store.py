@@ -65,8 +65,8 @@ class _Recorded:
 @dataclass(frozen=True, slots=True)
 class _Line:
     number: int
-    batch: int | None
-    """Number of the first event that was committed with this one; None: written before there were such numbers."""
+    batch: int
+    """Number of the first event that was committed with this one."""
     event: Event
 
 
@@ -157,7 +157,7 @@ class Journal:
         begin = data.rfind(b"\n", 0, data.index(b"\0")) + 1
         last = max((line.number for line in _readable(data[:begin])), default=number)
         batches = {line.batch for line in _readable(data[begin:])}
-        if len(batches) > 1 or any(batch is None or batch > last + 1 for batch in batches):
+        if len(batches) > 1 or any(batch > last + 1 for batch in batches):
             return  # a damaged event was followed by a later commit
         removed = filesystem.numbered(path.parent, f"{path.name}.torn")
         filesystem.replace_durably(removed, data[begin:])
@@ -197,12 +197,9 @@ def _lines(first: int, events: Iterable[Event]) -> Iterator[dict[str, Any]]:
 
 def _parse(text: bytes) -> _Line:
     content = decode(text)
-    if not isinstance(content, dict) or type(content.get("event")) is not int:
+    if not isinstance(content, dict) or any(type(content.get(name)) is not int for name in ("event", "batch")):
         raise ValueError(f"not an event: {text[:80]!r}")
-    number, batch = content.pop("event"), content.pop("batch", None)
-    if batch is not None and type(batch) is not int:
-        raise ValueError(f"not the number of an event: {batch!r}")
-    return _Line(number, batch, event_from_json(content))
+    return _Line(content.pop("event"), content.pop("batch"), event_from_json(content))
 
 
 def _readable(data: bytes) -> Iterator[_Line]:
@@ -244,12 +241,8 @@ class ServerStore:
     # -- start and end ----------------------------------------------------------------------------------------------
 
     def find(self) -> tuple[Checkpoint, ServerState] | None:
-        """The newest checkpoint that verifies, and its state; None in a new folder.
-
-        Raises:
-            DamagedCheckpoint: if none of them verifies.
-            StateMismatch: if it is not a checkpoint of a DiLoCo server.
-        """
+        """The newest checkpoint that verifies, and its state; None in a new folder. Raises DamagedCheckpoint if none of
+        them verifies; StateMismatch if it is not a checkpoint of a DiLoCo server."""
         self._manager.remove_partial()
         self._spare.delete_all()
         self.versions.delete_spare()
@@ -263,11 +256,8 @@ class ServerStore:
         return found, ServerState.from_json(states[0])
 
     def load(self, found: Checkpoint, parts: Globals) -> None:
-        """Restore the global parameters and the optimizer, and cut the log back to the checkpoint.
-
-        Raises:
-            StateMismatch: if the optimizer is another one than the saved.
-        """
+        """Restore the global parameters and the optimizer, and cut the log back to the checkpoint. Raises StateMismatch
+        if the optimizer is another one than the saved."""
         position = _LogPosition(self._log)
         self._manager.load(found, self._sharded(parts), [Component(_STATE, _Saved({})), Component(_LOG, position)])
         self._log.open(position.loaded)
@@ -293,21 +283,14 @@ class ServerStore:
         self._unlogged.append(record)
 
     def write_log(self) -> None:
-        """Append the records that were taken.
-
-        Raises:
-            OSError: if the disk refuses one; the next call tries again.
-        """
+        """Append the records that were taken. Raises OSError if the disk refuses one; the next call tries again."""
         while self._unlogged:
             self._log.append(self._unlogged[0])
             self._unlogged.popleft()
 
     def save(self, state: ServerState, parts: Globals) -> bool:
-        """Save a checkpoint, unless there is one of this version. Returns whether it was saved.
-
-        Raises:
-            SaveFailed: if it cannot be written. Older ones, and the journal, remain.
-        """
+        """Save a checkpoint, unless there is one of this version. Returns whether it was saved. Raises SaveFailed if it
+        cannot be written. Older ones, and the journal, remain."""
         if self._manager.path_of(state.version).exists():
             return False
         try:

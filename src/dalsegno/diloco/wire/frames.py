@@ -71,35 +71,6 @@ def length_limits(specs: Specs) -> tuple[int, int]:
     return least, least + LARGEST_HEAD
 
 
-class FrameWriter:
-    """Writes a frame, tensor by tensor.
-
-    Args:
-        write: takes bytes; must have used them when it returns.
-        layout: of the frame. Tensors are written in its order.
-    """
-
-    def __init__(self, write: Callable[[memoryview], object], layout: FrameLayout) -> None:
-        self._write = write
-        self._digest = xxhash.xxh3_128()
-        self._put(memoryview(layout.begin))
-        self._put(memoryview(layout.header))
-
-    def tensor(self, tensor: torch.Tensor) -> None:
-        """Write the next tensor, which is on the CPU."""
-        memory = as_bytes(tensor.detach()).numpy().data
-        for begin in range(0, len(memory), PIECE):
-            self._put(memory[begin : begin + PIECE])
-
-    def end(self) -> None:
-        """Write the checksum."""
-        self._write(memoryview(self._digest.digest()))
-
-    def _put(self, data: memoryview) -> None:
-        self._digest.update(data)
-        self._write(data)
-
-
 class FrameReader:
     """Reads a frame, tensor by tensor, into memory of the caller.
 
@@ -107,8 +78,7 @@ class FrameReader:
         read_into: fills a buffer; raises OSError if the frame ends before.
         length: of the frame, in bytes, if it is known.
 
-    Raises:
-        ConfigurationError: if it is not a frame with these tensors, or its checksum differs.
+    Raises ConfigurationError if it is not a frame with these tensors, or its checksum differs.
     """
 
     def __init__(self, read_into: Callable[[memoryview], object], specs: Specs, *, length: int | None = None) -> None:
@@ -153,12 +123,20 @@ class FrameReader:
 
 
 def frame_pieces(layout: FrameLayout, tensors: Iterable[memoryview]) -> Iterator[memoryview]:
-    """A frame, from the bytes of its tensors in its order."""
+    """A frame, from the bytes of its tensors in its order. A piece must have been used when the next one is taken."""
     digest = xxhash.xxh3_128()
     for piece in chain((memoryview(layout.begin), memoryview(layout.header)), tensors):
         digest.update(piece)
         yield piece
     yield memoryview(digest.digest())
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
+    """The bytes of tensors on the CPU, in pieces."""
+    for tensor in tensors:
+        memory = as_bytes(tensor.detach()).numpy().data
+        for begin in range(0, len(memory), PIECE):
+            yield memory[begin : begin + PIECE]
 
 
 def head_of_whole_frame(path: Path) -> Head | None:

@@ -69,11 +69,8 @@ Specs = tuple[TensorSpec, ...]
 
 
 def specs_of(model: nn.Module) -> Specs:
-    """The trained parameters of ``model``, a tied one once, with the shapes of full tensors.
-
-    Raises:
-        ConfigurationError: if it trains none, or one that is not of a real floating-point dtype.
-    """
+    """The trained parameters of ``model``, a tied one once, with the shapes of full tensors. Raises ConfigurationError
+    if it trains none, or one that is not of a real floating-point dtype."""
     specs = tuple(
         TensorSpec(name, each.dtype, tuple(each.shape)) for name, each in named_parameters(model) if each.requires_grad
     )
@@ -112,11 +109,8 @@ def check_same(own: Specs, given: Specs) -> None:
 
 
 def fragments_of(specs: Specs, count: int) -> list[Specs]:
-    """``count`` contiguous fragments whose largest has as few bytes as possible.
-
-    Raises:
-        ConfigurationError: if there are fewer tensors than fragments.
-    """
+    """``count`` contiguous fragments whose largest has as few bytes as possible. Raises ConfigurationError if there are
+    fewer tensors than fragments."""
     if count > len(specs):
         raise ConfigurationError(f"num_fragments={count}: the model has only {len(specs)} trained tensors")
     low, high = max(spec.size for spec in specs), sum(spec.size for spec in specs)

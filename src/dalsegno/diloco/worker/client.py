@@ -19,7 +19,7 @@ from urllib.parse import quote, urlsplit
 
 import torch
 
-from dalsegno.diloco.wire.frames import FrameLayout, FrameReader, FrameWriter
+from dalsegno.diloco.wire.frames import FrameLayout, FrameReader, bytes_of, frame_pieces
 from dalsegno.diloco.wire.messages import Result, Settings, Submission
 from dalsegno.diloco.wire.signature import Specs
 from dalsegno.errors import ConfigurationError, NotFound, NotRunning, StateMismatch
@@ -178,10 +178,8 @@ class DiLoCoClient:
                     self._http.putheader(name, value)
                 self._http.putheader("Content-Length", str(layout.length))
                 self._http.endheaders()
-                writer = FrameWriter(self._http.send, layout)
-                for tensor in tensors:
-                    writer.tensor(tensor)
-                writer.end()
+                for piece in frame_pieces(layout, bytes_of(tensors)):
+                    self._http.send(piece)
             answer = self._answer()
             with self._failing():
                 answer.read()

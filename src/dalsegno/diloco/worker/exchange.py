@@ -82,9 +82,8 @@ class Exchange:
         Args:
             in_flight: submissions that the server has and whose results the worker awaits.
 
-        Raises:
-            NotRunning: if the server is not reached, or the parameters are not received, in all attempts.
-            StateMismatch: if the worker does not fit the run.
+        Raises NotRunning if the server is not reached, or the parameters are not received, in all attempts;
+        StateMismatch if the worker does not fit the run.
         """
         progress, specs = self.progress, self.snapshot.specs
         count = progress.count if progress.run_id is not None else None

@@ -119,8 +119,7 @@ class Flight:
         Returns:
             The result, None if it was not to be had; and whether the local steps did not count.
 
-        Raises:
-            DalsegnoError: if the server refuses the submission, say because it contains a NaN.
+        Raises DalsegnoError if the server refuses the submission, say because it contains a NaN.
         """
         begin = time.monotonic()
 

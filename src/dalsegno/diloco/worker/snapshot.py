@@ -30,8 +30,7 @@ class GlobalSnapshot:
         model: without the wrapper of DDP or of the compiler.
         keeps_errors: for quantized pseudo-gradients.
 
-    Raises:
-        ConfigurationError: if no parameter is trained.
+    Raises ConfigurationError if no parameter is trained.
     """
 
     def __init__(self, model: nn.Module, *, keeps_errors: bool = False) -> None:
