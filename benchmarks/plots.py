@@ -8,11 +8,11 @@ import time
 import numpy as np
 
 from dalsegno.analysis import Series
+from dalsegno.analysis.plotting import View
 from dalsegno.analysis.plotting.curves import Curve, Panel
-from dalsegno.analysis.plotting.downsample import downsample
 from dalsegno.analysis.plotting.figure import draw
-from dalsegno.analysis.plotting.view import View
-from dalsegno.analysis.stats.smooth import automatic_window, smooth
+from dalsegno.analysis.plotting.pixels import downsample
+from dalsegno.analysis.series import automatic_window, smooth
 
 from .row import Row, count, duration
 from .timing import figure

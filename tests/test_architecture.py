@@ -90,7 +90,7 @@ WITHOUT_TORCH = [
     "system.worker",
     "logs",
     "analysis",
-    "analysis.stats.divergence",
+    "analysis.divergence",
     "control.api",
     "control.client",
     "control.commands",

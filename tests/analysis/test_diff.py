@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.series import NAN
-from dalsegno.analysis.diff import MISSING, FieldDifference, RecordDifference, diff_records
+from dalsegno.analysis.comparison import MISSING, FieldDifference, RecordDifference, diff_records
 
 Log = list[dict[str, Any]]
 

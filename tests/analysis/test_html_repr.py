@@ -10,8 +10,7 @@ import numpy as np
 from analysis.drawn import MadeUpLog
 from analysis.series import NAN, falling, series, with_values
 from dalsegno.analysis import Restart
-from dalsegno.analysis.html_repr import cards, html_repr
-from dalsegno.analysis.plotting.svg import svg_curve
+from dalsegno.analysis.notebook import cards, html_repr, svg_curve
 
 HOSTILE = "<script>alert('a')</script>&\"'"
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from dalsegno.analysis import Restart
-from dalsegno.analysis.rewound import find_restarts, read_tails
+from dalsegno.analysis.lineage import find_restarts, read_tails
 from dalsegno.logs import Leg
 
 

@@ -10,57 +10,52 @@ from typing import TYPE_CHECKING
 from dalsegno.system.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .diff import FieldDifference as FieldDifference
-    from .diff import RecordDifference as RecordDifference
-    from .diff import diff_records as diff_records
+    from .comparison import Comparison as Comparison
+    from .comparison import FieldDifference as FieldDifference
+    from .comparison import RecordDifference as RecordDifference
+    from .comparison import compare_series as compare_series
+    from .comparison import diff_records as diff_records
+    from .divergence import Candidate as Candidate
+    from .divergence import Detection as Detection
+    from .divergence import DetectorSettings as DetectorSettings
+    from .divergence import Firing as Firing
+    from .divergence import detect_divergence as detect_divergence
+    from .divergence import sweep_settings as sweep_settings
     from .export import export_log as export_log
     from .folder import RunFolder as RunFolder
     from .folder import open_log as open_log
     from .folder import open_logs as open_logs
     from .lineage import LegSummary as LegSummary
+    from .lineage import Restart as Restart
+    from .lineage import Tail as Tail
     from .log import TrainingLog as TrainingLog
-    from .plotting.heatmap import matching as matching
-    from .plotting.heatmap import plot_heatmap as plot_heatmap
+    from .plotting import View as View
+    from .plotting.plot import matching as matching
+    from .plotting.plot import plot_heatmap as plot_heatmap
     from .plotting.plot import plot_logs as plot_logs
     from .plotting.plot import sketch_logs as sketch_logs
-    from .plotting.view import View as View
     from .report import write_report as write_report
-    from .rewound import Restart as Restart
-    from .rewound import Tail as Tail
     from .series import ParameterSeries as ParameterSeries
     from .series import Series as Series
-    from .stats.compare import Comparison as Comparison
-    from .stats.compare import compare_series as compare_series
-    from .stats.detect import Detection as Detection
-    from .stats.detect import DetectorSettings as DetectorSettings
-    from .stats.detect import Firing as Firing
-    from .stats.detect import detect_divergence as detect_divergence
-    from .stats.smooth import smooth as smooth
-    from .stats.spikes import Spike as Spike
-    from .stats.spikes import find_spikes as find_spikes
-    from .stats.sweep import Candidate as Candidate
-    from .stats.sweep import sweep_settings as sweep_settings
+    from .series import smooth as smooth
+    from .spikes import Spike as Spike
+    from .spikes import find_spikes as find_spikes
     from .summary import MetricSummary as MetricSummary
     from .summary import Summary as Summary
 
 _HOMES = {
-    "stats.compare": ("Comparison", "compare_series"),
-    "stats.detect": ("Detection", "DetectorSettings", "Firing", "detect_divergence"),
-    "diff": ("FieldDifference", "RecordDifference", "diff_records"),
+    "comparison": ("Comparison", "FieldDifference", "RecordDifference", "compare_series", "diff_records"),
+    "divergence": ("Candidate", "Detection", "DetectorSettings", "Firing", "detect_divergence", "sweep_settings"),
     "export": ("export_log",),
     "folder": ("RunFolder", "open_log", "open_logs"),
-    "plotting.heatmap": ("matching", "plot_heatmap"),
-    "lineage": ("LegSummary",),
+    "lineage": ("LegSummary", "Restart", "Tail"),
     "log": ("TrainingLog",),
-    "plotting.plot": ("plot_logs", "sketch_logs"),
+    "plotting": ("View",),
+    "plotting.plot": ("matching", "plot_heatmap", "plot_logs", "sketch_logs"),
     "report": ("write_report",),
-    "rewound": ("Restart", "Tail"),
-    "series": ("ParameterSeries", "Series"),
-    "stats.smooth": ("smooth",),
-    "stats.spikes": ("Spike", "find_spikes"),
+    "series": ("ParameterSeries", "Series", "smooth"),
+    "spikes": ("Spike", "find_spikes"),
     "summary": ("MetricSummary", "Summary"),
-    "stats.sweep": ("Candidate", "sweep_settings"),
-    "plotting.view": ("View",),
 }
 
 if not TYPE_CHECKING:

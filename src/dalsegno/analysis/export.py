@@ -12,7 +12,7 @@ from dalsegno.logs.values import Record, is_number, to_json
 from dalsegno.system import filesystem
 from dalsegno.system.extras import require_extra
 
-from .formats import BOOKKEEPING
+from .formats.source import BOOKKEEPING
 from .log import TrainingLog
 
 Target = Literal["csv", "parquet", "json", "tensorboard"]

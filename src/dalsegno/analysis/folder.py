@@ -1,11 +1,12 @@
-"""open_log: find the runs under a path."""
+"""open_log: find the runs under a path and name them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from dalsegno.errors import ConfigurationError, NotFound, UnknownName
 from dalsegno.logs.values import Record
@@ -16,10 +17,10 @@ from .formats.find import LOOKED_FOR, loose_sources, source_of_file, source_of_r
 from .formats.source import Skipped, Source, Unreadable
 from .formats.tensorboard import EventFiles
 from .log import TrainingLog
-from .names import make_names_unique, name_of
 
 if TYPE_CHECKING:
     import polars as pl
+
 
 DEPTH = 4
 """Levels of directories below the given one that are searched for runs."""
@@ -111,7 +112,7 @@ class RunFolder(TrainingLog):
     series = legs = lineage = summary = parameters = _refuse
 
     def _repr_html_(self) -> str:
-        from .html_repr import cards
+        from .notebook import cards
 
         return cards(self.runs)
 
@@ -155,3 +156,47 @@ def _folders_in(folder: Path) -> list[Path]:
     """Directories that may contain runs."""
     named = (path for path in folder.iterdir() if path.name not in NOT_RUNS and not path.name.startswith("."))
     return sorted(path for path in named if path.is_dir())
+
+
+class Named(Protocol):
+    name: str
+    path: Path
+
+
+def name_of(path: Path) -> str:
+    """Name of the run directory that ``path`` is or lies in; otherwise the file's stem."""
+    path = path.resolve()
+    if path.is_dir():
+        return path.parent.name if path.name == "logs" else path.name
+    if path.parent.name == "logs":
+        return path.parent.parent.name
+    return path.stem
+
+
+def make_names_unique(runs: Sequence[Named]) -> None:
+    """Prefix equal names with as many parent directories as needed; number equal names in the same directory."""
+    above = {id(run): _above(run) for run in runs}
+    while alike := [run for run in runs if any(_alike(run, other, above) for other in runs)]:
+        for run in alike:
+            if folders := above[id(run)]:
+                run.name = f"{folders.pop()}/{run.name}"
+    seen: Counter[str] = Counter()
+    for run in runs:
+        seen[run.name] += 1
+        if seen[run.name] > 1:
+            run.name = f"{run.name} ({seen[run.name]})"
+
+
+def _alike(run: Named, other: Named, above: Mapping[int, list[str]]) -> bool:
+    """Whether two runs have the same name in different directories."""
+    return run.name == other.name and above[id(run)] != above[id(other)]
+
+
+def _above(run: Named) -> list[str]:
+    """The directories above the one that names the run, outermost first."""
+    path = run.path.resolve()
+    name = run.name.split("/")
+    parts = [*path.parts[1:-1], path.name if path.is_dir() else path.stem]
+    while parts and parts[-len(name) :] != name:
+        parts.pop()
+    return parts[: -len(name)]

@@ -16,8 +16,7 @@ from dalsegno.system.machine import pread
 
 from .formats.find import source_of_run
 from .formats.json_lines import JsonLines, decode_lines
-from .formats.naming import HEADER
-from .formats.source import Skipped, Source, named
+from .formats.source import HEADER, Skipped, Source, named
 
 BACKWARDS = 1 << 16
 """Bytes per read, from the end of a file towards its beginning."""

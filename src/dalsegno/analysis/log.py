@@ -15,16 +15,12 @@ from dalsegno.logs import Leg, RunFile
 from dalsegno.logs.values import Record
 from dalsegno.system.extras import require_extra
 
-from .blocks import KINDS, concatenate
-from .columns import read_columns
-from .formats import BOOKKEEPING, HEADER, Skipped, Source
-from .formats.naming import loss_of
-from .lineage import LegSummary, summarize_legs
-from .log_location import LogLocation
-from .parameters import read_parameters
-from .plotting.view import Limits, View, XAxis
-from .rewound import Restart, Tail, find_restarts, read_tails
-from .series import ParameterSeries, Series
+from .blocks import KINDS, concatenate, read_columns
+from .formats.find import source_of_run
+from .formats.source import BOOKKEEPING, HEADER, Skipped, Source, loss_of
+from .lineage import LegSummary, Restart, Tail, find_restarts, read_tails, summarize_legs
+from .plotting import Limits, View, XAxis
+from .series import ParameterSeries, Series, read_parameters
 from .summary import Summary, is_summarized, summarize
 
 if TYPE_CHECKING:
@@ -223,7 +219,7 @@ class TrainingLog:
         return f"{type(self).__name__}({str(self.path)!r})"
 
     def _repr_html_(self) -> str:
-        from .html_repr import html_repr
+        from .notebook import html_repr
 
         return html_repr(self)
 
@@ -253,3 +249,29 @@ class TrainingLog:
         self.skipped = Skipped()
         self._columns = read_columns(self.source.blocks(self.skipped), wanted, also)
         self._stamp = stamp
+
+
+class LogLocation:
+    """A run directory, or one file. A log whose file could not be resumed continues in ``train-2.jsonl``; Hugging Face
+    rewrites its log in each checkpoint and deletes older checkpoints."""
+
+    def __init__(self, path: Path, source: Source) -> None:
+        """``source``: the log found at ``path``."""
+        self._path = path
+        self._source = source
+        self._names: frozenset[Path] = frozenset()
+
+    def source(self) -> Source:
+        """The current log; searches again if files were added or removed."""
+        names = self._named()
+        if names != self._names:
+            found = source_of_run(self._path, self._source.step_key)
+            if found is not None and (type(found), found.path) != (type(self._source), self._source.path):
+                self._source = found
+            self._names = names
+        return self._source
+
+    def _named(self) -> frozenset[Path]:
+        """The files of the directory; empty if the path is a file."""
+        patterns = ("*", "logs/*", "checkpoint-*/trainer_state.json")
+        return frozenset(path for pattern in patterns for path in self._path.glob(pattern))

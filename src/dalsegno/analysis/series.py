@@ -1,13 +1,19 @@
-"""Series: the values of a metric over the steps."""
+"""Series: the values of a metric over the steps, of one run or of each of its parameters; and their moving means."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dalsegno.errors import ConfigurationError
+from dalsegno.errors import ConfigurationError, NotFound, UnknownName
+from dalsegno.logs import ReadReport, read_records
+
+from .formats.source import Skipped
 
 HUGE = 1e280
 """Larger values are drawn as infinite ones: an axis needs room around its largest number."""
@@ -53,3 +59,129 @@ class ParameterSeries:
         if stride < 1:
             raise ConfigurationError(f"stride is {stride!r}; allowed: at least 1")
         return replace(self, steps=self.steps[::stride], values=self.values[::stride])
+
+
+Floats = NDArray[np.float64]
+
+
+def smooth(values: Floats, window: int) -> Floats:
+    """Centered moving mean over ``window // 2`` values on either side. Shape (n,), as ``values``.
+
+    At the start the window reaches no further ahead than back, so that a steep start is not shifted; at the end it is
+    cut off. Non-finite values are left out; the mean of no finite value is NaN.
+
+    Raises:
+        ConfigurationError: if ``window`` is below 1.
+    """
+    if window < 1:
+        raise ConfigurationError(f"smooth is {window!r}; allowed: a number of records, at least 1 (1: none)")
+    half = window // 2
+    finite = np.isfinite(values)
+    scale = 4.0 * window
+    if window > 1 and np.abs(values).max(initial=0, where=finite) > np.finfo(np.float64).max / scale:
+        return smooth(values / scale, window) * scale  # the sums would overflow
+    lengths = _window_lengths(len(values), half)
+    if finite.all():
+        return _window_sums(values, half) / lengths
+    counts = lengths - _window_sums((~finite).astype(np.float64), half)
+    sums = _window_sums(np.where(finite, values, 0.0), half)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+
+def mean(values: Floats) -> float:
+    """Mean of all values: NaN if one is NaN; finite if all are, however large."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = values.mean()
+        return float(found if np.isfinite(found) or not np.isfinite(values).all() else (values / len(values)).sum())
+
+
+def automatic_window(records: int) -> int:
+    """Default smoothing window: 1/100 of the records, no smoothing below 200."""
+    return 1 if records < 200 else max(5, records // 100)
+
+
+def _window_lengths(n: int, half: int) -> NDArray[np.int64]:
+    index = np.arange(n)
+    return np.minimum(n, index + np.minimum(half, index) + 1) - np.maximum(0, index - half)
+
+
+def _window_sums(values: Floats, half: int) -> Floats:
+    """Sums over windows of 2·half + 1.
+
+    Not differences of one cumulative sum, in which a single value of 1e30 would wipe out all later ones. Instead,
+    blocks of the window's length are summed cumulatively from both ends, and a window is the end of one block plus the
+    start of the next (van Herk 1992, for minima), so that a sum contains only values of its window.
+    """
+    n, width = len(values), 2 * half + 1
+    sums = np.empty(n)
+    begin = min(half, n)
+    if begin:
+        sums[:begin] = np.cumsum(values[: 2 * half])[np.minimum(2 * np.arange(begin), n - 1)]
+    end = max(half, n - half)
+    if end < n:
+        sums[end:] = np.cumsum(values[end - half :][::-1])[::-1][: n - end]
+    if n - half > half:
+        padded = np.concatenate([values, np.zeros(-n % width)]).reshape(-1, width)
+        forward = np.cumsum(padded, axis=1).ravel()
+        backward = np.cumsum(padded[:, ::-1], axis=1)[:, ::-1].ravel()
+        first = np.arange(n - width + 1)
+        whole = forward[first + width - 1]
+        sums[half : n - half] = np.where(first % width == 0, whole, whole + backward[first])
+    return sums
+
+
+WHERE = {
+    "grad_norm": ("gradient_norms", ("norms", "grad_norms")),
+    "norm": ("parameter_norms", ("norms",)),
+    "spectral_norm": ("parameter_norms", ("spectral_norms",)),
+}
+"""Metric → (stem of the file, keys under which a record may have the numbers)."""
+
+
+_SEARCHED = 10
+"""First records of a file that show whether it has a metric."""
+
+
+def read_parameters(log: Path, run: str, metric: str, skipped: Skipped) -> ParameterSeries:
+    """Read this metric from ``log`` itself, or else from the log beside it that usually has it.
+
+    Raises:
+        UnknownName: for a metric that is not in :data:`WHERE`.
+        NotFound: if there is no such log.
+    """
+    if metric not in WHERE:
+        raise UnknownName("metric of parameters", metric, WHERE)
+    stem, keys = WHERE[metric]
+    report = ReadReport()
+    found = [
+        (record["global_step"], norms)
+        for record in read_records(log if _has(log, keys) else _file(log.parent, stem), report)
+        for norms in (next((record[key] for key in keys if isinstance(record.get(key), dict)), None),)
+        if norms is not None and isinstance(record.get("global_step"), int)
+    ]
+    for sentence in report.skipped:
+        skipped.note(f"{stem}: {sentence}")
+    names = tuple(dict.fromkeys(name for _, norms in found for name in norms))
+    values = [[float(norms.get(name, np.nan)) for name in names] for _, norms in found]
+    return ParameterSeries(
+        name=metric,
+        run=run,
+        parameters=names,
+        steps=np.array([step for step, _ in found], np.int64),
+        values=np.array(values, np.float64).reshape(len(found), len(names)),
+    )
+
+
+def _has(log: Path, keys: Sequence[str]) -> bool:
+    """Whether the first records have one of these keys for each parameter."""
+    if log.suffix not in (".json", ".jsonl"):
+        return False
+    first = islice(read_records(log, ReadReport()), _SEARCHED)
+    return any(isinstance(record.get(key), dict) for record in first for key in keys)
+
+
+def _file(folder: Path, stem: str) -> Path:
+    for suffix in (".jsonl", ".json"):
+        if (path := folder / f"{stem}{suffix}").exists():
+            return path
+    raise NotFound(f"{folder / stem}.jsonl: no such log; add the callback that writes it, see docs/callbacks.md")

@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from dalsegno.logs.wall_clock import is_wall_clock
 from dalsegno.state import VERDICTS, Verdict
 
-from .formats.naming import LOSSES, is_of_evaluation, loss_of
+from .formats.source import LOSSES, is_of_evaluation, loss_of
 from .lineage import LegSummary, State, state_of, training_seconds
-from .series import Series
-from .stats.smooth import mean
-from .stats.spikes import Spike, find_spikes
+from .series import Series, mean
+from .spikes import Spike, find_spikes
 
 THROUGHPUT = ("tok_per_sec", "train_tokens_per_second", "train_samples_per_second", "train_steps_per_second", "mfu")
 GRADIENT = ("max_grad_norm", "grad_norm")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.series import INF, NAN
-from dalsegno.analysis.plotting.downsample import downsample
+from dalsegno.analysis.plotting.pixels import downsample
 
 VALUES = st.one_of(st.floats(-1e9, 1e9), st.sampled_from([NAN, INF, -INF]))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dalsegno.analysis.plotting.ticks import log_ticks, nice_ticks, tick_label
+from dalsegno.analysis.plotting.pixels import log_ticks, nice_ticks, tick_label
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-2, 1e6), st.integers(2, 9))

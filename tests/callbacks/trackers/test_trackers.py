@@ -17,7 +17,7 @@ import dalsegno as ds
 from callbacks.trackers import tracked_runs
 from callbacks.trackers.tracked_runs import STEPS, trainer
 from dalsegno.analysis.formats.source import Skipped
-from dalsegno.analysis.formats.wandb_run import _messages, wandb_files
+from dalsegno.analysis.formats.trackers import _messages, wandb_files
 from dalsegno.callbacks import MLflowLogger, TBLogger
 from dalsegno.callbacks.trackers.description import public, without_secrets
 from dalsegno.callbacks.trackers.outbox import Outbox, Sender

@@ -9,15 +9,12 @@ from pathlib import Path
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs.formats import numbered
 
-from .databases import SQLITE, Database, MLflowFiles, is_mlflow_run
-from .json_array import JsonArray, decode_array
+from .json_array import JsonArray, TrainerState, decode_array
 from .json_lines import JsonLines, decode_lines
 from .metrics_csv import MetricsCsv
-from .naming import Naming
-from .source import Skipped, Source, Unreadable
+from .source import Naming, Skipped, Source, Unreadable
 from .tensorboard import EventFiles, event_files
-from .trainer_state import TrainerState
-from .wandb_run import WandbRun, wandb_files
+from .trackers import SQLITE, Database, MLflowFiles, WandbRun, is_mlflow_run, wandb_files
 
 LOOKED_FOR = (
     "logs/train.jsonl, trainer_logs.json, trainer_state.json (also in checkpoint-*), metrics.csv, TensorBoard event "

@@ -1,6 +1,6 @@
-"""JSON arrays of any layout, such as records over several lines. The text is held in memory while it is read.
+"""JSON texts that are held in memory while they are read: arrays of any layout, and Hugging Face's trainer_state.json.
 
-The array may lack its end, or end within a record.
+An array may lack its end, or end within a record.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs.values import Record, from_json
 
-from .naming import FIRST, Naming, no_step
-from .source import Skipped, Source
+from .source import FIRST, HEADER, Naming, Skipped, Source, named, no_step
 
 _BETWEEN = re.compile(r"[\s,]*")
 _DECODER = json.JSONDecoder()
@@ -57,3 +56,38 @@ def decode_array(text: str, begin: int, skipped: Skipped) -> Iterator[Record]:
 def _skip(text: str, begin: int) -> int:
     between = _BETWEEN.match(text, begin)
     return between.end() if between else begin
+
+
+_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
+_NAMING = Naming("step", None, "epoch")
+
+
+class TrainerState(Source):
+    """The header contains the other fields of the state: ``max_steps``, ``train_batch_size`` …"""
+
+    program = "Hugging Face"
+
+    def records(self, skipped: Skipped) -> Iterator[Record]:
+        text = self.path.read_text(encoding="utf-8-sig", errors="replace")
+        if header := _header(text):
+            yield {"kind": HEADER, **header}
+        history = _HISTORY.search(text)
+        if history is None:
+            skipped.note("no log_history")
+            return
+        records = enumerate(decode_array(text, history.end(), skipped), start=1)
+        yield from named(records, _NAMING, skipped, "record")
+
+
+def _header(text: str) -> Record:
+    """Scalar fields of the state; empty if the file is torn."""
+    try:
+        state = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    scalar = (bool, int, float, str)
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, scalar) and name not in ("global_step", "epoch")
+    }

@@ -17,8 +17,7 @@ from dalsegno.logs.values import Record
 from dalsegno.system.machine import pread
 
 from .json_frames import FrameReader
-from .naming import FIRST, HEADER, Naming, no_step
-from .source import Skipped, Source, named
+from .source import FIRST, HEADER, Naming, Skipped, Source, named, no_step
 
 CHUNK = 8 << 20
 """Bytes per read."""

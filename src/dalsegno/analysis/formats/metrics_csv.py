@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs.values import Record
 
-from .naming import Naming, no_step
-from .source import Skipped, Source, named
+from .source import Naming, Skipped, Source, named, no_step
 
 
 class MetricsCsv(Source):

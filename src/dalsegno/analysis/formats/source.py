@@ -1,19 +1,128 @@
-"""Source: a log file of any format."""
+"""Source: a log file of any format, and the names that programs use for step, time, epoch, kind and loss."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
-from dalsegno.analysis.blocks import Block, RecordBlock
+from dalsegno.analysis.blocks import KINDS, WHOLE, Block, RecordBlock
 from dalsegno.errors import ConfigurationError
-from dalsegno.logs.values import Record
+from dalsegno.logs.values import Record, is_number
 
-from .naming import HEADER, Naming
+STEPS = (
+    *("global_step", "step", "_step", "iteration", "iter", "train_step", "trainer/global_step"),
+    *("global_steps", "num_updates", "num_steps", "update", "steps", "batch"),
+)
+TIMES = ("timestamp", "_timestamp", "wall_time", "time", "datetime")
+EPOCHS = ("epoch",)
+LOSSES = (
+    *("loss", "train_loss", "train/loss", "training_loss", "loss/train", "train/loss_step", "train_loss_step"),
+    *("train_loss_epoch", "eval_loss", "val_loss", "val/loss"),
+)
+"""Names of a loss, in the order of preference."""
+
+HEADER = "header"
+"""Kind of the record with the settings of the run."""
+
+EVALUATIONS = ("eval", "val", "valid", "validation", "test", "dev")
+
+BOOKKEEPING = ("timestamp", "kind", "global_step", "epoch")
+"""Fields of a record that are not metrics."""
+
+FIRST = 100
+"""Leading records among which one must have a step."""
+
+EARLY = 1e8
+"""UTC seconds in 1973: a smaller ``time`` is a duration, not a timestamp."""
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """The names that one log uses; None for what it does not log."""
+
+    step: str
+    time: str | None
+    epoch: str | None
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any], step_key: str | None = None) -> Naming | None:
+        """The naming of a record; None if it has no step."""
+        step = _first((step_key,) if step_key else STEPS, record)
+        times = [name for name in TIMES if moment(record.get(name)) is not None]
+        return cls(step, next(iter(times), None), _first(EPOCHS, record)) if step else None
+
+    def renames(self) -> dict[str, str]:
+        """This log's names → dalsegno's, where they differ."""
+        pairs = {self.step: "global_step", self.time: "timestamp", self.epoch: "epoch"}
+        return {name: ours for name, ours in pairs.items() if name is not None and name != ours}
+
+    def apply(self, record: Record) -> Record | None:
+        """The record under dalsegno's names, with its kind; None if it has no step and is not the header."""
+        if record.get("kind") == HEADER:
+            return record
+        renames = self.renames()
+        if renames:  # a field that already has the name gets a suffix: some programs log "step" and "global_step"
+            taken = {ours: f"{ours}_" for ours in renames.values()}
+            record = {renames.get(name) or taken.get(name, name): value for name, value in record.items()}
+        if not _is_step(record.get("global_step")):
+            return None
+        if isinstance(time := record.get("timestamp"), str) and (seconds := moment(time)) is not None:
+            record = {**record, "timestamp": seconds}
+        return record if record.get("kind") in KINDS else {**record, "kind": kind_of(record)}
+
+
+def moment(value: Any) -> float | None:
+    """A timestamp in UTC seconds; None if it is not one. Strings are read as ISO 8601, by default in UTC."""
+    if isinstance(value, str):
+        try:
+            time = datetime.fromisoformat(value)
+        except ValueError:
+            return None
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+    return value if is_number(value) and value > EARLY else None
+
+
+def kind_of(record: Record) -> str:
+    """The kind of a record; without one, ``train``, ``eval`` or ``final`` by the names of its metrics."""
+    if isinstance(kind := record.get("kind"), str):
+        return kind
+    if "train_runtime" in record:
+        return "final"
+    metrics = [name for name, value in record.items() if name not in BOOKKEEPING and value is not None]
+    return "eval" if metrics and all(map(is_of_evaluation, metrics)) else "train"
+
+
+def is_of_evaluation(name: str) -> bool:
+    """``eval_loss``, ``val/accuracy``, ``test-loss`` …"""
+    word = name.replace("/", "_").replace("-", "_").replace(".", "_").partition("_")[0]
+    return word.lower() in EVALUATIONS
+
+
+def loss_of(names: Container[str]) -> str | None:
+    """The preferred name of a loss among these; None if there is none."""
+    return next((name for name in LOSSES if name in names), None)
+
+
+def _is_step(value: Any) -> bool:
+    """Whether a value is a valid step: a number, not NaN, that fits int64."""
+    return is_number(value) and abs(value) < WHOLE
+
+
+def _first(names: tuple[str, ...], record: Mapping[str, Any]) -> str | None:
+    return next((name for name in names if is_number(record.get(name))), None)
+
+
+def no_step(path: Path, names: Iterable[str], step_key: str | None) -> str:
+    """Error message for a log whose records have these names."""
+    wanted = f"no number under {step_key!r}" if step_key else "no step"
+    have = ", ".join(names) or "no fields"
+    return f"{path}: {wanted} in its records, whose fields are: {have}; name the step with step_key= (--step-key)"
+
 
 SENTENCES = 10
 """Most skipped lines or records that are described."""

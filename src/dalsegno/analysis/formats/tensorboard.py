@@ -9,8 +9,7 @@ from typing import Any
 
 from dalsegno.logs.values import Record
 
-from .naming import kind_of
-from .source import Skipped, Source
+from .source import Skipped, Source, kind_of
 
 _LENGTH = struct.Struct("<QI")  # length of the event in bytes, checksum of the length
 _CHECKSUM = 4

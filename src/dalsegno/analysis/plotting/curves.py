@@ -9,15 +9,26 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dalsegno.analysis.formats.naming import is_of_evaluation
-from dalsegno.analysis.rewound import Restart, Tail
-from dalsegno.analysis.series import HUGE, Series
-from dalsegno.analysis.stats.smooth import automatic_window, smooth
+from dalsegno.analysis.formats.source import is_of_evaluation
+from dalsegno.analysis.lineage import Restart, Tail
+from dalsegno.analysis.series import HUGE, Series, automatic_window, smooth
 from dalsegno.errors import ConfigurationError, NotFound, UnknownName
 from dalsegno.logs import is_wall_clock
 
-from .palette import colour
-from .view import View
+from . import View
+
+RUNS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F")
+"""Colours of the runs, in this order and then repeated: the palette of Okabe and Ito (2008), but for black and yellow,
+which have too little contrast with a background; replaced by a brown and a grey of other lightness."""
+
+LOST = "#E69F00"
+"""Records that were cut off the log."""
+
+
+def colour(index: int) -> str:
+    """Colour of a run, by its index."""
+    return RUNS[index % len(RUNS)]
+
 
 Floats = NDArray[np.float64]
 

@@ -1,14 +1,18 @@
-"""plot_logs, sketch_logs: curves of runs as a picture or in the terminal."""
+"""plot_logs, sketch_logs, plot_heatmap: runs as pictures or in the terminal."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from dalsegno.analysis.series import ParameterSeries
+from dalsegno.errors import ConfigurationError, NotFound
 from dalsegno.system.extras import require_extra
 
+from . import View
 from .curves import Log, panels
-from .view import View
 
 if TYPE_CHECKING:
     from .figure import Picture
@@ -53,3 +57,58 @@ def sketch_logs(
     from .terminal import sketch
 
     return sketch(panels(logs, metrics, view, compare=compare), view, width=width, colours=colours)
+
+
+TITLES = {"grad_norm": "gradient norm", "norm": "weight norm", "spectral_norm": "spectral norm"}
+
+
+def matching(series: ParameterSeries, pattern: str | None) -> ParameterSeries:
+    """The parameters whose names contain a match of the regular expression ``pattern``; None: all.
+
+    Raises:
+        ConfigurationError: for an invalid regular expression.
+        NotFound: if no parameter matches.
+    """
+    try:
+        found = [index for index, name in enumerate(series.parameters) if re.search(pattern or "", name)]
+    except re.error as error:
+        raise ConfigurationError(f"{pattern!r} is not a regular expression: {error}") from error
+    if not found:
+        examples = ", ".join(series.parameters[:5])
+        raise NotFound(f"no parameter of {series.run} matches {pattern!r}; its parameters include {examples}")
+    names = tuple(series.parameters[index] for index in found)
+    return ParameterSeries(series.name, series.run, names, series.steps, series.values[:, found])
+
+
+def plot_heatmap(
+    series: ParameterSeries,
+    pattern: str | None = None,
+    *,
+    limits: tuple[float | None, float | None] = (None, None),
+    size: tuple[float, float] | None = None,
+) -> Picture:
+    """Draw parameters from top to bottom in the order of the model, steps to the right, on a logarithmic colour scale.
+
+    Zero and non-finite values stay white.
+
+    Args:
+        pattern: a regular expression; draws only parameters whose names contain a match.
+        limits: lowest and highest value of the colour scale; None: that of the data.
+        size: width and height in inches; None: by the number of parameters.
+
+    Raises:
+        ConfigurationError: if matplotlib is not installed, or for an invalid pattern, limit or size.
+        NotFound: if no parameter matches, or the log is empty.
+    """
+    series = matching(series, pattern)
+    if not len(series.steps):
+        raise NotFound(f"{series.run}: its log of parameters has no records yet")
+    low, high = limits
+    if any(each is not None and not 0 < each < math.inf for each in (low, high, *(size or ()))):
+        raise ConfigurationError(f"limits {limits!r}, size {size!r}: need numbers over 0")
+    if low is not None and high is not None and not low < high:
+        raise ConfigurationError(f"limits {limits!r}: the lowest value must be below the highest")
+    require_extra("analysis", "matplotlib", "plotting")
+    from .figure import heatmap_figure
+
+    return heatmap_figure(series, TITLES.get(series.name, series.name), limits, size)

@@ -10,10 +10,9 @@ import numpy as np
 import plotille
 from numpy.typing import NDArray
 
+from . import View
 from .curves import Curve, Panel, value_range
-from .downsample import downsample, lone
-from .ticks import labelled, log_ticks, nice_ticks
-from .view import View
+from .pixels import downsample, labelled, log_ticks, lone, nice_ticks
 
 Floats = NDArray[np.float64]
 Colour = tuple[int, int, int] | None

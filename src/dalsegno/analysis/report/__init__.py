@@ -17,12 +17,11 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from dalsegno.analysis.divergence import DetectorSettings
 from dalsegno.analysis.log import TrainingLog
-from dalsegno.analysis.parameters import WHERE
-from dalsegno.analysis.plotting.heatmap import TITLES
-from dalsegno.analysis.plotting.palette import colour
-from dalsegno.analysis.series import ParameterSeries
-from dalsegno.analysis.stats.detect import DetectorSettings
+from dalsegno.analysis.plotting.curves import colour
+from dalsegno.analysis.plotting.plot import TITLES
+from dalsegno.analysis.series import WHERE, ParameterSeries
 from dalsegno.analysis.webpage import inlined
 from dalsegno.errors import ConfigurationError, NotFound
 from dalsegno.logs.values import Record, to_json

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dalsegno.analysis.formats.naming import is_of_evaluation
+from dalsegno.analysis.formats.source import is_of_evaluation
+from dalsegno.analysis.lineage import Restart
 from dalsegno.analysis.log import TrainingLog
-from dalsegno.analysis.plotting.curves import LABELS, MOST_DOTS, TOKENS, evaluations_of, unit_of_time
-from dalsegno.analysis.plotting.downsample import downsample
-from dalsegno.analysis.plotting.palette import colour
-from dalsegno.analysis.rewound import Restart
+from dalsegno.analysis.plotting.curves import LABELS, MOST_DOTS, TOKENS, colour, evaluations_of, unit_of_time
+from dalsegno.analysis.plotting.pixels import downsample
 from dalsegno.analysis.series import ParameterSeries, Series
 from dalsegno.analysis.webpage import SHOWN_FIRST
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dalsegno.analysis.comparison import compare_series
+from dalsegno.analysis.divergence import DetectorSettings, detect_divergence
 from dalsegno.analysis.lineage import LegSummary
 from dalsegno.analysis.log import TrainingLog
-from dalsegno.analysis.stats.compare import compare_series
-from dalsegno.analysis.stats.detect import DetectorSettings, detect_divergence
-from dalsegno.analysis.stats.spikes import Spike, find_spikes
+from dalsegno.analysis.spikes import Spike, find_spikes
 from dalsegno.analysis.summary import MetricSummary, Summary
 from dalsegno.state import ResumeProof
 

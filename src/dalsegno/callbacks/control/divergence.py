@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dalsegno.analysis.stats.divergence import Divergence, DivergenceState, Mode
+from dalsegno.analysis.divergence import Divergence, DivergenceState, Mode
 from dalsegno.callbacks.argument_checks import flag, one_of, text
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.sharded_tensors import are_finite

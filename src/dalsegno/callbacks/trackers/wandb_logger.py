@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dalsegno.analysis.formats.source import Skipped
-from dalsegno.analysis.formats.wandb_run import wandb_files, wandb_rows
+from dalsegno.analysis.formats.trackers import wandb_files, wandb_rows
 from dalsegno.policies.triggers import SaveTrigger
 
 from .tracker import Card, Entry, Histogram, Points, Return, Status, Text, TrackedRun, Tracker

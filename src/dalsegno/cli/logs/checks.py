@@ -25,7 +25,7 @@ from .arguments import (
 
 if TYPE_CHECKING:
     from dalsegno.analysis import DetectorSettings, Series, TrainingLog
-    from dalsegno.analysis.stats.detect import Firing
+    from dalsegno.analysis.divergence import Firing
 
 
 def describe_compare(parser: Parser) -> None:

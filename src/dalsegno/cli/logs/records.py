@@ -269,7 +269,7 @@ def diff(arguments: argparse.Namespace) -> int:
     A run that was killed and resumed has the same records as an uninterrupted one.
     """
     from dalsegno.analysis import diff_records, open_log
-    from dalsegno.analysis.names import make_names_unique
+    from dalsegno.analysis.folder import make_names_unique
 
     first, second = (open_log(path, arguments.step_key) for path in (arguments.first, arguments.second))
     for log in (first, second):

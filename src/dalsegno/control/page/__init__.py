@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from string import Template
 
-from dalsegno.analysis.formats.naming import BOOKKEEPING, EVALUATIONS
-from dalsegno.analysis.plotting.curves import LABELS, TOKENS
-from dalsegno.analysis.plotting.palette import RUNS
+from dalsegno.analysis.formats.source import BOOKKEEPING, EVALUATIONS
+from dalsegno.analysis.plotting.curves import LABELS, RUNS, TOKENS
 from dalsegno.analysis.webpage import SHOWN_FIRST, inlined
 from dalsegno.logs.wall_clock import WALL_CLOCK_ENDINGS
 

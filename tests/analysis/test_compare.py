@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from analysis.series import NAN, falling, series, with_values
 from dalsegno.analysis import Series
-from dalsegno.analysis.stats.compare import align, compare_series
+from dalsegno.analysis.comparison import align, compare_series
 from dalsegno.errors import ConfigurationError
 
 LOGGED = st.lists(st.tuples(st.integers(0, 40), st.floats(-10, 10)), max_size=30)

@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 
 from analysis.series import NAN, falling, series, with_values
 from dalsegno.analysis import Series
-from dalsegno.analysis.stats.detect import DetectorSettings, detect_divergence
-from dalsegno.analysis.stats.divergence import Divergence
-from dalsegno.analysis.stats.sweep import SMOOTHING, _Track, sweep_settings
+from dalsegno.analysis.divergence import (
+    SMOOTHING,
+    DetectorSettings,
+    Divergence,
+    _Track,
+    detect_divergence,
+    sweep_settings,
+)
 from dalsegno.errors import ConfigurationError
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dalsegno.analysis.stats.divergence import LOST, NOISE, Divergence
+from dalsegno.analysis.divergence import LOST, NOISE, Divergence
 from dalsegno.errors import ConfigurationError, StateMismatch
 
 values = st.floats(-20, 20) | st.sampled_from([math.nan, math.inf, -math.inf])

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dalsegno.analysis.series import Series
 from dalsegno.errors import ConfigurationError
 
 from .divergence import Mode
+from .series import Series
 
 Floats = NDArray[np.float64]
 

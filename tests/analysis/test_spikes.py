@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from analysis.series import INF, NAN, falling, series, with_values
-from dalsegno.analysis.stats.spikes import find_spikes
+from dalsegno.analysis.spikes import find_spikes
 from dalsegno.errors import ConfigurationError
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.series import INF, NAN
-from dalsegno.analysis.stats.smooth import automatic_window, smooth
+from dalsegno.analysis.series import automatic_window, smooth
 from dalsegno.errors import ConfigurationError
 
 VALUES = st.one_of(st.floats(-100, 100), st.sampled_from([NAN, INF, -INF]))

@@ -1,1 +1,0 @@
-"""Statistics of metrics: smoothing, spikes, comparison of runs, divergence detection."""
