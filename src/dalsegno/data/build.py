@@ -39,13 +39,9 @@ class EvaluationSet(NamedTuple):
 def train_loader_from_args(
     args: TrainingArguments, layout: Layout, dataset: Any, loader: Iterable[Any] | None, collator: Collator | None
 ) -> ResumableLoader:
-    """Build the training data. Collective.
-
-    Raises:
-        ConfigurationError: unless exactly one of dataset and loader is given and of a supported kind, if the ranks'
-            datasets differ in length, or if a batch does not divide into the micro-batches of a pipeline.
-        EmptyDataset: if there is no batch.
-    """
+    """Build the training data. Collective. Raises ConfigurationError unless exactly one of dataset and loader is given
+    and of a supported kind, if the ranks' datasets differ in length, or if a batch does not divide into the
+    micro-batches of a pipeline; EmptyDataset if there is no batch."""
     if (dataset is None) == (loader is None):
         raise ConfigurationError("give exactly one of train_dataset= and train_dataloader=")
     if loader is not None:
@@ -75,13 +71,9 @@ def _expect_divisible(args: TrainingArguments) -> None:
 def evaluation_sets_from_args(
     args: TrainingArguments, layout: Layout, datasets: Any, loaders: Any, collator: Collator | None
 ) -> list[EvaluationSet]:
-    """Build one set from a dataset or a loader, several from a dict of them, none from None. Collective.
-
-    Raises:
-        ConfigurationError: if both datasets and loaders are given, or an unsupported kind; or if the ranks' datasets
-            differ in length.
-        EmptyDataset: if one has no sample.
-    """
+    """Build one set from a dataset or a loader, several from a dict of them, none from None. Collective. Raises
+    ConfigurationError if both datasets and loaders are given, or an unsupported kind; or if the ranks' datasets differ
+    in length; EmptyDataset if one has no sample."""
     if datasets is not None and loaders is not None:
         raise ConfigurationError("give eval_dataset= or eval_dataloader=, not both")
     given = datasets if datasets is not None else loaders

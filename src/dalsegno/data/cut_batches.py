@@ -40,11 +40,9 @@ class ShortenedSequences(LoaderView[MicrobatchLoader]):
 def shortened(batch: Any, length: int) -> Any:
     """Return ``batch`` with at most the first ``length`` tokens of each sequence; ``batch`` itself if none is longer.
 
-    Cuts each tensor with the shape of ``input_ids``, (batch, sequence). Others stay as they are.
-
-    Raises:
-        ConfigurationError: for a batch without such ``input_ids``; or if another tensor has a dimension, after the
-            first one, of the sequences' length: a mask for each pair of tokens, or an embedding of each token.
+    Cuts each tensor with the shape of ``input_ids``, (batch, sequence). Others stay as they are. Raises
+    ConfigurationError for a batch without such ``input_ids``; or if another tensor has a dimension, after the first
+    one, of the sequences' length: a mask for each pair of tokens, or an embedding of each token.
     """
     ids = batch.get("input_ids") if isinstance(batch, MutableMapping) else None
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
@@ -104,10 +102,8 @@ def split(microbatch: Microbatch, number: int) -> list[Microbatch]:
     """Split a batch into ``number`` parts of equal size, along the first dimension of its tensors.
 
     A batch that does not divide, such as an epoch's last, has a smaller last part, then copies of it without samples.
-    Tensors without dimensions, and values that are not a list of one element per sample, are in every part.
-
-    Raises:
-        ConfigurationError: if the batch is not a tensor, or a mapping, tuple or list with tensors, of equal lengths.
+    Tensors without dimensions, and values that are not a list of one element per sample, are in every part. Raises
+    ConfigurationError if the batch is not a tensor, or a mapping, tuple or list with tensors, of equal lengths.
     """
     length = _length(microbatch.batch)
     size = -(-length // number)

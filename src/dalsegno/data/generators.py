@@ -64,11 +64,7 @@ class OwnGenerators:
         return {way: _state_of(generator) for way, generator in self.find().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore each generator.
-
-        Raises:
-            StateMismatch: if one no longer exists, or has another type.
-        """
+        """Restore each generator. Raises StateMismatch if one no longer exists, or has another type."""
         found = self.find() if state else {}
         for way, saved in state.items():
             if way not in found or not _fits(found[way], saved):

@@ -139,12 +139,8 @@ class MapLoader:
         self._sampler.check_state(state)
 
     def load_state_dict(self, state: Any) -> None:
-        """Continue at a saved position.
-
-        Raises:
-            StateMismatch: if it belongs to another kind of data, or to a dataset of another length; or if a saved
-                random generator of the data no longer exists.
-        """
+        """Continue at a saved position. Raises StateMismatch if it belongs to another kind of data, or to a dataset of
+        another length; or if a saved random generator of the data no longer exists."""
         self.check_state(state)
         self._sampler.load_state_dict(state)
         self.own_generators.load_state_dict(state.get("generators", {}))

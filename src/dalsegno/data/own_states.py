@@ -38,11 +38,8 @@ class OwnStates(OwnGenerators):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore each of them. A part whose state is the saved one already is left alone: a sampler that is being read
-        may take what is loaded for the place where its next iterator begins.
-
-        Raises:
-            StateMismatch: if one no longer exists, or does not take its state.
-        """
+        may take what is loaded for the place where its next iterator begins. Raises StateMismatch if one no longer
+        exists, or does not take its state."""
         parts = self.parts() if state else {}
         super().load_state_dict({way: saved for way, saved in state.items() if way not in parts})
         for name, part in parts.items():

@@ -179,12 +179,9 @@ class ReplayLoader(UserLoader):
         return self._generators() if self._saved is None or self._exhausted else self._saved
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position.
-
-        Raises:
-            StateMismatch: if it belongs to another kind of data, or the worker processes of an iterable dataset have
-                changed in number or batch size; on iterating, if the position no longer exists.
-        """
+        """Continue at a saved position. Raises StateMismatch if it belongs to another kind of data, or the worker
+        processes of an iterable dataset have changed in number or batch size; on iterating, if the position no longer
+        exists."""
         self._set_position(state, "replayed")
         if list(state["workers"]) != self._worker_layout():
             raise StateMismatch(

@@ -242,11 +242,8 @@ class ResumableSampler(Sampler[list[int]]):
             raise StateMismatch(f"the saved position is sample {state['cursor']} of {self.length} in the dataset")
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """Continue at a saved position, in its order: the saved seed replaces this one.
-
-        Raises:
-            StateMismatch: see :meth:`check_state`.
-        """
+        """Continue at a saved position, in its order: the saved seed replaces this one. Raises StateMismatch, see
+        :meth:`check_state`."""
         self.check_state(state)
         if state["seed"] != self.seed:
             log.warning("the data order keeps its saved seed %d, instead of %d", state["seed"], self.seed)

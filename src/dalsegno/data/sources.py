@@ -45,6 +45,9 @@ def train_loader(
 ) -> ResumableLoader:
     """Build the training data of one rank, resumable at any micro-batch. Collective, if ``source`` splits itself.
 
+    Raises EmptyDataset if there is no micro-batch; ConfigurationError if ``source`` is not a dataset, or an argument is
+    out of range.
+
     Args:
         source: a map dataset (``__len__`` and ``__getitem__``), or an iterable one, which is not shuffled. It splits
             itself, if it can (:mod:`dalsegno.data.splitting`), else each rank takes every ``world_size``-th sample.
@@ -53,10 +56,6 @@ def train_loader(
         drop_last: drop the incomplete micro-batch at the end of an epoch; else it is split, with padding if needed.
         persistent_workers: for a map dataset only; an iterable one gets new worker processes for each epoch, so that
             their random numbers depend only on the epoch.
-
-    Raises:
-        EmptyDataset: if there is no micro-batch.
-        ConfigurationError: if ``source`` is not a dataset, or an argument is out of range.
     """
     workers = {"num_workers": num_workers, "pin_memory": pin_memory, "prefetch_factor": prefetch_factor}
     collate = collate_fn or default_collate
@@ -91,11 +90,8 @@ def resumable_loader(loader: Iterable[Any], *, seed: int = 0, world_size: int = 
     """Wrap the user's own loader of training data. Each rank has its own loader. Collective.
 
     A loader with ``state_dict`` and ``load_state_dict`` is resumed by its state, if that determines the order of its
-    samples; any other is read again up to the position.
-
-    Raises:
-        EmptyDataset: if the loader has length 0.
-        ConfigurationError: if it is not iterable.
+    samples; any other is read again up to the position. Raises EmptyDataset if the loader has length 0;
+    ConfigurationError if it is not iterable.
     """
     kind = StatefulLoader if isinstance(loader, Stateful) and keeps_its_order(loader) else ReplayLoader
     resumable = collectives.run_on_all_ranks(lambda: kind(_iterable(loader), seed=seed, world_size=world_size))
@@ -156,11 +152,8 @@ def eval_loader(
     prefetch_factor: int | None = None,
 ) -> EvalLoader:
     """Build the evaluation data of one rank, in order, each sample once over all ranks; see :func:`train_loader`.
-
-    Raises:
-        EmptyDataset: if there is no sample.
-        ConfigurationError: if ``source`` is not a dataset, or an argument is out of range.
-    """
+    Raises EmptyDataset if there is no sample; ConfigurationError if ``source`` is not a dataset, or an argument is out
+    of range."""
     workers = {"num_workers": num_workers, "pin_memory": pin_memory, "prefetch_factor": prefetch_factor}
     collate = collate_fn or default_collate
     if _is_stream(source):

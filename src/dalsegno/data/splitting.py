@@ -32,11 +32,8 @@ _LOADERS = {
 
 
 def part_of_rank(source: Any, rank: int, world_size: int) -> Any | None:
-    """Return this rank's part of an iterable dataset that splits itself; None if it does not, or for one rank.
-
-    Raises:
-        ConfigurationError: if only a loader of its own saves the position in it, or it is split for other ranks.
-    """
+    """Return this rank's part of an iterable dataset that splits itself; None if it does not, or for one rank. Raises
+    ConfigurationError if only a loader of its own saves the position in it, or it is split for other ranks."""
     kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(source).__mro__}
     for kind in kinds & _LOADERS.keys():
         raise ConfigurationError(

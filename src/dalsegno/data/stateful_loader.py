@@ -204,11 +204,8 @@ class StatefulLoader(UserLoader):
         return None if stream is None else digest(stream.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position.
-
-        Raises:
-            StateMismatch: if it belongs to another kind of data; on iterating, if the loader rejects its state.
-        """
+        """Continue at a saved position. Raises StateMismatch if it belongs to another kind of data; on iterating, if
+        the loader rejects its state."""
         self._set_position(state, "stateful")
         self._cut, self._saved, self._loaded_stream = state["cut"], state["loader"], state["stream"]
         self._left, self._opened, self._resumed_inside, self._first_of_leg = None, False, False, None

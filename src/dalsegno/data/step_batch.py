@@ -87,12 +87,8 @@ def iter_steps(
     loader: MicrobatchLoader, sizes: Iterable[int], layout: Layout, loss_weight: LossWeight | None = None
 ) -> Iterator[StepBatch]:
     """Yield the rest of the epoch in steps of ``sizes`` micro-batches, endless and read step by step; the last step may
-    be smaller.
-
-    Raises:
-        EmptyDataset: if one rank has no batch while another has one.
-        ConfigurationError: if the first batches differ between ranks that should read the same data.
-    """
+    be smaller. Raises EmptyDataset if one rank has no batch while another has one; ConfigurationError if the first
+    batches differ between ranks that should read the same data."""
     rest = iter(loader)
     alone = collectives.world_size() == 1
     known = loader.lockstep and loss_weight is None

@@ -35,11 +35,8 @@ class TrainingData:
         )
 
     def examine(self) -> tuple[dict[str, Any], list[str]]:
-        """Return the fingerprint, and a sentence for each thing that a resume would not reproduce. Collective.
-
-        Raises:
-            ConfigurationError: on all ranks, if their datasets differ.
-        """
+        """Return the fingerprint, and a sentence for each thing that a resume would not reproduce. Collective. Raises
+        ConfigurationError on all ranks, if their datasets differ."""
         if self.loader is not None:  # each rank may have its own part
             return collectives.from_rank_zero(self._examine_alone)
         found, problems = collectives.run_on_all_ranks(self._examine_alone)
@@ -81,11 +78,8 @@ class TrainingData:
 
 
 def check_same_length(argument: str, dataset: Any) -> None:
-    """Check lengths before any loader is built: ranks with different ones could not step together. Collective.
-
-    Raises:
-        ConfigurationError: on all ranks, if the lengths of what they pass as ``argument`` differ.
-    """
+    """Check lengths before any loader is built: ranks with different ones could not step together. Collective. Raises
+    ConfigurationError on all ranks, if the lengths of what they pass as ``argument`` differ."""
     _expect_same(argument, fingerprint(dataset, ProbeResult()))
 
 

@@ -28,6 +28,8 @@ class UserLoader:
 
     It cannot save its position; the subclasses :class:`StatefulLoader` and :class:`ReplayLoader` can.
 
+    Raises EmptyDataset if the loader has length 0.
+
     Args:
         loader: yields batches, or :class:`Microbatch` objects with their true counts. ``set_epoch`` of the loader, its
             samplers and its dataset, if defined, is called at the start of each epoch.
@@ -36,9 +38,6 @@ class UserLoader:
         samples: number per epoch, over all ranks, if known.
         lockstep: whether the loaders of all ranks end together and their micro-batches have global counts.
         one_stream: whether all ranks read the same stream in lockstep, so that one rank's position is that of all.
-
-    Raises:
-        EmptyDataset: if the loader has length 0.
     """
 
     state_scope: Scope = "per_rank"  # only the loader knows how it splits its data between the ranks
@@ -221,11 +220,8 @@ class UserLoader:
 
     @classmethod
     def reshard(cls, states: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
-        """Convert the position to another number of ranks, if all ranks read one stream.
-
-        Raises:
-            StateMismatch: for a loader that splits its data itself.
-        """
+        """Convert the position to another number of ranks, if all ranks read one stream. Raises StateMismatch for a
+        loader that splits its data itself."""
         if not states[0]["one_stream"]:
             raise StateMismatch(
                 f"the position in your data was saved by {len(states)} ranks, now there are {world_size}, and only "

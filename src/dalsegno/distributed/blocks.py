@@ -13,11 +13,8 @@ from dalsegno.errors import UnknownName
 
 
 def matching_names(model: nn.Module, pattern: str, argument: str) -> list[str]:
-    """Names of the modules that ``pattern`` matches, part by part: ``layers.*.up`` matches ``layers.0.up``.
-
-    Raises:
-        UnknownName: if there is none; the message names ``argument`` and suggests the nearest.
-    """
+    """Names of the modules that ``pattern`` matches, part by part: ``layers.*.up`` matches ``layers.0.up``. Raises
+    UnknownName if there is none; the message names ``argument`` and suggests the nearest."""
     names, wanted = [name for name, _ in model.named_modules() if name], pattern.split(".")
     matching = [name for name in names if _matches(name.split("."), wanted)]
     if not matching:

@@ -57,12 +57,11 @@ def communication_device() -> torch.device:
 def all_reduce_max(values: Sequence[int], purpose: str) -> list[int]:
     """Return the element-wise maximum over all ranks; for flags, whether any rank set it. One small collective.
 
+    Raises RanksApart if another rank is at a different collective.
+
     Args:
         values: of the same length on each rank.
         purpose: a few words for the error if the ranks are at different collectives.
-
-    Raises:
-        RanksApart: if another rank is at a different collective.
     """
     if not initialized():
         return list(values)
@@ -129,13 +128,10 @@ def broadcast(value: T, purpose: str) -> T:
 
 def run_on_all_ranks(work: Callable[[], T]) -> T:
     """Run ``work`` on every rank. If it fails on one rank it raises on all, so that no rank waits for a failed one.
-
-    Raises:
-        Exception: on every rank, of the same kind, so that all ranks handle it alike. It is the error of one failed
-            rank: the first whose error is not dalsegno's (a disk's, for example), else the first. That rank raises its
-            own error; the others raise the same error naming the rank if it is one of dalsegno's, else
-            :class:`~dalsegno.errors.RankFailed`.
-    """
+    Raises Exception on every rank, of the same kind, so that all ranks handle it alike. It is the error of one failed
+    rank: the first whose error is not dalsegno's (a disk's, for example), else the first. That rank raises its own
+    error; the others raise the same error naming the rank if it is one of dalsegno's, else
+    :class:`~dalsegno.errors.RankFailed`."""
     return _run_together(work, _name(work))
 
 
@@ -265,11 +261,8 @@ class Gathered:
         self._fetched: list[list[float]] | None = None
 
     def by_rank(self) -> list[list[float]]:
-        """Return every rank's numbers, in rank order, once. Collective, unless they have been fetched.
-
-        Raises:
-            RanksApart: if another rank is at a different collective.
-        """
+        """Return every rank's numbers, in rank order, once. Collective, unless they have been fetched. Raises
+        RanksApart if another rank is at a different collective."""
         fetched, self._fetched = self._fetched, None
         return gather_floats(self.measure(), self.purpose) if fetched is None else fetched
 
@@ -283,11 +276,8 @@ class Gathered:
 
 
 def gather_together(first: Gathered, *others: Gathered) -> None:
-    """Fetch the numbers of all of these, in one exchange with the purpose of the first. Collective.
-
-    Raises:
-        RanksApart: if another rank is at a different collective.
-    """
+    """Fetch the numbers of all of these, in one exchange with the purpose of the first. Collective. Raises RanksApart
+    if another rank is at a different collective."""
     measured = [(each, each.measure()) for each in (first, *others)]
     rows = gather_floats([number for _, numbers in measured for number in numbers], first.purpose)
     begin = 0

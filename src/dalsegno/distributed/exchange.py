@@ -36,6 +36,8 @@ _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 def exchange(purpose: str, own: Sequence[int], device: torch.device) -> Tensor:
     """Gather every rank's ``own``, one row each. Collective, over the default group.
 
+    Raises RanksApart if another rank is at a different collective; its numbers are then not used.
+
     Args:
         purpose: at most 32 ASCII characters, for the error.
         own: n 64-bit numbers; n must be equal on all ranks.
@@ -43,9 +45,6 @@ def exchange(purpose: str, own: Sequence[int], device: torch.device) -> Tensor:
 
     Returns:
         Shape (ranks, n), int64, on the CPU.
-
-    Raises:
-        RanksApart: if another rank is at a different collective; its numbers are then not used.
     """
     group = dist.group.WORLD
     number = _numbers[group] = _numbers.get(group, 0) + 1

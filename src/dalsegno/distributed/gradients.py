@@ -32,14 +32,13 @@ from .stage_places import place_of
 class GradientNorms:
     """The L2 norm (fp32) of each full gradient, clipped and unscaled, in any parallel mode.
 
+    Raises ConfigurationError if ``measures`` accepts no trainable parameter.
+
     Args:
         model: provides the parameters' names; a tied parameter appears once.
         optimizer: its steps are watched until :meth:`close`.
         wanted: called at each step; whether to measure. A step that is not measured costs nothing.
         measures: whether to measure the gradient of the parameter with this name; None: all.
-
-    Raises:
-        ConfigurationError: if ``measures`` accepts no trainable parameter.
     """
 
     def __init__(

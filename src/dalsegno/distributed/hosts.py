@@ -53,11 +53,10 @@ class Hosts:
     def run(self, work: Callable[[], T]) -> list[T]:
         """Run ``work`` on the lowest rank of each host. Collective.
 
+        Raises Exception on every rank, if ``work`` fails on one, as :func:`collectives.run_on_all_ranks` does.
+
         Returns:
             The results by host, on every rank.
-
-        Raises:
-            Exception: on every rank, if ``work`` fails on one, as :func:`collectives.run_on_all_ranks` does.
         """
         result = collectives.run_on_all_ranks(lambda: work() if self.leads else cast(T, None))
         return self.by_host(collectives.gather(result, "results of all hosts"))

@@ -186,11 +186,8 @@ def meshes_like(mesh: DeviceMesh) -> torch.Tensor:
 
 
 def build_layout(parallel: Setting, device: torch.device) -> Layout:
-    """Build the mesh of a checked ``parallel`` setting. Collective.
-
-    Raises:
-        ConfigurationError: if the modes' sizes do not fit the number of ranks, or a mesh is not of all ranks.
-    """
+    """Build the mesh of a checked ``parallel`` setting. Collective. Raises ConfigurationError if the modes' sizes do
+    not fit the number of ranks, or a mesh is not of all ranks."""
     modes = modes_of(parallel)
     if modes and isinstance(modes[0], Parallelized):
         return Layout.of_mesh(modes[0].mesh, modes[0].data)
@@ -204,11 +201,8 @@ def build_layout(parallel: Setting, device: torch.device) -> Layout:
 
 
 def layout_of_own_loop(parallel: Setting) -> Layout:
-    """The layout of a hand-written loop, whose author has spread the model.
-
-    Raises:
-        ConfigurationError: for modes that only a Trainer carries out.
-    """
+    """The layout of a hand-written loop, whose author has spread the model. Raises ConfigurationError for modes that
+    only a Trainer carries out."""
     modes = modes_of(parallel)
     if modes and isinstance(modes[0], Parallelized):
         return Layout.of_mesh(modes[0].mesh, modes[0].data)

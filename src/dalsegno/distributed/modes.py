@@ -163,11 +163,8 @@ class Pipeline(Mode):
         return len(self.stages) + begins
 
     def ranks(self, of: int) -> int:
-        """Number of ranks with different stages, ``of`` all ranks of a job.
-
-        Raises:
-            ConfigurationError: if the schedule cannot run the stages on so many.
-        """
+        """Number of ranks with different stages, ``of`` all ranks of a job. Raises ConfigurationError if the schedule
+        cannot run the stages on so many."""
         if callable(self.stages):  # checked when there is a model
             return self.size or of
         ranks = self.size or (self.count if self.schedule in SINGLE_STAGE else of)
@@ -222,11 +219,8 @@ Setting = str | Mode | Sequence["str | Mode"]
 
 def checked(setting: Any) -> str | Mode | tuple[Mode, ...]:
     """Return a name as it is, else the modes that ``setting`` stands for; text such as ``HSDP(replicate=2)`` is parsed.
-
-    Raises:
-        UnknownName: for text with an unknown mode or argument.
-        ConfigurationError: for a value that is not a mode, or modes that cannot be composed.
-    """
+    Raises UnknownName for text with an unknown mode or argument; ConfigurationError for a value that is not a mode, or
+    modes that cannot be composed."""
     if (isinstance(setting, str) and setting in NAMES) or isinstance(setting, Mode):
         return setting
     several = [setting] if isinstance(setting, str) else setting
@@ -255,11 +249,8 @@ def text_of(setting: Setting) -> str | list[str]:
 
 
 def mesh_dimensions(modes: Sequence[Mode], ranks: int) -> dict[str, int]:
-    """Sizes of the mesh's dimensions by name, outermost first.
-
-    Raises:
-        ConfigurationError: if no mesh of these sizes has that many ranks.
-    """
+    """Sizes of the mesh's dimensions by name, outermost first. Raises ConfigurationError if no mesh of these sizes has
+    that many ranks."""
     pipeline = next((mode for mode in modes if isinstance(mode, Pipeline)), None)
     tensor = next((mode for mode in modes if isinstance(mode, TensorParallel)), None)
     data = next((mode for mode in modes if isinstance(mode, (DDP, FSDP))), None)

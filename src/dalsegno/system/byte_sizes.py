@@ -19,11 +19,8 @@ def format_bytes(count: int) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Number of bytes in ``"5GB"``, ``"200 MB"``, ``"1GiB"`` or a plain number.
-
-    Raises:
-        ValueError: if ``text`` is none of these, or less than one byte.
-    """
+    """Number of bytes in ``"5GB"``, ``"200 MB"``, ``"1GiB"`` or a plain number. Raises ValueError if ``text`` is none
+    of these, or less than one byte."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(found[2].upper() or "B") if found else None
     if found is None or unit is None or float(found[1]) * unit < 1:

@@ -36,12 +36,8 @@ def expect_durable(path: Path) -> None:
 
 
 def flush_name(path: Path) -> None:
-    """Fsync the directory of ``path``.
-
-    Raises:
-        NotDurable: if the disk refuses it, at this call or at an earlier one.
-        LeaseLost: if another process has taken over the directory.
-    """
+    """Fsync the directory of ``path``. Raises NotDurable if the disk refuses it, at this call or at an earlier one;
+    LeaseLost if another process has taken over the directory."""
     flush_names([path])
 
 
@@ -61,14 +57,9 @@ def flush_names(paths: Iterable[Path]) -> None:
 
 
 def replace_durably(path: Path, data: filesystem.Buffer) -> None:
-    """As :func:`.filesystem.replace_durably`.
-
-    Raises:
-        NotDurable: if the disk refuses to flush the name, at this call or at an earlier one. The content is the former
-            or the new one.
-        LeaseLost: if another process has taken over the directory.
-        OSError: if the disk refuses anything else, such as a full one. The content is unchanged.
-    """
+    """As :func:`.filesystem.replace_durably`. Raises NotDurable if the disk refuses to flush the name, at this call or
+    at an earlier one. The content is the former or the new one; LeaseLost if another process has taken over the
+    directory; OSError if the disk refuses anything else, such as a full one. The content is unchanged."""
     expect_durable(path)
     former = _inode(path)
     try:

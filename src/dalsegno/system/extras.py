@@ -14,13 +14,13 @@ def how_to_install(extra: str) -> str:
 
 def require_extra(extra: str, module: str, what: str) -> None:
     """
+
+    Raises ConfigurationError if ``module`` is not installed.
+
     Args:
         extra: that includes the module.
         module: a module of the library.
         what: the task that needs it, as the subject of a sentence: "plotting".
-
-    Raises:
-        ConfigurationError: if ``module`` is not installed.
     """
     if importlib.util.find_spec(module) is None:
         raise ConfigurationError(f"{what} needs {module}, which is not installed; {how_to_install(extra)}")

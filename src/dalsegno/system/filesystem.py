@@ -77,11 +77,8 @@ def open_own(path: Path, flags: int, mode: int = 0o644) -> int:
 
     ``path`` may be reached through linked folders, but must itself be a regular file: a link would redirect the write,
     or the truncation, to its target. A file that is replaced, and has further names (an unchanged file of several
-    checkpoints), keeps its content under these.
-
-    Raises:
-        OSError: if ``path`` is not a regular file, or cannot be opened.
-        LeaseLost: if another process has taken over the directory of ``path``.
+    checkpoints), keeps its content under these. Raises OSError if ``path`` is not a regular file, or cannot be opened;
+    LeaseLost if another process has taken over the directory of ``path``.
     """
     if flags & (os.O_CREAT | os.O_TRUNC):
         _ask_fences("open", path)
@@ -158,12 +155,8 @@ def make_directory(path: Path) -> None:
 
 
 def make_private_directory(path: Path) -> None:
-    """Create ``path``, with its parents, for this user alone (0700); an existing directory is made so.
-
-    Raises:
-        PermissionError: if ``path`` belongs to another user.
-        OSError: if it cannot be created, or is not a directory.
-    """
+    """Create ``path``, with its parents, for this user alone (0700); an existing directory is made so. Raises
+    PermissionError if ``path`` belongs to another user; OSError if it cannot be created, or is not a directory."""
     make_directory(path.parent)
     _begin("mkdir", path)
     with contextlib.suppress(FileExistsError):
@@ -303,10 +296,8 @@ def map_new(path: Path, length: int) -> mmap.mmap:
     """Create ``path`` with ``length`` zero bytes, for this user alone, and map it shared: what is written to the
     mapping, which has whole pages, is in the file at once.
 
-    Call :func:`reserve` before a write: it cannot report that there is no memory left, the process is killed.
-
-    Raises:
-        OSError: if ``path`` exists, or cannot be created. No file remains.
+    Call :func:`reserve` before a write: it cannot report that there is no memory left, the process is killed. Raises
+    OSError if ``path`` exists, or cannot be created. No file remains.
     """
     with _notifying("write", path):
         descriptor = open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -326,10 +317,7 @@ def map_new(path: Path, length: int) -> mmap.mmap:
 
 def reserve(path: Path, begin: int, length: int) -> None:
     """Reserve memory for ``length`` bytes of a file from ``begin`` on, as far as it has them: 0.1 s and more per GB.
-
-    Raises:
-        OSError: if there is not enough.
-    """
+    Raises OSError if there is not enough."""
     with _notifying("write", path):
         descriptor = open_own(path, os.O_WRONLY)
         try:
@@ -343,10 +331,8 @@ def reserve(path: Path, begin: int, length: int) -> None:
 def rewrite_in_place(path: Path, pieces: Iterable[Buffer], length: int) -> None:
     """Write ``length`` bytes to ``path``, a file in memory, into the pages that it has; for this user alone.
 
-    A file that has further names keeps its content under these: it gets pages of its own.
-
-    Raises:
-        OSError: if there is not enough memory, before the first piece is taken.
+    A file that has further names keeps its content under these: it gets pages of its own. Raises OSError if there is
+    not enough memory, before the first piece is taken.
     """
     if count_names(path) > 1:
         remove(path)

@@ -78,10 +78,7 @@ def _read_succession(files: LeaseFiles) -> tuple[Holder | None, list[str]]:
 
 def outlast(files: LeaseFiles, place: str, holder: Holder) -> Holder | None:
     """Wait until the lease of ``holder``, out of this process's sight, has expired; None if it was released meanwhile.
-
-    Raises:
-        Locked: if the lease is renewed or never expires, or another process takes over first.
-    """
+    Raises Locked if the lease is renewed or never expires, or another process takes over first."""
     if holder.lease is None:
         raise Locked(
             f"{place}: in use by {holder}, and this host ({Holder.here().host}) cannot see whether that process "
@@ -133,11 +130,8 @@ class Lease:
         return holder.token in cls._tokens_here
 
     def acquire(self, former: Holder | None) -> str:
-        """Succeed ``former``, which is dead or has released the lock. Returns the token of the new entry.
-
-        Raises:
-            Locked: if another process has been faster.
-        """
+        """Succeed ``former``, which is dead or has released the lock. Returns the token of the new entry. Raises Locked
+        if another process has been faster."""
         if not self._succeed(former):
             other = read_holder(self._files) or "another process"
             raise Locked(
@@ -158,11 +152,8 @@ class Lease:
         return self.loss is None and _clock() < self._certain_until
 
     def confirm(self) -> None:
-        """Read whether this process still holds the lease; renew it if that is overdue.
-
-        Raises:
-            LeaseLost: if another process has taken over.
-        """
+        """Read whether this process still holds the lease; renew it if that is overdue. Raises LeaseLost if another
+        process has taken over."""
         with self._renewing:
             if self.is_certain():
                 self._expect_own()

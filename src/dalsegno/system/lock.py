@@ -40,12 +40,9 @@ class DirectoryLock:
 
     The kernel's lock may not work between hosts, so the file also names the holder, which renews a
     :class:`~dalsegno.system.lease.Lease`; release empties the file. Once this process has lost the lease,
-    :mod:`~dalsegno.system.filesystem` changes nothing below the directory.
-
-    Raises:
-        Locked: on :meth:`acquire`, if this or another process holds the lock, or may hold it out of sight.
-        NotSupported: on :meth:`acquire`, on a system where nothing can be trained.
-        OSError: on :meth:`acquire`, if the folder is not writable, or its ``.lock`` is a link.
+    :mod:`~dalsegno.system.filesystem` changes nothing below the directory. Raises Locked on :meth:`acquire`, if this or
+    another process holds the lock, or may hold it out of sight; NotSupported on :meth:`acquire`, on a system where
+    nothing can be trained; OSError on :meth:`acquire`, if the folder is not writable, or its ``.lock`` is a link.
     """
 
     _held_here: ClassVar[dict[Path, DirectoryLock]] = {}
@@ -268,11 +265,9 @@ def _file_of(directory: Path) -> Path:
 def _lock(descriptor: int) -> None:
     """Lock the open file rather than the process, whose lock would be dropped by any close of the file.
 
-    An open file description lock conflicts with the POSIX record locks of older versions and works on network disks.
-    On other systems ``flock``, which Linux's network disks implement by such a lock.
-
-    Raises:
-        OSError: if another open file holds it (:data:`_TAKEN`), or the disk has no locks (:data:`_NO_LOCKS`).
+    An open file description lock conflicts with the POSIX record locks of older versions and works on network disks. On
+    other systems ``flock``, which Linux's network disks implement by such a lock. Raises OSError if another open file
+    holds it (:data:`_TAKEN`), or the disk has no locks (:data:`_NO_LOCKS`).
     """
     if sys.platform == "linux":
         try:

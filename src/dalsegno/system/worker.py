@@ -44,13 +44,12 @@ class Counts:
 class Worker:
     """Runs calls in the order of submission.
 
+    Raises ConfigurationError for a size below 1, or an unknown ``when_full``.
+
     Args:
         name: used in messages and as the thread's name.
         size: number of calls that may wait.
         when_full: ``"drop_oldest"`` drops the call that has waited longest; ``"block"`` waits for room.
-
-    Raises:
-        ConfigurationError: for a size below 1, or an unknown ``when_full``.
     """
 
     def __init__(self, name: str, size: int = 1000, when_full: WhenFull = "drop_oldest") -> None:

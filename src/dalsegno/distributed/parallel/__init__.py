@@ -55,11 +55,8 @@ def parallelize(
     ``bf16``: FSDP gathers parameters in bfloat16, if :func:`~dalsegno.distributed.precision.gathered_dtype` permits.
 
     With a single rank nothing is distributed, whatever the mode: a script written for many ranks works unchanged.
-
-    Raises:
-        ConfigurationError: for a mode that needs ranks, if no launcher has set a world size; or if a mode does not
-            support such a model or ``loss_fn``.
-        UnknownName: for a module named by a mode that the model does not have.
+    Raises ConfigurationError for a mode that needs ranks, if no launcher has set a world size; or if a mode does not
+    support such a model or ``loss_fn``; UnknownName for a module named by a mode that the model does not have.
     """
     modes = modes_of(setting)
     if modes and setting != "auto":

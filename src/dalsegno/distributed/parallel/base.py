@@ -57,11 +57,8 @@ class ReplacedParameters(Parallel):
         self._before = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def rebind(self, optimizer: Optimizer) -> None:
-        """Substitute the new parameters in the optimizer.
-
-        Raises:
-            ConfigurationError: if the optimizer has already stepped.
-        """
+        """Substitute the new parameters in the optimizer. Raises ConfigurationError if the optimizer has already
+        stepped."""
         now = dict(self.module.named_parameters())
         known = {id(parameter) for parameter in now.values()}
         for group in optimizer.param_groups:
@@ -115,10 +112,7 @@ class WithTrainedLoss(Parallel):
 
 def has_own_parameters(loss_fn: nn.Module, model: nn.Module, modes: Sequence[Mode]) -> bool:
     """Whether ``loss_fn`` has trainable parameters that the model does not have. Call before distributing either.
-
-    Raises:
-        ConfigurationError: if they share a parameter whose gradient these modes could not average.
-    """
+    Raises ConfigurationError if they share a parameter whose gradient these modes could not average."""
     of_model = {id(parameter) for parameter in model.parameters()}
     own = [each for each in loss_fn.parameters() if id(each) not in of_model and each.requires_grad]
     shared = next((name for name, each in loss_fn.named_parameters() if id(each) in of_model), None)

@@ -95,11 +95,8 @@ def _policies(mode: FSDP, dtype: torch.dtype | None) -> tuple[MixedPrecisionPoli
 
 
 def unit_names(model: nn.Module, mode: FSDP) -> list[str] | None:
-    """Names of the modules that the user chose; None: the choice is ours.
-
-    Raises:
-        UnknownName: for a name that no module has.
-    """
+    """Names of the modules that the user chose; None: the choice is ours. Raises UnknownName for a name that no module
+    has."""
     if mode.units is None:
         return None
     units = [mode.units] if isinstance(mode.units, str) else mode.units

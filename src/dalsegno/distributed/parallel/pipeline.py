@@ -39,6 +39,8 @@ Stores = dict[str, tuple[int, ...]]
 class Pipelined(ReplacedParameters):
     """Keeps this rank's stages of ``model`` and runs them.
 
+    Raises ConfigurationError if the model cannot be cut so; UnknownName for a module that the model does not have.
+
     Args:
         model: on any device, equal on all ranks.
         mode: how it is cut, and the schedule.
@@ -47,10 +49,6 @@ class Pipelined(ReplacedParameters):
         sharding: shards each stage over the ranks that read different data; None: there is one such rank.
         layers: splits layers over the ranks that read the same data; None: there is one such rank in each stage.
         dtype: in which sharded parameters are gathered; None: their own.
-
-    Raises:
-        ConfigurationError: if the model cannot be cut so.
-        UnknownName: for a module that the model does not have.
     """
 
     def __init__(

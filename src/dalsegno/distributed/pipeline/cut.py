@@ -51,11 +51,8 @@ class Cut:
 
 
 def cut(model: nn.Module, stages: Stages) -> Cut:
-    """
-    Raises:
-        ConfigurationError: if the model cannot be cut so; the message names what fits.
-        UnknownName: for a name that no module has; the message suggests the nearest.
-    """
+    """Raises ConfigurationError if the model cannot be cut so; the message names what fits; UnknownName for a name that
+    no module has; the message suggests the nearest."""
     if isinstance(stages, int):
         return _at(model, _even_entries(model, stages))
     if all(isinstance(each, str) for each in stages):
