@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import AbstractContextManager
 from typing import Any, TypedDict
 
 from torch import Tensor, nn
 
 from dalsegno.callbacks.argument_checks import flag, number, whole
-from dalsegno.callbacks.averages.averaged_weights import Averages, name_evaluated_weights
+from dalsegno.callbacks.averages.averaged_weights import WeightAverages
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import Context, EvaluateBeginContext, EvaluateEndContext, StepEndContext
 from dalsegno.stateful.schema import Count
 
@@ -22,7 +20,7 @@ class EMAState(TypedDict):
     updates: Count
 
 
-class EMA(Callback):
+class EMA(WeightAverages):
     """Keeps an exponential moving average of the weights, which evaluations use.
 
     After each step, ``average ← decay · average + (1 − decay) · weights``.
@@ -53,62 +51,49 @@ class EMA(Callback):
         ConfigurationError: for an invalid value.
     """
 
-    sets_control_flags = False
-    background_safe = False
     state_schema = EMAState
 
     def __init__(self, decay: float = 0.999, *, every: int = 1, warmup: bool = False, name: str | None = None) -> None:
-        self.name = name
+        super().__init__(name)
         self._decay = number("EMA", "decay", decay, least=0)
         if decay >= 1:
             raise ConfigurationError(f"EMA: decay={decay!r}; needs a number below 1: at 1 the average never moves")
         self._every = whole("EMA", "every", every)
         self._warmup = flag("EMA", "warmup", warmup)
         self._updates = 0
-        self._averages = Averages()
         self._is_evaluated = False
 
-    def averaged(self) -> AbstractContextManager[None]:
-        """Swap the averages into the model: ``with ema.averaged():``. Must be entered on all ranks.
-
-        Raises:
-            ConfigurationError: if averages of any callback are already swapped in, as in an evaluation; or if nothing
-                was restored and no training has begun.
-        """
-        return self._averages.averaged(self.key)
-
     def _begin(self, ctx: Context) -> None:
-        self._averages.begin(ctx.model, self.key, were_saved=self._updates > 0)
+        self._bind(ctx.model, were_saved=self._updates > 0)
 
     on_train_begin = _begin
     on_rollback = _begin
     on_load = _begin  # so that a finished run's averages can be evaluated: it begins no training
 
     def on_step_end(self, ctx: StepEndContext) -> None:
-        if not self._averages.have_begun:  # added in the middle of a leg
+        if self._model is None:  # added in the middle of a leg
             self._begin(ctx)
         if ctx.step % self._every == 0:
-            self._averages.follow_trained(ctx.model, self.key)
             decay = min(self._decay, (1 + self._updates) / (10 + self._updates)) if self._warmup else self._decay
-            self._averages.approach(1 - decay)
+            self._approach(ctx.model, 1 - decay)
             self._updates += 1
 
     def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
-        self._is_evaluated = self._averages.put_in_place(self.key)
-        name_evaluated_weights(ctx)
+        self._is_evaluated = self._put_in_place()
+        super().on_evaluate_begin(ctx)
 
     def on_evaluate_end(self, ctx: EvaluateEndContext) -> None:
         if self._is_evaluated:
-            self._averages.take_back()
+            self._take_back()
         self._is_evaluated = False
 
     def sharded_state(self, model: nn.Module) -> tuple[dict[str, Tensor], EMAState]:
         """Return the averages by parameter name."""
-        return self._averages.follow(model), {"updates": self._updates}
+        return self._follow(model), {"updates": self._updates}
 
     def tensors_to_load(self, model: nn.Module, rest: Any) -> dict[str, Tensor]:
-        return self._averages.expect(model)
+        return self._expect(model)
 
     def load_sharded_state(self, names: Collection[str], rest: Any) -> None:
-        self._averages.note_restored(names)
+        self._unbegun -= set(names)
         self._updates = rest["updates"]

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any, TypedDict
 
 from torch import Tensor, nn
 
 from dalsegno.callbacks.argument_checks import whole
-from dalsegno.callbacks.averages.averaged_weights import Averages, name_evaluated_weights
+from dalsegno.callbacks.averages.averaged_weights import WeightAverages
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import Context, EvaluateBeginContext, StepEndContext, TrainBeginContext
+from dalsegno.events.contexts import Context, StepEndContext, TrainBeginContext
 from dalsegno.stateful.schema import Count
 
 logger = logging.getLogger("dalsegno")
@@ -28,7 +26,7 @@ class ModelMergeState(TypedDict):
     merged: Count
 
 
-class ModelMerge(Callback):
+class ModelMerge(WeightAverages):
     """Averages the weights of the last ``window`` steps up to a merge step, for that step's checkpoint.
 
     Mean weights from the end of training are often better than the last ones, and a merge at a constant learning rate
@@ -53,14 +51,12 @@ class ModelMerge(Callback):
             unknown.
     """
 
-    sets_control_flags = False
-    background_safe = False
     state_schema = ModelMergeState
 
     def __init__(
         self, steps: int | Sequence[int] | None = None, window: int = 100, *, every: int = 1, name: str | None = None
     ) -> None:
-        self.name = name
+        super().__init__(name)
         self._window = whole("ModelMerge", "window", window)
         self._every = whole("ModelMerge", "every", every)
         if every > window:
@@ -69,15 +65,6 @@ class ModelMerge(Callback):
         self._last_step = 0  # of the run
         self._merge_step = 0  # end of the window of the present means; 0: there are none
         self._merged = 0  # number of steps in the present means
-        self._means = Averages()
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Swap the merged weights into the model: ``with merge.averaged():``. Must be entered on all ranks.
-
-        Raises:
-            ConfigurationError: if averages of any callback are already swapped in; or if no window has begun.
-        """
-        return self._means.averaged(self.key)
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         last, saving = ctx.state.max_steps, ctx.args.saving
@@ -95,7 +82,7 @@ class ModelMerge(Callback):
 
     def on_load(self, ctx: Context) -> None:
         if self._merged:
-            self._bind(ctx.model)
+            self._bind(ctx.model, were_saved=True)
 
     on_rollback = on_load
 
@@ -104,41 +91,34 @@ class ModelMerge(Callback):
         if merge_step is None or (merge_step - ctx.step) % self._every:
             return
         if merge_step != self._merge_step:
-            self._means.end()
+            self._release()
             self._merge_step, self._merged = merge_step, 0
-        if not self._means.have_begun:
-            self._bind(ctx.model)
-        self._means.follow_trained(ctx.model, self.key)
+        if self._model is None:
+            self._bind(ctx.model, were_saved=self._merged > 0)
         self._merged += 1
-        self._means.approach(1 / self._merged)
+        self._approach(ctx.model, 1 / self._merged)
         if ctx.step == merge_step:
             self._report()
-
-    def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
-        name_evaluated_weights(ctx)
 
     def sharded_state(self, model: nn.Module) -> tuple[dict[str, Tensor], ModelMergeState]:
         """Return the means by parameter name; none before the first window."""
         rest: ModelMergeState = {"merge_step": self._merge_step, "merged": self._merged}
-        return self._means.follow(model) if self._merged else {}, rest
+        return self._follow(model) if self._merged else {}, rest
 
     def tensors_to_load(self, model: nn.Module, rest: Any) -> dict[str, Tensor]:
-        return self._means.expect(model) if rest["merged"] else {}
+        return self._expect(model) if rest["merged"] else {}
 
     def load_sharded_state(self, names: Collection[str], rest: Any) -> None:
         self._merge_step, self._merged = rest["merge_step"], rest["merged"]
         if self._merged:
-            self._means.note_restored(names)
+            self._unbegun -= set(names)
         else:
-            self._means.end()
+            self._release()
 
     def _merge_step_of(self, step: int) -> int | None:
         """Return the end of the window that contains ``step``; None if none does."""
         steps = [self._last_step] if self._steps is None else self._steps
         return next((end for end in steps if end - self._window < step <= end), None)
-
-    def _bind(self, model: nn.Module) -> None:
-        self._means.begin(model, self.key, were_saved=self._merged > 0)
 
     def _report(self) -> None:
         planned = (min(self._window, self._merge_step) - 1) // self._every + 1
