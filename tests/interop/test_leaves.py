@@ -170,7 +170,7 @@ args = ds.TrainingArguments(sys.argv[1], max_steps=3, logging_steps=1, save_step
 trainer = ds.Trainer(TinyRegression(), args, train_dataset=tiny_regression_data(), callbacks=[JsonLogger()])
 assert trainer.train().reason == "finished"
 unused = {"fsspec", "dalsegno.checkpoint.remote.store", "dalsegno.distributed.pipeline.schedules"}
-unused |= {f"dalsegno.callbacks.{name}" for name in ("diloco", "ema")}
+unused |= {f"dalsegno.callbacks.{name}" for name in ("control.diloco", "averages.ema")}
 assert not unused & set(sys.modules), f"a restart would wait for {unused & set(sys.modules)}"
 try:
     trainer.add_callback(Foreign())

@@ -248,7 +248,7 @@ def language_run(
     own = [JsonLogger(), DefaultMetrics(peak_flops_per_device=1e12), FlopUtilization(**(total or {}))]
     settings = {"max_steps": 2, "logging_steps": 1, "parallel": parallel, "per_device_train_batch_size": batch}
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("default_metrics", "measures.model_flops"):  # to each, a second from look to look
+        for module in ("profiling.speed", "profiling.model_flops"):  # to each, a second from look to look
             seconds = iter(range(100))
             clock = SimpleNamespace(perf_counter_ns=lambda seconds=seconds: next(seconds) * 10**9)
             patch.setattr(f"dalsegno.callbacks.{module}.time", clock)

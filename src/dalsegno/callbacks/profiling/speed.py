@@ -21,7 +21,43 @@ from dalsegno.state import Handler
 from dalsegno.stateful.schema import Count, Finite, Must
 
 
-class DefaultMetrics(Callback):
+class UtilizationCallback(Callback):
+    """Base class of callbacks that report the model's FLOPs, and their share of the hardware's peak."""
+
+    sets_control_flags = False
+    _counts_always = False
+    """Whether FLOPs are counted without a known peak, too."""
+    _counts_each_record = False
+    """Whether they are counted again for each record, so that results do not depend on where a leg begins."""
+
+    def __init__(
+        self,
+        peak_hardware_flops: float | None = None,
+        *,
+        peak_flops_per_device: float | None = None,
+        peak_flops_in_total: float | None = None,
+    ) -> None:
+        owner = type(self).__name__
+        self._given_peak = GivenPeak(owner, peak_hardware_flops, peak_flops_per_device, peak_flops_in_total)
+        self._peak: float | None = None  # of all ranks' devices
+        self._flops: ModelFlops | None = None
+
+    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
+        self._flops = binder.shared(ModelFlops)
+        return super().bound_handlers(binder)
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        if self._flops is not None:
+            self._peak = self._flops.want(
+                self._given_peak, ctx, always=self._counts_always, each_record=self._counts_each_record
+            )
+
+    def _add_mfu(self, logs: dict[str, Any]) -> None:
+        if self._flops is not None and self._flops.rate is not None and self._peak is not None:
+            logs["mfu"] = self._flops.rate / self._peak
+
+
+class DefaultMetrics(UtilizationCallback):
     """Logs speed, hardware utilization and peak memory in each training record:
 
     - ``tok_per_sec``: tokens of all ranks per second of wall-clock time since the last record, including evaluations
@@ -50,31 +86,18 @@ class DefaultMetrics(Callback):
             ``peak_hardware_flops`` on several ranks.
     """
 
-    sets_control_flags = False
-
-    def __init__(
-        self,
-        peak_hardware_flops: float | None = None,
-        *,
-        peak_flops_per_device: float | None = None,
-        peak_flops_in_total: float | None = None,
-    ) -> None:
-        self._given = GivenPeak("DefaultMetrics", peak_hardware_flops, peak_flops_per_device, peak_flops_in_total)
-        self._peak: float | None = None  # of all ranks' devices
-        self._flops: ModelFlops | None = None
-        self._device = torch.device("cpu")
-        self._began = self._measured_at = 0
-        self._tokens_before = 0
-        self._of_ranks = Gathered(self._measure, "DefaultMetrics")
+    _device = torch.device("cpu")
+    _began = _measured_at = _tokens_before = 0
+    _of_ranks: Gathered
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        self._flops = binder.shared(ModelFlops)
+        self._of_ranks = Gathered(self._measure, "DefaultMetrics")
         binder.gather_for_record(self._of_ranks)
         return super().bound_handlers(binder)
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._device = device_of(ctx.model)
-        self._peak = None if self._flops is None else self._flops.want(self._given, ctx)
+        super().on_train_begin(ctx)
         self._begin_interval(ctx)
 
     def on_rollback(self, ctx: RollbackContext) -> None:
@@ -98,8 +121,7 @@ class DefaultMetrics(Callback):
         self._began = self._measured_at
         if "tokens" in ctx.logs:
             self._add_throughput(ctx.logs, nanoseconds)
-        if self._flops is not None and self._flops.rate is not None and self._peak is not None:
-            ctx.logs["mfu"] = self._flops.rate / self._peak
+        self._add_mfu(ctx.logs)
         ctx.logs["peak_mem"] = max(peaks)
         if len(peaks) > 1:
             ctx.logs["rank_peak_mem"] = peaks
@@ -111,7 +133,7 @@ class DefaultMetrics(Callback):
         logs["tok_per_sec"] = tokens * 1e9 / nanoseconds
 
 
-class FlopUtilization(Callback):
+class FlopUtilization(UtilizationCallback):
     """Logs the model's FLOPs per second, and their share of the hardware's peak, in each training record:
 
     - ``flops_per_second``: the model's FLOPs on all ranks, per second of wall-clock time since the last record.
@@ -135,32 +157,12 @@ class FlopUtilization(Callback):
             ``peak_hardware_flops`` on several ranks.
     """
 
-    sets_control_flags = False
-
-    def __init__(
-        self,
-        peak_hardware_flops: float | None = None,
-        *,
-        peak_flops_per_device: float | None = None,
-        peak_flops_in_total: float | None = None,
-    ) -> None:
-        self._given = GivenPeak("FlopUtilization", peak_hardware_flops, peak_flops_per_device, peak_flops_in_total)
-        self._peak: float | None = None  # of all ranks' devices
-        self._flops: ModelFlops | None = None
-
-    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        self._flops = binder.shared(ModelFlops)
-        return super().bound_handlers(binder)
-
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        self._peak = None if self._flops is None else self._flops.want(self._given, ctx, always=True)
+    _counts_always = True
 
     def on_log_step(self, ctx: LogContext) -> None:
-        if ctx.kind != "train" or self._flops is None or self._flops.rate is None:
-            return
-        ctx.logs["flops_per_second"] = self._flops.rate
-        if self._peak is not None:
-            ctx.logs["mfu"] = self._flops.rate / self._peak
+        if ctx.kind == "train" and self._flops is not None and self._flops.rate is not None:
+            ctx.logs["flops_per_second"] = self._flops.rate
+            self._add_mfu(ctx.logs)
 
 
 class ComputeBudgetState(TypedDict):
@@ -169,7 +171,7 @@ class ComputeBudgetState(TypedDict):
     samples: Count
 
 
-class ComputeBudget(Callback):
+class ComputeBudget(UtilizationCallback):
     """Logs how much compute the run has used, and how many tokens for the model's size, in each training record:
 
     - ``total_petaflops``: the model's FLOPs on all ranks since the run began, forward and backward, in 10¹⁵ FLOPs
@@ -202,7 +204,7 @@ class ComputeBudget(Callback):
             ranks.
     """
 
-    sets_control_flags = False
+    _counts_always = _counts_each_record = True
     state_schema = ComputeBudgetState
 
     def __init__(
@@ -218,40 +220,34 @@ class ComputeBudget(Callback):
         self.name = name
         self._given = None if parameters is None else whole("ComputeBudget", "parameters", parameters)
         self._ratio = number("ComputeBudget", "tokens_per_parameter", tokens_per_parameter, over=0)
-        self._given_peak = GivenPeak("ComputeBudget", peak_hardware_flops, peak_flops_per_device, peak_flops_in_total)
+        super().__init__(
+            peak_hardware_flops, peak_flops_per_device=peak_flops_per_device, peak_flops_in_total=peak_flops_in_total
+        )
         self._parameters = 0
-        self._peak: float | None = None  # of all ranks' devices
-        self._model_flops: ModelFlops | None = None
-        self._flops = 0.0  # up to the last record, with the run's tokens and samples at that record
+        self._used_flops = 0.0  # up to the last record, with the run's tokens and samples at that record
         self._tokens = self._samples = 0
 
-    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        self._model_flops = binder.shared(ModelFlops)
-        return super().bound_handlers(binder)
-
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        assert self._model_flops is not None, "bound_handlers() is called before any event"
-        self._peak = self._model_flops.want(self._given_peak, ctx, always=True, each_record=True)
+        super().on_train_begin(ctx)
         self._parameters = self._given or sum(each.numel() for each in ctx.model.parameters())  # whole ones, if sharded
 
     def on_log_step(self, ctx: LogContext) -> None:
-        if ctx.kind != "train" or self._model_flops is None:
+        if ctx.kind != "train" or self._flops is None:
             return
-        model_flops, tokens = self._model_flops, ctx.logs.get("tokens", 0)
-        done = model_flops.flops(tokens - self._tokens, ctx.state.samples_seen - self._samples)
+        tokens = ctx.logs.get("tokens", 0)
+        done = self._flops.flops(tokens - self._tokens, ctx.state.samples_seen - self._samples)
         if done:
-            self._flops += done
+            self._used_flops += done
             self._tokens, self._samples = tokens, ctx.state.samples_seen
-            ctx.logs["total_petaflops"] = self._flops / 1e15
+            ctx.logs["total_petaflops"] = self._used_flops / 1e15
         if tokens and self._parameters:
             ctx.logs["chinchilla_multiple"] = tokens / (self._ratio * self._parameters)
-        if model_flops.token_rate is not None:
-            ctx.logs["tokens_per_device_per_second"] = model_flops.token_rate / collectives.world_size()
-        if model_flops.rate is not None and self._peak is not None:
-            ctx.logs["mfu"] = model_flops.rate / self._peak
+        if self._flops.token_rate is not None:
+            ctx.logs["tokens_per_device_per_second"] = self._flops.token_rate / collectives.world_size()
+        self._add_mfu(ctx.logs)
 
     def state_dict(self) -> ComputeBudgetState:
-        return {"flops": self._flops, "tokens": self._tokens, "samples": self._samples}
+        return {"flops": self._used_flops, "tokens": self._tokens, "samples": self._samples}
 
     def load_state_dict(self, state: Any) -> None:
-        self._flops, self._tokens, self._samples = state["flops"], state["tokens"], state["samples"]
+        self._used_flops, self._tokens, self._samples = state["flops"], state["tokens"], state["samples"]
