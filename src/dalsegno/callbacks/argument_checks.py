@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from dalsegno.errors import ConfigurationError, UnknownName
 
 T = TypeVar("T")
+Spec = dict[str, Any]
+"""Of a column, a metric or a curve."""
 
 
 def whole(owner: str, name: str, value: int, least: int = 1) -> int:
@@ -89,9 +91,12 @@ def mapping(owner: str, name: str, value: Mapping[str, T]) -> Mapping[str, T]:
     return value
 
 
-def writer(owner: str, value: Any, *needed: str) -> Any:
-    """Return ``value`` if it is None, or has these methods of torch's ``SummaryWriter``."""
-    missing = [] if value is None else [name for name in needed if not hasattr(value, name)]
-    if missing:
-        raise ConfigurationError(f"{owner}: summary_writer={value!r}; it has no {missing[0]}")
-    return value
+def merge_specs(defaults: Mapping[str, Mapping[str, Any]], given: Mapping[str, Spec | None]) -> dict[str, Spec]:
+    """Merge ``given`` over ``defaults``, field by field; None removes a default, and new names come last."""
+    merged = {name: dict(spec) for name, spec in defaults.items()}
+    for name, spec in given.items():
+        if spec is None:
+            merged.pop(name, None)
+        else:
+            merged.setdefault(name, {}).update(spec)
+    return merged

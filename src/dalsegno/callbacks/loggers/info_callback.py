@@ -13,13 +13,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.distributed.stage_places import is_cut
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import (
-    Context,
-    ExceptionContext,
-    LoadContext,
-    TrainBeginContext,
-    TrainEndContext,
-)
+from dalsegno.events.contexts import Context, ExceptionContext, LoadContext, TrainBeginContext, TrainEndContext
 
 
 class InfoCallback(Callback):

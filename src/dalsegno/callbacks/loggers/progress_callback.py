@@ -11,17 +11,10 @@ from typing import Any, Protocol, TextIO
 from tqdm.auto import tqdm
 
 from dalsegno.args import TrainingArguments
-from dalsegno.callbacks.argument_checks import whole
-from dalsegno.callbacks.spec_merge import Spec, merge_specs
+from dalsegno.callbacks.argument_checks import Spec, merge_specs, whole
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import (
-    LogContext,
-    RollbackContext,
-    StepEndContext,
-    TrainBeginContext,
-    TrainEndContext,
-)
+from dalsegno.events.contexts import LogContext, RollbackContext, StepEndContext, TrainBeginContext, TrainEndContext
 from dalsegno.events.table import Event
 
 Format = str | Callable[[Any], str]

@@ -40,6 +40,14 @@ class RewoundWriter(Callback):
         return super().bound_handlers(binder)
 
 
+def checked_writer(owner: str, summary_writer: Any, *needed: str) -> Any:
+    """Return the writer that a callback is given, if it is None or has these methods of torch's ``SummaryWriter``."""
+    missing = [] if summary_writer is None else [name for name in needed if not hasattr(summary_writer, name)]
+    if missing:
+        raise ConfigurationError(f"{owner}: summary_writer={summary_writer!r}; it has no {missing[0]}")
+    return summary_writer
+
+
 def check_rewound(owner: str, summary_writer: Any) -> None:
     """Refuse a :class:`RewoundWriter` that no run has among its callbacks: no resume would rewind it."""
     if isinstance(summary_writer, RewoundWriter) and not summary_writer.is_bound:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from dalsegno.callbacks.argument_checks import mapping, writer
-from dalsegno.callbacks.loggers.summary_writer import ResumableSummaryWriter, check_rewound
-from dalsegno.callbacks.spec_merge import Spec, merge_specs
+from dalsegno.callbacks.argument_checks import Spec, mapping, merge_specs
+from dalsegno.callbacks.loggers.summary_writer import ResumableSummaryWriter, check_rewound, checked_writer
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Binder, Callback
 from dalsegno.events.contexts import LogContext, TrainBeginContext, TrainEndContext
@@ -94,7 +93,7 @@ class TBLogger(Callback):
     ) -> None:
         self.name = name
         self._own = ResumableSummaryWriter(name=name or "TBLogger") if summary_writer is None else None
-        self._writer = self._own or writer("TBLogger", summary_writer, "add_scalar", "add_text")
+        self._writer = self._own or checked_writer("TBLogger", summary_writer, "add_scalar", "add_text")
         given = mapping("TBLogger", "scalars", {} if scalars is None else scalars)
         specs = merge_specs(default_tb_scalars(), {tag: _spec(tag, spec) for tag, spec in given.items()})
         self._scalars = {tag: _scalar(tag, spec) for tag, spec in specs.items()}

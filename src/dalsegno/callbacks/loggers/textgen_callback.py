@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from tqdm import tqdm
 
-from dalsegno.callbacks.argument_checks import flag, number, whole, writer
+from dalsegno.callbacks.argument_checks import flag, number, whole
 from dalsegno.callbacks.loggers.json_logger import RecordCallback
-from dalsegno.callbacks.loggers.summary_writer import check_rewound
+from dalsegno.callbacks.loggers.summary_writer import check_rewound, checked_writer
 from dalsegno.distributed import collectives
 from dalsegno.distributed.inference import inference
 from dalsegno.distributed.precision import autocast_dtype
@@ -321,7 +321,7 @@ class TextgenCallback(RecordCallback):
         if prompts is None:
             hint = "" if summary_writer is None else "; the first argument is the summary_writer"
             raise ConfigurationError(f"TextgenCallback: prompts is missing: TextgenCallback(prompts=[…]){hint}")
-        self._board = writer("TextgenCallback", summary_writer, "add_text")
+        self._board = checked_writer("TextgenCallback", summary_writer, "add_text")
         self._prompts = _texts(prompts)
         self._settings = _checked_settings(generation_config)
         steps = 1 if generation_steps is None else generation_steps

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dalsegno.callbacks.argument_checks import whole, writer
+from dalsegno.callbacks.argument_checks import whole
 from dalsegno.callbacks.loggers.json_logger import RecordCallback
-from dalsegno.callbacks.loggers.summary_writer import check_rewound
+from dalsegno.callbacks.loggers.summary_writer import check_rewound, checked_writer
 from dalsegno.distributed import accelerator
 from dalsegno.distributed.sharded_tensors import gradient_shards, reduced
 from dalsegno.events.contexts import Context, StepEndContext, TrainBeginContext
@@ -41,7 +41,7 @@ class GradHistogram(RecordCallback):
     def __init__(self, every: int = 100, summary_writer: Any = None) -> None:
         super().__init__("logs/grad_histograms.jsonl")
         self._every = whole("GradHistogram", "every", every)
-        self._writer = writer("GradHistogram", summary_writer, "add_histogram_raw")
+        self._writer = checked_writer("GradHistogram", summary_writer, "add_histogram_raw")
         self._names: list[str] = []
         self._counts: Tensor | None = None
 

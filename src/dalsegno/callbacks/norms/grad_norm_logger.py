@@ -12,13 +12,7 @@ from dalsegno.callbacks.loggers.json_logger import RecordCallback
 from dalsegno.distributed.gradients import GradientNorms
 from dalsegno.distributed.sharded_tensors import DeviceScalars
 from dalsegno.events.callback import Binder
-from dalsegno.events.contexts import (
-    Context,
-    EvaluateContext,
-    StepEndContext,
-    TrainBeginContext,
-    TrainEndContext,
-)
+from dalsegno.events.contexts import Context, EvaluateContext, StepEndContext, TrainBeginContext, TrainEndContext
 from dalsegno.events.table import Event
 from dalsegno.logs.rewind import PositionState
 from dalsegno.state import Handler

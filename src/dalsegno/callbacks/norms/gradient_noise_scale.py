@@ -14,13 +14,7 @@ from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.sharded_tensors import device_of, gradient_shards, squared_norms
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import (
-    BackwardContext,
-    Context,
-    LogContext,
-    MicrobatchEndContext,
-    TrainBeginContext,
-)
+from dalsegno.events.contexts import BackwardContext, Context, LogContext, MicrobatchEndContext, TrainBeginContext
 from dalsegno.stateful.schema import Finite
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from dalsegno.callbacks.argument_checks import flag, whole, writer
-from dalsegno.callbacks.loggers.summary_writer import check_rewound
+from dalsegno.callbacks.argument_checks import flag, whole
+from dalsegno.callbacks.loggers.summary_writer import check_rewound, checked_writer
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError
@@ -59,7 +59,7 @@ class PeakMemory(Callback):
     ) -> None:
         if not isinstance(file_prefix, str) or not file_prefix or "/" in file_prefix:
             raise ConfigurationError(f"PeakMemory: file_prefix={file_prefix!r}; needs a file's name, without folders")
-        self._writer = writer("PeakMemory", summary_writer, "add_scalar")
+        self._writer = checked_writer("PeakMemory", summary_writer, "add_scalar")
         self._show_details = flag("PeakMemory", "show_details", show_details)
         self._do_log = flag("PeakMemory", "do_log", do_log)
         self._snapshot = flag("PeakMemory", "enable_memory_snapshot", enable_memory_snapshot)

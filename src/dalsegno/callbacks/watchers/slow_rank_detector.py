@@ -15,12 +15,7 @@ from torch.distributed.tensor import DTensor
 from dalsegno.callbacks.argument_checks import number, whole
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import (
-    BackwardContext,
-    Context,
-    LogContext,
-    TrainBeginContext,
-)
+from dalsegno.events.contexts import BackwardContext, Context, LogContext, TrainBeginContext
 
 logger = logging.getLogger("dalsegno")
 
