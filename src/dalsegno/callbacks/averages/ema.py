@@ -23,22 +23,11 @@ class EMAState(TypedDict):
 class EMA(WeightAverages):
     """Keeps an exponential moving average of the weights, which evaluations use.
 
-    After each step, ``average ← decay · average + (1 − decay) · weights``.
-
-    Averages start at the run's first weights. They cover all trained parameters, a tied one once; parameters of fewer
-    than 32 bits are averaged in fp32, so that small changes are not lost. Buffers (running statistics) are not
-    averaged: an evaluation uses the model's present ones.
-
-    Averages are sharded like the weights: under FSDP2 each rank has those of its shards. Each checkpoint contains them,
-    and they are resharded with the model; ``export_model(..., average="EMA")`` writes them. In an evaluation the
-    averages are swapped into the model; the weights are restored afterwards, also after an exception. Meanwhile that
-    needs memory for a copy of the weights. With several such callbacks, the first one's averages are evaluated. The
-    evaluation's record names them: ``evaluated_weights`` is this callback's key. The model in checkpoints is the
-    trained one.
-
-    Averaging: Polyak and Juditsky 1992, "Acceleration of Stochastic Approximation by Averaging"; with exponential
-    weights: Kingma and Ba 2015, "Adam" (arXiv:1412.6980), section 7.2. The warm-up is that of TensorFlow's
-    ``ExponentialMovingAverage``.
+    After each update, ``average ← decay · average + (1 − decay) · weights``. Averages start at the run's first weights,
+    and cover all trained parameters, a tied one once; those of fewer than 32 bits are averaged in fp32. Buffers are not
+    averaged. Averages are sharded, saved and resharded like the weights; ``export_model(..., average="EMA")`` writes
+    them. An evaluation swaps them into the model and restores the weights afterwards, also after an exception; its
+    record has ``evaluated_weights``, this callback's key. With several such callbacks, the first one's are evaluated.
 
     Args:
         decay: factor of the average at each update, from 0 to below 1. Averages over about 1 / (1 − decay) updates.

@@ -29,15 +29,10 @@ class ModelMergeState(TypedDict):
 class ModelMerge(WeightAverages):
     """Averages the weights of the last ``window`` steps up to a merge step, for that step's checkpoint.
 
-    Mean weights from the end of training are often better than the last ones, and a merge at a constant learning rate
-    approximates the model after a decay (Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better
-    Generalization", arXiv:1803.05407; Li et al. 2025, "Model Merging in Pre-training of Large Language Models",
-    arXiv:2505.12082).
-
-    Covers the same parameters as ``EMA``; the means are sharded, saved and resharded like its averages. The checkpoint
-    of a merge step contains the merged weights; ``export_model(..., average="ModelMerge")`` writes them. Tensors are
-    allocated when the first window begins, and replaced when the next one does. Training and evaluations use the
-    weights themselves; ``with merge.averaged():`` swaps in the merged ones.
+    Covers the same parameters as ``EMA``; the means are sharded, saved and resharded like its averages, and
+    ``export_model(..., average="ModelMerge")`` writes them. Tensors are allocated when the first window begins, and
+    replaced when the next one does. Training and evaluations use the weights themselves; ``with merge.averaged():``
+    swaps in the merged ones.
 
     Args:
         steps: one or several merge steps. None: the run's last step.

@@ -42,11 +42,10 @@ class SkipSamplesState(TypedDict):
 class SkipSamples(Callback):
     """Skips the first ``n`` samples that the run would train on.
 
-    Samples are counted over all ranks, in the order in which the run would read them, shuffled or not; skipping extends
-    over several epochs if ``n`` is larger than one. Skipped samples of a map dataset are not loaded. An iterable
-    dataset, a dataset with state, and a user's own loader are read in whole micro-batches: the micro-batch with the
-    last skipped sample is skipped entirely. This happens once in a run, before its first step, however often the run is
-    resumed. Epochs count skipped samples, ``state.samples_seen`` does not.
+    Samples are counted over all ranks and epochs, in the order in which the run would read them. Those of a map dataset
+    are not loaded; other data are read in whole micro-batches, and the one with the last skipped sample is skipped
+    entirely. This happens once in a run, before its first step, however often the run is resumed. Epochs count skipped
+    samples, ``state.samples_seen`` does not.
 
     Args:
         n: number of samples.
@@ -137,12 +136,10 @@ def _require(owner: Any, attribute: str, name: str) -> None:
 class GarbageCollection(Callback):
     """Turns off Python's automatic garbage collection during training, and collects every ``every`` steps.
 
-    Automatic collection happens after a number of allocations, at another moment on each rank, and all other ranks wait
-    for that rank in the next collective. After the same steps on all ranks, they wait once for all. These collections
-    cover generation 1; those at the leg's beginning and end cover all generations. The previous setting is restored at
-    the end of training, also after an exception.
-
-    Added by default on several ranks; ``trainer.remove_callback("GarbageCollection")`` keeps automatic collection.
+    Automatic collection happens at another moment on each rank, and all other ranks wait for that rank in the next
+    collective. Collections between steps cover generation 1; those at the leg's beginning and end cover all. The
+    previous setting is restored at the end of training, also after an exception. Added by default on several ranks;
+    ``trainer.remove_callback("GarbageCollection")`` keeps automatic collection.
 
     Args:
         every: steps between collections.

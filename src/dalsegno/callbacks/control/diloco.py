@@ -34,11 +34,8 @@ class DiLoCoCallback(Callback):
 
     Every ``sync_every`` steps the run sends the change of its parameters and continues with the server's: see
     docs/diloco.md. Without an address the callback does nothing. An argument that has its default is taken from the
-    environment: ``DILOCO_SERVER``, ``DILOCO_SYNC_EVERY``, ``DILOCO_WORKER_ID`` and so on; the server's token from
-    ``DILOCO_TOKEN``, or the file ``DILOCO_TOKEN_FILE``.
-
-    Each checkpoint has the global parameters and the count of submissions, so a killed run continues exactly. Each
-    synchronization is a record of kind ``sync`` in the run's log.
+    environment: ``DILOCO_SERVER``, ``DILOCO_SYNC_EVERY`` and so on; the server's token from ``DILOCO_TOKEN``, or the
+    file ``DILOCO_TOKEN_FILE``. Each synchronization is a record of kind ``sync`` in the run's log.
 
     Args:
         server_addr: ``HOST:PORT``, or ``https://HOST:PORT``.

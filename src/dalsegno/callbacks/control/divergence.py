@@ -153,8 +153,7 @@ class CheckLoss(DivergenceCallback):
     """Stops training, without a checkpoint, once a micro-batch's loss is NaN or infinite.
 
     The stop reason names the first such micro-batch, its step and its rank. Each loss is checked on its device; the
-    result is read at steps with a record and before each save only. So no other step waits for the device, and no
-    checkpoint contains weights that such a loss has changed. Padding is not checked.
+    result is read at steps with a record and before each save only. Padding is not checked.
 
     Args:
         action: ``"abort"`` stops training; ``"rollback"`` goes back to a checkpoint, chosen by the run's

@@ -21,9 +21,8 @@ class EarlyStoppingState(TypedDict):
 class EarlyStopping(Callback):
     """Stops training, with a checkpoint, when a metric has not improved in ``patience`` consecutive evaluations.
 
-    Best value and count are part of each checkpoint: a resumed run stops where an uninterrupted one would. The stop is
-    final: started again, the run does not train until ``max_steps`` is raised or ``train(continue_stopped=True)`` is
-    called; the count then starts again. NaN does not count as an improvement.
+    The stop is final: started again, the run does not train until ``max_steps`` is raised or
+    ``train(continue_stopped=True)`` is called; the count then starts again. NaN does not count as an improvement.
 
     Args:
         metric: name of an evaluation metric, with or without ``eval_``.

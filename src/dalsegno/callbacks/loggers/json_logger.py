@@ -117,16 +117,10 @@ RESERVED = ("timestamp", "kind", "global_step", "epoch")
 class JsonLogger(RecordCallback):
     """Logs training, evaluations and the run's end as JSON lines, which ``dalsegno logs`` reads.
 
-    Writes one record at each on_log: ``timestamp`` (UTC seconds), ``global_step``, ``epoch``, the metrics.
-
-    Training records have no ``kind``; other records have ``eval``, ``final`` or ``user``. The record of an evaluation
-    of averaged weights has ``evaluated_weights``, the key of the callback that averages. The first record of a run has
-    ``kind`` ``header`` and contains the keyword arguments::
-
-        JsonLogger(run="baseline", lr=3e-4)
-
-    A resumed run cuts the file back to its checkpoint; later records are moved to ``logs/rewound/``. Two loggers in one
-    run need different names and paths.
+    Each record has ``timestamp`` (UTC seconds), ``global_step``, ``epoch`` and the metrics; those not of training also
+    ``kind``: ``eval``, ``final`` or ``user``. The first record has ``kind`` ``header`` and the keyword arguments:
+    ``JsonLogger(run="baseline", lr=3e-4)``. A resumed run cuts the file back to its checkpoint; later records are moved
+    to ``logs/rewound/``. Two loggers in one run need different names and paths.
 
     Args:
         path: relative to ``output_dir``; None: ``logs/train.jsonl``. With the suffix ``.json`` the file is a JSON array

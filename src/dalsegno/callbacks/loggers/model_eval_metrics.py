@@ -29,21 +29,16 @@ Select = Callable[[Any, Any], tuple[Any, ...]]
 
 
 class ModelEvalMetrics(Callback):
-    """Computes metrics of the model's outputs, such as accuracy, in each evaluation.
-
-    They are in the evaluation's record under ``<set>_<name>``: ``eval_accuracy``.
-
-    ::
+    """Computes metrics of the model's outputs, such as accuracy, in each evaluation::
 
         ModelEvalMetrics(
             {"accuracy": torchmetrics.classification.MulticlassAccuracy(num_classes=10)},
             select=lambda outputs, batch: (outputs["logits"], batch["labels"]),
         )
 
-    A metric is reset when a set's evaluation begins, updated with every batch, and computed over all ranks at its end.
-    Padding does not count, even if a rank has only padding; data that several ranks read count once. A metric with
-    several values, such as a ``MetricCollection``, has an entry for each: ``eval_<name>_<value>``; a curve is a list.
-    ``EarlyStopping``, ``metric_for_best_model`` and loggers can use the values.
+    They are in the evaluation's record under ``<set>_<name>``: ``eval_accuracy``; a metric with several values has an
+    entry for each, ``eval_<name>_<value>``. They cover all ranks, without padding, and data that several ranks read
+    once.
 
     Args:
         metrics: metrics by name: of torchmetrics, or objects with ``update``, ``compute`` and ``reset`` whose

@@ -34,8 +34,7 @@ class Notify(Callback):
 
         Notify("slack://xoxb-1234-1234-abcd/#runs", on=["end", "exception"])
 
-    Rank 0 sends them on background threads. A message that cannot be sent is logged; training continues. Messages
-    contain the run's name, its step, and details: an evaluation's metrics, a checkpoint's name, or why training ended.
+    Rank 0 sends them on background threads. A message that cannot be sent is logged; training continues.
 
     Args:
         urls: one or several addresses in apprise's form.

@@ -140,8 +140,7 @@ def shown(value: Any, fmt: Format = "") -> str:
 class ProgressCallback(Callback):
     """Shows each training record on rank 0: a line of aligned columns, or a bar on a terminal and in a notebook.
 
-    Evaluations and records of ``trainer.log`` are one line each, with all their values. The bar begins at the step that
-    the run is resumed from. ``TrainingArguments(disable_tqdm=True)`` forces lines.
+    Evaluations and records of ``trainer.log`` are one line each, with all their values.
 
     Args:
         use_tqdm: True: always a bar; False: never; None: on a terminal and in a notebook.

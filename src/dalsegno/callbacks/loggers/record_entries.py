@@ -63,8 +63,7 @@ class LogInputSummaries(Callback):
     """Logs mean, standard deviation, minimum and maximum of each input tensor in each training record.
 
     They are ``input/<name>/mean``, ``std``, ``min`` and ``max``, of the step's first micro-batch over all ranks. Only
-    for batches that are mappings; ``<name>`` is the key. Complex tensors are left out. NaN and infinity propagate into
-    the values. The statistics are computed on the device and read with the record.
+    for batches that are mappings; ``<name>`` is the key. Complex tensors are left out. NaN and infinity propagate.
     """
 
     sets_control_flags = False

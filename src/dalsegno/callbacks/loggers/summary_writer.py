@@ -66,13 +66,9 @@ class ResumableSummaryWriter(RewoundWriter):
         trainer = ds.Trainer(..., callbacks=[writer, PeakMemory(summary_writer=writer)])
         writer.add_scalar("my/number", 3.0, global_step=10)     # on rank 0; on other ranks nothing
 
-    The first write opens a file; the end of training closes it. Events are on disk before a checkpoint that counts them
-    is published. A resumed run continues in the same directory: events after the checkpoint, and only these, are moved
-    into ``rewound/`` beside it, and a running TensorBoard is made to purge them. File names contain the writer's key,
-    so several writers may share a directory.
-
-    Before and after training, writes go to a separate file in the directory, which is flushed after each; no checkpoint
-    counts it, and no resume moves it.
+    A resumed run moves events after the checkpoint, and only these, into ``rewound/``, and makes a running TensorBoard
+    purge them. File names contain the writer's key, so several writers may share a directory. Before and after
+    training, writes go to a separate file, which no checkpoint counts and no resume moves.
 
     Args:
         log_dir: relative to the ``output_dir`` of the writer's trainer, or absolute. A resumed run continues in the

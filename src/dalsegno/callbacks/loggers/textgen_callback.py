@@ -284,13 +284,10 @@ class TextgenCallback(RecordCallback):
     """Generates text from prompts at evaluations.
 
     The texts are printed, written into ``logs/texts.jsonl``, and to TensorBoard if there is a writer. Models of
-    transformers generate by their ``generate``; other models by :class:`Sampler`,
-    which needs their logits. The tokenizer is the trainer's ``processing_class``.
-
-    Random numbers are drawn from a seed derived from the step, so a resumed run generates the same texts as an
-    uninterrupted one, and the training's generators are not used. All ranks take part, as a sharded model or a pipeline
-    requires; rank 0 writes. Before training, one token is generated after the longest possible text, so that errors
-    occur early.
+    transformers generate by their ``generate``; other models by :class:`Sampler`, which needs their logits. The
+    tokenizer is the trainer's ``processing_class``. Random numbers are drawn from a seed derived from the step. All
+    ranks take part, as a sharded model or a pipeline requires; rank 0 writes. Before training, one token is generated
+    after the longest possible text, so that errors occur early.
 
     Args:
         summary_writer: gets the texts as ``text/0`` and so on: a :class:`ResumableSummaryWriter` that is also among the

@@ -25,8 +25,8 @@ class GradHistogram(RecordCallback):
 
     ``counts`` holds, for each parameter with a gradient, the number of its entries in each bin by magnitude: bin ``i``
     is 2^(``lowest`` + i) ≤ |g| < 2^(``lowest`` + i + 1), from ``lowest`` = -40; the first and the last bin include
-    smaller and larger entries. ``zeros`` and ``nonfinite`` count entries in no bin. Gradients are of the whole model,
-    reduced, unscaled and not clipped. Other steps cost nothing.
+    smaller and larger entries. ``zeros`` and ``nonfinite`` count entries in no bin. Gradients are whole, reduced,
+    unscaled and not clipped.
 
     Args:
         every: steps between records.

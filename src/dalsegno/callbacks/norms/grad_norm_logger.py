@@ -28,12 +28,10 @@ class GradNormState(TypedDict):
 class GradNormLogger(RecordCallback):
     """Logs the L2 norm of each parameter's gradient at each evaluation, in a separate log, for heatmaps.
 
-    ``norms`` holds those of the clipped gradients (fp32) under the parameters' names. A tied parameter is
-    included once; a parameter whose gradient the optimizer did not use is left out. The norms are of whole gradients,
-    however the model is parallelized, also with ``fuse_optim_with_backward``: they are measured in the optimizer step,
-    wherever that runs. The values stay on the device until the evaluation has ended; other steps cost nothing. If the
-    run is stopped during that evaluation, the leg that repeats the evaluation writes the record. For a step that the
-    fp16 gradient scaler skipped, the record has ``"skipped": true`` instead.
+    ``norms`` holds those of the clipped, whole gradients (fp32) under the parameters' names, also with
+    ``fuse_optim_with_backward``. A tied parameter is included once; a parameter whose gradient the optimizer did not
+    use is left out. If the run is stopped during that evaluation, the leg that repeats the evaluation writes the
+    record. For a step that the fp16 gradient scaler skipped, the record has ``"skipped": true`` instead.
 
     Args:
         pattern: a regular expression, searched in parameters' names. Only gradients of matching parameters are measured

@@ -26,22 +26,14 @@ class NoiseScaleState(TypedDict):
 class GradientNoiseScale(Callback):
     """Logs the gradients' noise scale, the batch size beyond which a larger batch gains little, in samples.
 
-    It is ``gradient_noise_scale`` in records of training, the simple noise scale
+    It is ``gradient_noise_scale`` in records of training, the simple noise scale tr(Σ) / |G|²: G is the true gradient
+    and Σ the covariance of a single sample's (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training",
+    arXiv:1812.06162). Both are estimated, without bias, from the squared norms of the gradients of each rank's first
+    micro-batch and of the whole step, before clipping (appendix A.1). A sample's weight is its fraction of the step's
+    loss, with any ``loss_weight``. Single estimates scatter widely, so each is averaged exponentially, over the whole
+    run and every resume, and the ratio of the averages is logged while it is positive.
 
-        B_simple = tr(Σ) / |G|²
-
-    G is the true gradient and Σ the covariance of a single sample's (McCandlish et al. 2018, "An Empirical Model of
-    Large-Batch Training", arXiv:1812.06162). A batch much smaller than that is mostly noise, so that twice the batch
-    needs about half the steps; one much larger gains little.
-
-    Both are estimated, without bias, from the squared norms of gradients over few samples and over many (appendix A.1):
-    of each rank's first micro-batch, and of the whole step, before clipping. A sample's weight is its actual fraction
-    of the step's loss, with any ``loss_weight``. The estimates of single steps scatter widely, and |G|² may even be
-    negative; so each is averaged exponentially, over the whole run and every resume, and the ratio of the averages is
-    logged while it is positive.
-
-    Measures steps with a record, which need two micro-batches: an epoch's last step with a single one is skipped, as is
-    a step with NaN or infinity. Other steps cost nothing, and no copy of a gradient is kept.
+    Measures steps with a record. Skips a step with a single micro-batch, and one with NaN or infinity.
 
     Args:
         decay: factor of the averages at each new estimate, from 0 to below 1.

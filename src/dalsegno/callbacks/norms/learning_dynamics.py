@@ -34,17 +34,14 @@ class LearningDynamics(RecordCallback):
     """Logs how fast each parameter learns every ``every`` steps, in ``logs/learning_dynamics.jsonl``:
 
     - ``weight_norms``: L2 norm after the update.
-    - ``update_ratios``: L2 norm of the update over that of the weights before it, ‖Δw‖ / ‖w‖. About 1e-3 is common;
-      infinite for weights that were zero.
+    - ``update_ratios``: L2 norm of the update over that of the weights before it, ‖Δw‖ / ‖w‖. Infinite for weights that
+      were zero.
     - ``gradient_snr``: signal-to-noise ratio of the gradient, ‖m‖² / (Σ v − ‖m‖²), where m and v are the optimizer's
       running means of the gradient and its square (``exp_avg``, ``exp_avg_sq`` of Adam and similar optimizers),
-      corrected for their start at zero. Only where the optimizer has them. The ratio of squared mean to variance is
-      that of Liu et al. 2020, "Understanding Why Neural Networks Generalize Well Through GSNR of Parameters"
-      (arXiv:2001.07384), over the steps that the means cover.
+      corrected for their start at zero (Liu et al. 2020, arXiv:2001.07384). Only where the optimizer has them.
 
-    For a step that the fp16 gradient scaler skipped, the record has ``"skipped": true`` instead. All values are of
-    whole tensors, however the model is parallelized. A step with a record holds a copy of the weights meanwhile; other
-    steps cost nothing.
+    For a step that the fp16 gradient scaler skipped, the record has ``"skipped": true`` instead. A step with a record
+    holds a copy of the weights meanwhile.
 
     Args:
         every: steps between records.

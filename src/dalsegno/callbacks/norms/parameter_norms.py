@@ -51,9 +51,6 @@ class ComputeNorm(Callback):
     - with ``per_layer``, ``param_norm/<layer>`` and ``grad_norm_unclipped/<layer>``, where a layer is a module with
       direct parameters, under its name in the model.
 
-    The norms are of whole tensors, however the model is parallelized; gradients are those of the logged step. Steps
-    without a record cost nothing.
-
     Args:
         per_layer: log the norms of each layer, too.
 
@@ -103,14 +100,11 @@ class ParameterNormLogger(RecordCallback):
     """Logs the L2 and spectral norm of each parameter at each evaluation, in a separate log.
 
     ``norms`` holds the L2 norm (fp32) of each parameter; ``spectral_norms`` its largest singular value as a matrix of
-    its first dimension by all others. For a parameter with one dimension that is the largest absolute value; one with
-    three, except a convolution's, has the value of each matrix in it, under ``<name>.<number>``. Power iteration runs
-    to a precision of 0.05 % (:mod:`dalsegno.callbacks.norms.spectral_norm`); ``unfinished`` holds the relative
-    residuals of those squared norms for which ``power_iter_steps`` were too few. Both use the parameters' names, with a
-    tied parameter once, and are of whole parameters, however the model is parallelized.
-
-    The iteration resumes from its last vector, which is part of the callback's state. Its first vector depends on the
-    parameter's name only, so the training's random generators are not used. Other steps cost nothing.
+    its first dimension by all others, to 0.05 % (:mod:`dalsegno.callbacks.norms.spectral_norm`). For a parameter with
+    one dimension that is the largest absolute value; one with three, except a convolution's, has the value of each
+    matrix in it, under ``<name>.<number>``. ``unfinished`` holds the relative residuals of those squared norms for
+    which ``power_iter_steps`` were too few. The iteration resumes from its last vector, which is part of the callback's
+    state; the training's random generators are not used.
 
     Args:
         log_norms: write ``norms``.

@@ -17,8 +17,7 @@ class RateProfiler(Callback):
     - ``samples_per_second``, ``tokens_per_second``: sums over ranks.
     - ``rank_samples_per_second``, ``rank_tokens_per_second``: lists with each rank's rate.
 
-    Tokens are the elements of ``input_ids``; batches without them have no token rates. Padding does not count. Costs
-    one small collective per record, and does not wait for the device.
+    Tokens are the elements of ``input_ids``; batches without them have no token rates. Padding does not count.
     """
 
     sets_control_flags = False
@@ -66,12 +65,9 @@ class DurationProfiler(Callback):
     """Logs where the time goes (data, forward, backward, saves …) and the time left, in each training record:
 
     - ``data_runtime``, ``forward_runtime``, ``backward_runtime``, ``optimizer_runtime``, ``evaluate_runtime``,
-      ``save_runtime``, ``other_runtime``: seconds; each is the maximum over ranks.
+      ``save_runtime``, ``other_runtime``: seconds of host time; each is the maximum over ranks.
     - ``remaining_runtime``: seconds to the last step, at the pace since the last record. Only where the number of steps
       is known.
-
-    Measures host time: work queued on a GPU may show in a later section, where the host first waits for it. Does not
-    wait for the device; costs one small reduction per record.
     """
 
     sets_control_flags = False

@@ -120,14 +120,12 @@ class MemoryMonitor(Callback):
 
     - ``memory/active``, ``memory/active_peak``: in use by tensors, or freed while a stream still uses it.
     - ``memory/reserved``, ``memory/reserved_peak``: reserved on the device by PyTorch's allocator.
-    - ``memory/retries``: number of times the allocator emptied its cache to find memory. A growing number means
-      fragmentation or a batch that is too large, and slows training.
+    - ``memory/retries``: number of times the allocator emptied its cache to find memory.
     - ``memory/ooms``: number of times that still failed.
 
-    These are for devices whose allocator counts them, as ``torch.cuda.memory_stats`` defines them. Peaks and counts are
-    since the process began: no counter is reset, since other code may read it. Elsewhere there are the process's
-    ``memory/resident`` and ``memory/resident_peak``. Costs one small reduction per record, and does not wait for the
-    device.
+    These are for devices whose allocator counts them, as ``torch.cuda.memory_stats`` defines them. Elsewhere there are
+    the process's ``memory/resident`` and ``memory/resident_peak``. Peaks and counts are since the process began: no
+    counter is reset, since other code may read it.
     """
 
     sets_control_flags = False
@@ -163,10 +161,8 @@ def _resident() -> int:
 class TraceMalloc(Callback):
     """Prints, every ``every`` steps, the lines of code whose memory has grown the most since training began.
 
-    For a process that grows step by step: a list that is never emptied, losses kept with their graphs. Python's tracer
-    (``tracemalloc``) traces what Python allocates: objects, including tensor objects, but not the storage of tensors.
-    It slows Python down by a factor of two to four, so use it for a short run. A tracer that is already running is left
-    running.
+    Python's tracer (``tracemalloc``) traces what Python allocates: objects, but not the storage of tensors. It slows
+    Python down by a factor of two to four. A tracer that is already running is left running.
 
     Args:
         every: steps between tables.

@@ -24,7 +24,7 @@ class ProfilerCallback(Callback):
 
     Writes a Chrome trace, ``…-rank-00000.trace.json.gz`` (open it at https://ui.perfetto.dev), and a table of the
     operations that took the longest, ``…-rank-00000.txt``, which is also printed. If training ends while the profiler
-    runs, also by an exception, both cover the steps until then. Profiled steps are slower; results do not change.
+    runs, both cover the steps until then.
 
     Args:
         start_step: number of the leg's steps before the first profiled step; a leg's first steps are slower than

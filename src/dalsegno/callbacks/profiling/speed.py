@@ -60,19 +60,15 @@ class UtilizationCallback(Callback):
 class DefaultMetrics(UtilizationCallback):
     """Logs speed, hardware utilization and peak memory in each training record:
 
-    - ``tok_per_sec``: tokens of all ranks per second of wall-clock time since the last record, including evaluations
-      and saves. Counts the elements of ``input_ids``; only logged where batches have them.
+    - ``tok_per_sec``: tokens (elements of ``input_ids``) of all ranks per second of wall-clock time since the last
+      record, including evaluations and saves.
     - ``mfu``: model FLOPs utilization, the fraction of the hardware's peak that the model uses, 0 to 1: FLOPs per token
       (or per sample, without tokens), forward and backward, times tokens per second, over the peak of all ranks'
-      devices (Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B). A leg's first step, in which kernels are
-      chosen and compiled, is left out if the record covers more steps. FLOPs are counted once per leg, from shapes
-      (:mod:`dalsegno.callbacks.profiling.flops`). Only logged where the peak is known and the model can be counted.
+      devices (Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B). Only where the peak is known and the
+      model's FLOPs can be counted (:mod:`dalsegno.callbacks.profiling.flops`).
     - ``peak_mem``: bytes since the process began, of the rank with the most; on several ranks also ``rank_peak_mem``, a
-      list of each rank's. On CUDA the maximum that PyTorch has allocated on the model's device; elsewhere the process's
-      resident memory.
-
-    All ranks log the same values: what they need of each other travels with the sums of the record. The callback does
-    not wait for the device.
+      list of each rank's. On CUDA what PyTorch has allocated on the model's device; elsewhere the process's resident
+      memory.
 
     Args:
         peak_hardware_flops: peak of the device in FLOP/s, for the training's dtype. On several ranks it is refused,
@@ -140,11 +136,6 @@ class FlopUtilization(UtilizationCallback):
     - ``mfu``: ``flops_per_second`` over the peak of all ranks' devices, where the peak is known; the same value that
       ``DefaultMetrics`` adds.
 
-    Both leave out a leg's first step, in which kernels are chosen and compiled, if the record covers more steps. FLOPs
-    are counted once per leg, from the shapes of a micro-batch (:mod:`dalsegno.callbacks.profiling.flops`), forward and
-    backward as far as needed. In other micro-batches each token counts the same, or each sample where batches have no
-    ``input_ids``. For a model that cannot be counted, both are missing, and a warning gives the reason.
-
     Args:
         peak_hardware_flops: peak of the device in FLOP/s, for the training's dtype. On several ranks it is refused,
             since it could be the peak of one device or of all; use one of the next two.
@@ -174,19 +165,15 @@ class ComputeBudgetState(TypedDict):
 class ComputeBudget(UtilizationCallback):
     """Logs how much compute the run has used, and how many tokens for the model's size, in each training record:
 
-    - ``total_petaflops``: the model's FLOPs on all ranks since the run began, forward and backward, in 10¹⁵ FLOPs
-      (:mod:`dalsegno.callbacks.profiling.flops`). The sum is part of each checkpoint. FLOPs per token are counted again
-      for each record, since longer sequences take more, and the model may change at a resume.
+    - ``total_petaflops``: the model's FLOPs on all ranks since the run began, in 10¹⁵ FLOPs, counted again for each
+      record: longer sequences take more.
     - ``chinchilla_multiple``: tokens of the run over ``tokens_per_parameter`` times the model's parameters. 1 is the
-      compute-optimal number of tokens for a model of this size, about 20 per parameter (Hoffmann et al. 2022, "Training
-      Compute-Optimal Large Language Models", arXiv:2203.15556, section 3).
+      compute-optimal number of tokens for a model of this size (Hoffmann et al. 2022, "Training Compute-Optimal Large
+      Language Models", arXiv:2203.15556, section 3).
     - ``tokens_per_device_per_second``: since the last record.
     - ``mfu``: the same value that ``DefaultMetrics`` adds where it knows the peak.
 
-    The last two leave out a leg's first step, in which kernels are chosen and compiled, if the record covers more
-    steps; they include evaluations and saves. Tokens are the elements of ``input_ids``: without them there are only
-    ``total_petaflops``, by samples, and ``mfu``. For a model that cannot be counted, both are missing, and a warning
-    gives the reason. If the callback is added to a run later, earlier tokens count as many FLOPs each as later ones.
+    Without ``input_ids`` there are only ``total_petaflops``, by samples, and ``mfu``.
 
     Args:
         parameters: number of parameters, e.g. those active per token in a mixture of experts. None: all of the model, a

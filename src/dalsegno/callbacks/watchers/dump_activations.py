@@ -31,9 +31,9 @@ class DumpActivations(Callback):
     """Writes the output of every module in training's forward passes to safetensors files.
 
     ``<outdir>/rank-00000/steps-00000001-00000010.safetensors`` holds the tensors of ten steps, under
-    ``step-00000003/microbatch-0/<module>``. Further tensors of a module that is called several times, or returns a
-    tuple or dict of tensors, are ``<module>#1`` and so on. A checkpoint ends a file, too. Needs CPU memory for all
-    activations of ``buffer_steps`` steps, and waits for the device at each module: for debugging.
+    ``step-00000003/microbatch-0/<module>``; further tensors of a module are ``<module>#1`` and so on. A checkpoint ends
+    a file, too. Needs CPU memory for all activations of ``buffer_steps`` steps, and waits for the device at each
+    module: for debugging.
 
     Args:
         outdir: directory, relative to ``output_dir``.

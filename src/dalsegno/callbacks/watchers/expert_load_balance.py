@@ -46,12 +46,10 @@ class ExpertLoadBalance(Callback):
     - ``expert_load/<router>/idle``: number of experts without a token.
 
     A router is a module whose name matches; a matching module inside another is part of that one. If the output
-    contains the experts of each token, these are counted: integers of shape (..., experts per token), or a mask
-    (..., experts). They include the effect of the router's biases and groups. Else the output, or the first tensor in
-    it, contains a score for each expert in its last dimension, and a token goes to the ``top_k`` highest.
-
-    Padding does not count: neither batches that only fill up ranks, nor tokens that the batch's ``attention_mask``
-    (samples, tokens) leaves out. In other steps, each router costs the test of a flag.
+    contains the experts of each token, as integers (..., experts per token) or a mask (..., experts), these are
+    counted. Else the output, or the first tensor in it, contains a score for each expert in its last dimension, and a
+    token goes to the ``top_k`` highest. Padding does not count: neither batches that only fill up ranks, nor tokens
+    that the batch's ``attention_mask`` (samples, tokens) leaves out.
 
     Args:
         every: steps between measurements.

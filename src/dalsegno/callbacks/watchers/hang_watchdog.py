@@ -21,12 +21,9 @@ class HangWatchdog(Callback):
     """Ends a process that has made no progress for ``seconds``, after writing the stacks of all its threads.
 
     Progress is a micro-batch, an evaluation batch, a record or a checkpoint. Each rank watches itself: if one rank is
-    stuck and the others wait for it, all write their stacks and exit with status 1; torchrun or Slurm can restart them
-    from the last checkpoint. The stacks are appended to ``logs/hang-rank-00000.txt`` and so on in the run's directory.
-    The timer is a C thread of the interpreter, so it also fires while a call holds the GIL.
-
-    NCCL ends the process ten minutes after a collective began (``init_process_group(timeout=…)``), and names the
-    collective but not the stack. The default is a minute less, so that the stacks are written first.
+    stuck and the others wait for it, all write their stacks and exit with status 1. The stacks are appended to
+    ``logs/hang-rank-00000.txt`` and so on in the run's directory. The timer is a C thread of the interpreter, so it
+    also fires while a call holds the GIL. The default is a minute less than NCCL's timeout, which names no stack.
 
     Args:
         seconds: maximum time without progress; more than the longest step, save or first batch takes, and less than

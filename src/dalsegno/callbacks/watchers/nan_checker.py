@@ -39,16 +39,12 @@ _SKIPS = 20  # in a row: by then a gradient scaler's scale has fallen from 65536
 class NaNChecker(DivergenceCallback):
     """Finds the first module that produces NaN or infinity, and stops the run there; for debugging.
 
-    Checks the outputs of every module, the gradients of these, and the gradients of all parameters. Stops the run,
-    without a checkpoint, if one contains NaN or infinity. The stop reason names the first such module in the order of
-    execution, with its step and rank; if all outputs and their gradients are finite, the parameter.
-    Parameters' gradients are checked after the reduction over ranks and before clipping, which spreads one NaN to all.
-
-    Each tensor is checked on its device; results are read at steps with a record, and before each save. Costs a pass
-    over all activations and gradients, and no memory for them: for debugging, not for every run. Tensors inside tuples,
-    lists and dicts are checked, too. Intended infinities, such as those of an attention mask, are not module outputs.
-    Under fp16, the gradient scaler raises its scale until gradients overflow, and skips that step: such gradients are
-    ignored, unless the scaler skips many steps in a row.
+    Checks the outputs of every module, the gradients of these, and the gradients of all parameters: after the reduction
+    over ranks and before clipping. Stops the run, without a checkpoint, if one contains NaN or infinity. The stop
+    reason names the first such module in the order of execution, with its step and rank; if all outputs and their
+    gradients are finite, the parameter. Each tensor is checked on its device, which costs a pass over all activations
+    and gradients; results are read at steps with a record, and before each save. Gradients of a step that the fp16
+    gradient scaler skipped are ignored, unless it skips many steps in a row.
 
     Args:
         gradients: check gradients, too.

@@ -27,11 +27,9 @@ class SlowRankDetector(Callback):
     """Warns about a rank that is repeatedly slower than the others: a throttled GPU, a slow disk, a busy host.
 
     Measures, for each rank, the time until its first collective of a step: reading data and the forward pass; for a
-    sharded model, whose forward pass contains collectives, reading data only. Evaluations, records and saves between
-    steps are left out. On CUDA, events on the device are measured: data read while the device is still busy delay no
-    rank, and do not count. At each training record, the ranks exchange their times in one small collective, and
-    ``rank_runtime`` is added to the record: a list with each rank's seconds per step. A warning names a rank that is
-    slow in several consecutive records.
+    sharded model, whose forward pass contains collectives, reading data only. On CUDA, events on the device are
+    measured: data read while the device is still busy do not count. Adds ``rank_runtime`` to each training record: a
+    list with each rank's seconds per step.
 
     Args:
         factor: a rank is slow if it takes more than this multiple of the median.

@@ -30,11 +30,8 @@ class StabilityMonitor(Callback):
 
     A value is a spike if it differs from the mean of the ``window`` values before it by more than ``deviations`` of
     their standard deviations, or is NaN or infinite (Walsh et al. 2025, "2 OLMo 2 Furious", arXiv:2501.00656, section
-    3, with a window of 1,000 steps and seven deviations). The first 32 values are not judged. The score,
-    ``spike_score/loss`` and so on, is between 0 and 1; it covers the whole run, over every resume.
-
-    Values are taken from the records: of single steps with ``logging_steps=1``, else means over intervals. All ranks
-    log the same values, without a reduction, and without waiting for the device.
+    3). The first 32 values are not judged. The score, ``spike_score/loss`` and so on, is between 0 and 1; it covers the
+    whole run, over every resume.
 
     Args:
         metrics: names in the training records. A metric that a record lacks is not judged there.
