@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from dalsegno.callbacks.argument_checks import text
 from dalsegno.errors import Locked
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import EvaluateContext
 from dalsegno.system.extras import require_extra
-
-
-class Result(Protocol):
-    """What ``train()`` returns."""
-
-    @property
-    def stopped_by(self) -> str | None: ...
-    @property
-    def why(self) -> str | None: ...
 
 
 class OptunaPruning(Callback):
@@ -72,8 +63,11 @@ class OptunaPruning(Callback):
         values: dict[int, float] = trials[self._trial.number].intermediate_values
         return values
 
-    def raise_if_pruned(self, result: Result) -> None:
-        """Raises optuna.TrialPruned if this callback has stopped the run, in this leg or an earlier one."""
+    def raise_if_pruned(self, result: Any) -> None:
+        """Raises optuna.TrialPruned if this callback has stopped the run, in this leg or an earlier one.
+
+        ``result`` is what ``train()`` returned.
+        """
         import optuna
 
         if result.stopped_by == self.key:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,19 +13,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import EvaluateBeginContext, LogContext, PredictionStepContext
 
-
-class Metric(Protocol):
-    """The methods of torchmetrics' metrics that are used. ``compute`` reduces over the ranks by itself."""
-
-    def update(self, *args: Any) -> Any: ...
-
-    def compute(self) -> Any: ...
-
-    def reset(self) -> Any: ...
-
-
 Select = Callable[[Any, Any], tuple[Any, ...]]
-"""(outputs, batch) → arguments of the metrics' ``update``."""
 
 
 class ModelEvalMetrics(Callback):
@@ -43,7 +31,8 @@ class ModelEvalMetrics(Callback):
     Args:
         metrics: metrics by name: of torchmetrics, or objects with ``update``, ``compute`` and ``reset`` whose
             ``compute`` returns the same value on all ranks.
-        select: returns the metrics' arguments. Outputs contain ``"loss"`` and the model's other return values.
+        select: (outputs, batch) → arguments of the metrics' ``update``. Outputs contain ``"loss"`` and what else the
+            model returned.
         name: the callback's key; None: the class's name. Two callbacks, each with a ``select``, need two names.
 
     Raises:
@@ -52,7 +41,9 @@ class ModelEvalMetrics(Callback):
 
     sets_control_flags = False
 
-    def __init__(self, metrics: Mapping[str, Metric], select: Select, *, name: str | None = None) -> None:
+    def __init__(
+        self, metrics: Mapping[str, Any], select: Callable[[Any, Any], tuple[Any, ...]], *, name: str | None = None
+    ) -> None:
         self.name = name
         for name, metric in mapping("ModelEvalMetrics", "metrics", metrics).items():
             missing = [needed for needed in ("update", "compute", "reset") if not hasattr(metric, needed)]
@@ -101,7 +92,7 @@ class ModelEvalMetrics(Callback):
 # tensors of the same dtype and dimensions in its lists; otherwise the ranks' collectives do not match.
 
 
-def _update_without_rows(metric: Metric, batch: tuple[Any, ...]) -> None:
+def _update_without_rows(metric: Any, batch: tuple[Any, ...]) -> None:
     """Update a metric of torchmetrics with padding: append tensors without rows to its lists, keep other states."""
     inner = _inner_metrics(metric)
     before = [{name: _copied(getattr(each, name)) for name in each._reductions} for each in inner]
@@ -119,7 +110,7 @@ def _copied(state: list[Tensor] | Tensor) -> list[Tensor] | Tensor:
     return list(state) if isinstance(state, list) else state.clone()  # an update may change it in place
 
 
-def _give_scalars_a_row(metric: Metric) -> None:
+def _give_scalars_a_row(metric: Any) -> None:
     for each in _inner_metrics(metric):
         for name, reduction in each._reductions.items():
             state = getattr(each, name)
@@ -131,7 +122,7 @@ def _with_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() else tensor.reshape(1)
 
 
-def _inner_metrics(metric: Metric) -> list[Any]:
+def _inner_metrics(metric: Any) -> list[Any]:
     """Return the metrics of torchmetrics inside: itself, those of a collection, those that it wraps."""
     return [each for each in metric.modules() if hasattr(each, "add_state")] if isinstance(metric, nn.Module) else []
 

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from tqdm.auto import tqdm
 
@@ -179,7 +179,7 @@ class ProgressCallback(Callback):
         self._final = columns("ProgressCallback: final_metrics", final_metrics, default_final_metrics())
         is_listed = isinstance(step_columns, Sequence)
         self._lines = Lines(output_stream, self._columns, header_interval, shows_absent=is_listed)
-        self._display: Display = self._lines
+        self._display: Lines | Bar = self._lines
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._lines.begin()
@@ -207,7 +207,8 @@ class ProgressCallback(Callback):
             self._display.say(f"{state.global_step:>{WIDTH}}  {kind}: {values}")
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
-        self._display.close()
+        if isinstance(self._display, Bar):
+            self._display.close()
         self._display = self._lines
 
     def _wants_bar(self, args: TrainingArguments) -> bool:
@@ -216,22 +217,6 @@ class ProgressCallback(Callback):
         if self._use_tqdm is not None:
             return self._use_tqdm
         return (self._stream or sys.stderr).isatty() or _in_notebook()
-
-
-class Display(Protocol):
-    """Shows the progress."""
-
-    def advance(self, step: int, planned: int) -> None:
-        """Show that ``step`` of ``planned`` steps (-1: unknown) are done. Called after each step: must be cheap."""
-
-    def record(self, values: Mapping[str, Any]) -> None:
-        """Show a training record."""
-
-    def say(self, line: str) -> None:
-        """Show a line of text."""
-
-    def close(self) -> None:
-        """End the display."""
 
 
 class Lines:
@@ -254,7 +239,7 @@ class Lines:
         self._until_header = 0
 
     def advance(self, step: int, planned: int) -> None:
-        pass
+        """Lines show records only."""
 
     def record(self, values: Mapping[str, Any]) -> None:
         present = {key: column for key, column in self._wanted.items() if key in self._columns or key in values}
@@ -266,9 +251,6 @@ class Lines:
 
     def say(self, line: str) -> None:
         print(line, file=self._stream or sys.stdout, flush=True)
-
-    def close(self) -> None:
-        pass
 
 
 class _Tqdm(tqdm):  # type: ignore[misc]  # tqdm has no types
@@ -296,6 +278,7 @@ class Bar:
         )
 
     def advance(self, step: int, planned: int) -> None:
+        """Show that ``step`` of ``planned`` steps (-1: unknown) are done. Called after each step: must be cheap."""
         self._bar.total = planned if planned > 0 else None  # a command may change it
         self._bar.update(step - self._bar.n)
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol, Self, TypedDict
+from typing import Any, Self, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -34,15 +34,6 @@ Continue = Callable[[Sequence[Ids], int], list[Ids]]
 """(prompts, maximum tokens of each continuation) → continuations."""
 
 
-class Tokenizer(Protocol):
-    """Tokenizers of transformers, and most others, have these methods."""
-
-    def encode(self, text: str) -> Any:
-        """Return token ids, or an object with an attribute ``ids``."""
-
-    def decode(self, ids: Ids) -> str: ...
-
-
 class TextGenerator:
     """Continues prompts, by transformers' ``generate`` where the model has it, else by :class:`Sampler`.
 
@@ -60,13 +51,14 @@ class TextGenerator:
     def __init__(
         self, model: nn.Module, tokenizer: Any, settings: Any, most: int, dtype: torch.dtype | None = None
     ) -> None:
-        self._model = model
-        self._tokenizer: Tokenizer = _tokenizer(tokenizer)
+        self._model: Any = model
+        self._tokenizer = _tokenizer(tokenizer)
         self._most = most
         self._dtype = dtype
         self._device = device_of(model)
         self._special = set(getattr(self._tokenizer, "all_special_ids", ()))
-        if is_of_transformers(model):
+        is_of_transformers = getattr(model, "generation_config", None) is not None
+        if is_of_transformers and callable(getattr(model, "generate", None)):
             self._generate: Continue = _Generate(model, settings, self._device, self._tokenizer)
         else:
             end = getattr(self._tokenizer, "eos_token_id", None)
@@ -93,7 +85,8 @@ class TextGenerator:
     def _prepared(self, seed: int) -> Iterator[None]:
         eager = torch.compiler.set_stance("force_eager")  # else each new length is compiled
         cast = torch.autocast(self._device.type, dtype=self._dtype, enabled=self._dtype is not None)
-        with inference(self._model, _called(self._model)), seeded_generators(seed, self._device), eager, cast:
+        called = self._model.get_base_model() if callable(getattr(self._model, "get_base_model", None)) else self._model
+        with inference(self._model, called), seeded_generators(seed, self._device), eager, cast:
             yield
 
     def _encode(self, text: str) -> Ids:
@@ -107,19 +100,8 @@ class TextGenerator:
         """Return the text that ``ids`` add to ``before``; many tokenizers drop a leading space when decoding."""
         shown = [each for each in ids if each not in self._special]
         head = [each for each in before if each not in self._special]
-        whole, prompt = self._tokenizer.decode(head + shown), self._tokenizer.decode(head)
-        return whole[len(prompt) :] if whole.startswith(prompt) else self._tokenizer.decode(shown)
-
-
-def is_of_transformers(model: nn.Module) -> bool:
-    """Whether the model has transformers' ``generate``."""
-    return getattr(model, "generation_config", None) is not None and callable(getattr(model, "generate", None))
-
-
-def _called(model: Any) -> nn.Module:
-    """Return the module whose forward generates: of a PEFT adapter, the model in it."""
-    called: nn.Module = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
-    return called
+        whole, prompt, alone = (str(self._tokenizer.decode(each)) for each in (head + shown, head, shown))
+        return whole[len(prompt) :] if whole.startswith(prompt) else alone
 
 
 def _tokenizer(tokenizer: Any) -> Any:

@@ -17,9 +17,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from dalsegno.callbacks.trackers.description import without_secrets
 from dalsegno.callbacks.trackers.tracker import (
@@ -373,11 +374,13 @@ class Sender:
         if batch.end <= batch.begin:
             return False
         uncertain, certain = batch.entries[: batch.uncertain], batch.entries[batch.uncertain :]
-        for part in _parts([*(each for each in uncertain if not self._tracker.has(each)), *certain]):
-            if isinstance(part, Return):
-                self._tracker.return_to(part)
+        entries = [*(each for each in uncertain if not self._tracker.has(each)), *certain]
+        for is_return, some in groupby(entries, lambda each: isinstance(each, Return)):
+            if is_return:
+                for point in some:
+                    self._tracker.return_to(cast(Return, point))
             else:
-                self._tracker.send(part)
+                self._tracker.send(list(some))
         self._outbox.handed_over(batch, stored=self._tracker.stores_at_once)
         if self._failures:
             logger.info("%s: the tracker answers again", self._name)
@@ -399,16 +402,3 @@ class Sender:
             self._abandoned.wait(min(pause, FIRST_PAUSE_S))
         else:
             self._closing.wait(pause)
-
-
-def _parts(entries: Sequence[Entry]) -> list[list[Entry] | Return]:
-    """Split the entries at each return."""
-    parts: list[list[Entry] | Return] = []
-    for entry in entries:
-        if isinstance(entry, Return):
-            parts.append(entry)
-        elif parts and isinstance(parts[-1], list):
-            parts[-1].append(entry)
-        else:
-            parts.append([entry])
-    return parts

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,9 +18,6 @@ from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import BackwardContext, Context, LogContext, TrainBeginContext
 
 logger = logging.getLogger("dalsegno")
-
-
-M = TypeVar("M")
 
 
 class SlowRankDetector(Callback):
@@ -44,7 +41,7 @@ class SlowRankDetector(Callback):
     def __init__(self, factor: float = 1.5, patience: int = 3) -> None:
         self._factor = number("SlowRankDetector", "factor", factor, over=1)
         self._patience = whole("SlowRankDetector", "patience", patience)
-        self._watch: Watch[Any] = Watch(HOST_CLOCK)
+        self._watch = Watch(HOST_CLOCK)
         self._syncs_in_forward = False
         self._slow = (-1, 0)  # a rank, and its number of consecutive slow records
 
@@ -90,17 +87,17 @@ class SlowRankDetector(Callback):
             )
 
 
-class Clock(NamedTuple, Generic[M]):
+class Clock(NamedTuple):
     """Points in time, and the seconds between two of them."""
 
-    now: Callable[[], M]
-    seconds: Callable[[M, M], float]
+    now: Callable[[], Any]
+    seconds: Callable[[Any, Any], float]
 
 
 HOST_CLOCK = Clock(lambda: time.perf_counter(), lambda begin, end: end - begin)
 
 
-def clock_of(parameters: Sequence[torch.Tensor]) -> Clock[Any]:
+def clock_of(parameters: Sequence[torch.Tensor]) -> Clock:
     """The clock for a model's work: events on its device's current stream, if the device has any; else host time."""
     device = next((each.device for each in parameters if each.device.type not in ("cpu", "meta")), None)
     if device is None or not accelerator.has_timed_events(device):
@@ -114,14 +111,14 @@ def _seconds_between(begin: Any, end: Any) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-class Watch(Generic[M]):
+class Watch:
     """Measures, over many steps, the time that a rank takes until its first collective."""
 
-    def __init__(self, clock: Clock[M]) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._since: M | None = None  # end of the previous step
-        self._step: tuple[M, float, M] | None = None
-        self._steps: list[tuple[M, float, M, M]] = []  # reading: begin, seconds, end; first collective
+        self._since: Any = None  # end of the previous step
+        self._step: tuple[Any, float, Any] | None = None
+        self._steps: list[tuple[Any, float, Any, Any]] = []  # reading: begin, seconds, end; first collective
 
     def start(self) -> None:
         self._since, self._step = self._clock.now(), None
