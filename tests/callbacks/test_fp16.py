@@ -26,7 +26,8 @@ from dalsegno.callbacks import (
 from dalsegno.logs import read_records
 from dalsegno.testing import run_ranks, tiny_regression_data
 from support.listeners import Listener
-from support.small import Line, small_trainer
+from support.models import Line
+from support.small import small_trainer
 
 SCALE = 2.0**16
 """What a gradient scaler begins with."""

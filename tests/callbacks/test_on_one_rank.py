@@ -15,7 +15,8 @@ from dalsegno import callbacks
 from dalsegno.distributed import collectives
 from dalsegno.testing import run_ranks, tiny_regression_data
 from support.listeners import Listener
-from support.ranked import Deep, Numbered
+from support.models import Deep
+from support.ranked import Numbered
 from support.small import arguments
 
 

@@ -19,7 +19,8 @@ from dalsegno.checkpoint import CheckpointManager, ModelState, load_weights, rea
 from dalsegno.logs import RunFile
 from dalsegno.testing import run_ranks, start_ranks
 from support.listeners import Trace
-from support.tuned import Tied, tuned, tuned_in_parallel, tuned_until
+from support.models import Tied
+from support.tuned import tuned, tuned_in_parallel, tuned_until
 
 
 @pytest.fixture(scope="module")

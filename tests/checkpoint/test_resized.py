@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import dalsegno as ds
 from dalsegno.errors import StateMismatch
 from dalsegno.testing import compare_runs, run_ranks
+from support.models import Layered
 from support.resumed import assert_resumes, stop_after
 from support.small import small_trainer
 
@@ -37,15 +38,11 @@ class Observed(nn.Module):
         return nn.functional.mse_loss(self.second(hidden), y) + 1e-3 * lowest.sum() * hidden.mean()
 
 
-class QuantizationAware(nn.Module):
+class QuantizationAware(Layered):
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 1))
+        super().__init__(nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 1))
         self.layers.qconfig = quantization.get_default_qat_qconfig("fbgemm")
         quantization.prepare_qat(self.layers.train(), inplace=True)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.mse_loss(self.layers(x), y)
 
 
 def fake_quantize() -> nn.Module:

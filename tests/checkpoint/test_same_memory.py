@@ -14,21 +14,15 @@ from torch import Tensor, nn
 import dalsegno as ds
 from dalsegno.testing import compare_runs, run_ranks
 from support.listeners import Listener
+from support.models import Layered
 from support.resumed import assert_resumes, stop_after
 from support.small import small_trainer
 
 WIDTH = 33  # a square weight: the eigenbasis has its shape
 
 
-class Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)
-        )
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.mse_loss(self.layers(x), y)
+def deep() -> Layered:
+    return Layered(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -127,7 +121,7 @@ class SharedRate(Optimizer):
 def trainer_with(optimizer: Callable[[Any], torch.optim.Optimizer]) -> Callable[..., ds.Trainer]:
     def build(folder: Path, *callbacks: Any) -> ds.Trainer:
         torch.manual_seed(1)
-        model = Deep()
+        model = deep()
         own = {"optimizer": optimizer(model.parameters())}
         return small_trainer(folder, *callbacks, model=model, length=24, max_steps=6, save_steps=9, parts=own)
 

@@ -20,8 +20,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import dalsegno as ds
 from dalsegno.data import NOT_EXACT, resumable_loader
 from dalsegno.testing import tiny_regression_data
+from support.models import Line
 from support.resumed import stop_after
-from support.small import Line, same, small_trainer, weights
+from support.small import same, small_trainer, weights
 
 LENGTH, BATCH = 40, 4
 PASSES = count()

@@ -14,7 +14,8 @@ import pytest
 from dalsegno.callbacks import JsonLogger
 from dalsegno.checkpoint import CheckpointManager
 from dalsegno.logs import RunFile, read_records
-from support.small import Line, small_trainer
+from support.models import Line
+from support.small import small_trainer
 from support.torchrun_job import RESUMES_FROM
 from support.warm import Program
 

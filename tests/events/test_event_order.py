@@ -12,7 +12,8 @@ import dalsegno as ds
 from dalsegno.events.table import Event
 from dalsegno.testing import tiny_regression_data
 from support.listeners import Journal, Listener
-from support.small import Line, small_trainer, weights
+from support.models import Line
+from support.small import small_trainer, weights
 
 MICROBATCH = ["microbatch_begin", "before_forward", "after_forward", "before_backward", "after_backward"]
 MICROBATCH += ["microbatch_end"]

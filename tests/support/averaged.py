@@ -18,18 +18,6 @@ from support.small import small_trainer
 DECAY = 0.8
 
 
-class Normed(nn.Module):
-    """With running statistics, which are no parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-        self.layer = nn.Linear(8, 1)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.mse_loss(self.layer(self.norm(x)), y)
-
-
 def averaged(
     output_dir: Path,
     *callbacks: ds.Callback,

@@ -11,7 +11,8 @@ from dalsegno.distributed import collectives
 from dalsegno.events.table import Event
 from dalsegno.testing import FaultPlan
 from support.listeners import Listener, Trace
-from support.small import Line, small_trainer
+from support.models import Line
+from support.small import small_trainer
 
 
 class Steps(Trace):

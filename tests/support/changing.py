@@ -10,7 +10,8 @@ import torch
 from dalsegno.checkpoint.compatibility import Change
 from dalsegno.distributed import collectives
 from support.listeners import Listener
-from support.small import Line, small_trainer
+from support.models import Line
+from support.small import small_trainer
 
 
 def train_on_ranks(output_dir: Path, batch_size: int, max_steps: int) -> list[Change]:

@@ -15,6 +15,7 @@ from dalsegno.callbacks import JsonLogger
 from dalsegno.control import Ticket
 from dalsegno.testing import tiny_regression_data
 from support.listeners import Listener
+from support.models import Layered
 from support.small import small_trainer
 
 Commands = Mapping[int, Sequence[tuple[str, dict[str, Any]]]]
@@ -35,15 +36,11 @@ class Client(ds.Callback):
                 self.tickets.append(ctx.trainer.commands.submit(name, data, by=f"client at {step}"))
 
 
-class TinyWithDropout(nn.Module):
+class TinyWithDropout(Layered):
     """Small enough for FSDP2 on two ranks; its random numbers show where a step was left out."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.2), nn.Linear(4, 1))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(self.layers(x), y)
+        super().__init__(nn.Linear(8, 4), nn.Dropout(0.2), nn.Linear(4, 1))
 
 
 def lines(output_dir: Path, kind: str) -> list[dict[str, Any]]:

@@ -19,7 +19,8 @@ from dalsegno.checkpoint.save.async_save import AsyncSave
 from dalsegno.distributed import collectives
 from dalsegno.system import filesystem
 from support.listeners import Listener
-from support.small import Line, small_trainer
+from support.models import Line
+from support.small import small_trainer
 
 MB = 1_000_000
 

@@ -7,29 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 
 import dalsegno as ds
 from dalsegno.distributed import collectives
 from dalsegno.testing import tiny_regression_data
 from support.listeners import Listener, Trace
+from support.models import Deep
 from support.small import arguments
-
-
-class Deep(nn.Module):
-    """Two blocks and a head, without any randomness. Returns the mean squared error."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, x: Tensor, y: Tensor, number: Tensor) -> Tensor:
-        """x: (batch, 8), y: (batch, 1), number: (batch,)."""
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return nn.functional.mse_loss(self.head(x), y)
 
 
 class Numbered(Dataset[dict[str, Tensor]]):

@@ -14,7 +14,8 @@ from dalsegno.callbacks import EMA, DivergenceDetector, JsonLogger, TBLogger
 from dalsegno.data import ResumableSampler
 from dalsegno.distributed import collectives
 from dalsegno.testing.data_order import DataOrder
-from support.ranked import Deep, Numbered
+from support.models import Deep
+from support.ranked import Numbered
 from support.small import small_trainer
 
 LENGTH = 40

@@ -15,20 +15,6 @@ from dalsegno.testing import TinyRegression, tiny_regression_data
 NOISY = ("DefaultMetrics", "ProgressCallback", "InfoCallback")
 
 
-class Line(nn.Module):
-    """y = w·x + b without any randomness. Returns the mean squared error."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 1)
-        nn.init.constant_(self.layer.weight, 0.1)
-        nn.init.zeros_(self.layer.bias)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """x: (batch, 8), y: (batch, 1)."""
-        return nn.functional.mse_loss(self.layer(x), y)
-
-
 class ByteLines:
     """For ``TinyLanguageModel``: 24 samples of sixteen bytes, and the same shifted by one."""
 

@@ -20,7 +20,8 @@ from dalsegno.distributed import collectives
 from dalsegno.events.table import Event
 from dalsegno.logs import read_records
 from dalsegno.testing import DataOrder, FaultPlan
-from support.small import Line, small_trainer
+from support.models import Line
+from support.small import small_trainer
 
 DIES_IN, RESUMES_FROM = 6, 4
 """Steps."""

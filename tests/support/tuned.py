@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import dalsegno as ds
@@ -15,25 +15,8 @@ from dalsegno.distributed import collectives
 from dalsegno.events.table import Event
 from dalsegno.testing import FaultPlan, tiny_regression_data
 from support.listeners import Listener
+from support.models import Tied
 from support.small import arguments
-
-
-class Tied(nn.Module):
-    """Odd sizes, so that two ranks share unevenly, and a weight with two names. Returns the mean squared error."""
-
-    def __init__(self, heads: int = 1) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 7), nn.Linear(7, 8)
-        self.back = nn.Linear(7, 8, bias=False)
-        self.back.weight = self.second.weight
-        self.norm = nn.BatchNorm1d(8)
-        self.head = nn.Linear(8, heads)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """x: (batch, 8), y: (batch, 1)."""
-        deep = torch.tanh(self.first(x))
-        heads = self.head(self.norm(self.second(deep) + self.back(deep)))
-        return nn.functional.mse_loss(heads.sum(1, keepdim=True), y)
 
 
 def tuned(

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from support.listeners import Trace
-from support.small import Line, small_trainer
+from support.models import Line
+from support.small import small_trainer
 
 
 class OnZero(Trace):

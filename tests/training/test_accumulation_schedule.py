@@ -27,7 +27,8 @@ from dalsegno.testing import (
     tiny_regression_data,
 )
 from support.listeners import Listener
-from support.small import Line, arguments, same, small_trainer, weights
+from support.models import Line
+from support.small import arguments, same, small_trainer, weights
 
 GROWING = {0: 1, 2: 2, 5: 3}
 OF_EACH_STEP = [1, 1, 2, 2, 2, 3, 3]

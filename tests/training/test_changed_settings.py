@@ -20,7 +20,8 @@ from dalsegno.checkpoint.manifest import _checksum_of
 from dalsegno.testing import run_ranks, tiny_regression_data
 from support.changing import count_threads, train_in_type, train_on_ranks
 from support.listeners import Listener
-from support.small import Line, arguments, same, small_trainer, weights
+from support.models import Line
+from support.small import arguments, same, small_trainer, weights
 
 
 class Watched(ds.Callback):
@@ -193,7 +194,7 @@ def test_all_that_is_refused_is_told_at_once(tmp_path: Path) -> None:
         leg(tmp_path, 4, length=21, **sgd(two_outputs()))
     assert str(raised.value).splitlines() == [
         f"{tmp_path}/checkpoints/step-00000002: the saved state does not fit this run; nothing was loaded:",
-        "  model: the checkpoint does not fit this support.small.Line",
+        "  model: the checkpoint does not fit this support.models.Line",
         "    layer.bias: saved as [1] float32, here [2] float32",
         "    layer.weight: saved as [1, 8] float32, here [2, 8] float32",
         "  optimizer: saved torch.optim.adamw.AdamW, now torch.optim.sgd.SGD",

@@ -31,7 +31,8 @@ from support.commanded import (
     with_all_sharded,
 )
 from support.listeners import Listener
-from support.small import Line, small_trainer
+from support.models import Line
+from support.small import small_trainer
 
 KILLS = [
     FaultPlan(event=ds.Event.STEP_DONE, count=3),  # before the first checkpoint, after effects

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dalsegno as ds
 from dalsegno.callbacks import DivergenceDetector, GradNormLogger, JsonLogger
@@ -25,7 +25,8 @@ from dalsegno.testing import (
     tiny_regression_data,
 )
 from support.listeners import Journal, Listener
-from support.small import Line, small_trainer
+from support.models import Layered, Line
+from support.small import small_trainer
 
 STEPS_PER_EPOCH = 5
 
@@ -98,24 +99,13 @@ def test_the_best_checkpoint_outlives_a_limit_of_one(tmp_path: Path) -> None:
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 
-class Normed(nn.Module):
-    """With statistics that each rank gathers from batches of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """x: (batch, 8), y: (batch, 1)."""
-        return nn.functional.mse_loss(self.layers(x), y)
-
-
 def normed(output_dir: Path, parallel: str) -> ds.Trainer:
     torch.manual_seed(0)
     return small_trainer(
         output_dir,
         JsonLogger(),
-        model=Normed(),
+        # with statistics that each rank gathers from batches of its own
+        model=Layered(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)),
         length=64,
         parts={"eval_dataset": tiny_regression_data(8, seed=1)},
         parallel=parallel,

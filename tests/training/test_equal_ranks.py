@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 import dalsegno as ds
 from dalsegno.testing import compare_runs, run_ranks, tiny_regression_data
 from support.listeners import Listener
+from support.models import Line
 from support.resumed import stop_after
-from support.small import Line, small_trainer
+from support.small import small_trainer
 
 
 def average_gradients(model: nn.Module) -> None:

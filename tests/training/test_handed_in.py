@@ -14,9 +14,10 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 
 import dalsegno as ds
 from dalsegno.testing import tiny_regression_data
+from support.models import Line
 from support.own_loops import OwnLoop
 from support.resumed import assert_resumes, stop_after
-from support.small import Line, small_trainer
+from support.small import small_trainer
 
 DATA = tiny_regression_data(20)
 

@@ -16,8 +16,9 @@ import dalsegno as ds
 from dalsegno.errors import ConfigurationError
 from dalsegno.testing import TinyLanguageModel, TinyRegression, tiny_regression_data
 from support.listeners import Listener
+from support.models import Line
 from support.resumed import assert_resumes
-from support.small import Line, small_trainer
+from support.small import small_trainer
 
 Schedule = Callable[[Optimizer], Any]
 

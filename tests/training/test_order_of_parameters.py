@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 
 import dalsegno as ds
 from dalsegno.testing import tiny_regression_data
+from support.models import Line
 from support.resumed import stop_after
-from support.small import Line, small_trainer
+from support.small import small_trainer
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -19,8 +19,9 @@ from dalsegno.distributed import collectives
 from dalsegno.logs import drop_wall_clock, read_records
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks, tiny_regression_data
 from support.builtins import NAMES, build
+from support.models import Line
 from support.own_loops import OwnLoop
-from support.small import Line, rows
+from support.small import rows
 
 
 class Listener(ds.Callback):

@@ -15,7 +15,8 @@ import dalsegno as ds
 from dalsegno.training.learning_rate import scale_rates
 from support.commanded import Client, Commands
 from support.listeners import Listener
-from support.small import Line, small_trainer
+from support.models import Line
+from support.small import small_trainer
 
 SCHEDULES: dict[str, Any] = {
     "LambdaLR": lambda optimizer: schedules.LambdaLR(optimizer, lambda step: 1 / (1 + step)),

@@ -19,8 +19,9 @@ from dalsegno.logs import RunFile, read_records
 from dalsegno.testing import compare_runs, start_ranks, tiny_regression_data
 from support.intruder import intruder
 from support.listeners import Journal, Listener, Trace
+from support.models import Line
 from support.resumed import stop_after
-from support.small import Line, same, small_trainer, weights
+from support.small import same, small_trainer, weights
 
 
 def logged(output_dir: Path, *callbacks: ds.Callback, **settings: Any) -> ds.Trainer:

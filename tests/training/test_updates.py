@@ -18,8 +18,9 @@ import dalsegno as ds
 from dalsegno.errors import ConfigurationError
 from dalsegno.testing import tiny_regression_data
 from support.listeners import Listener
+from support.models import Line
 from support.resumed import assert_resumes
-from support.small import Line, rows, same, small_trainer, weights
+from support.small import rows, same, small_trainer, weights
 
 
 def trained(output_dir: Path, *callbacks: ds.Callback, **settings: Any) -> dict[str, Tensor]:

@@ -31,8 +31,9 @@ from dalsegno.testing import (
     run_ranks,
     tiny_regression_data,
 )
-from support.averaged import DECAY, Normed, averaged, in_shards, shares, train, with_squares
+from support.averaged import DECAY, averaged, in_shards, shares, train, with_squares
 from support.listeners import Listener
+from support.models import Normed
 from support.resumed import assert_resumes
 from support.small import arguments, same, small_trainer, weights
 

@@ -15,8 +15,9 @@ from dalsegno.callbacks import SkipSamples
 from dalsegno.distributed import collectives
 from dalsegno.testing import run_ranks, tiny_regression_data
 from support.listeners import Listener
+from support.models import Line
 from support.resumed import assert_resumes
-from support.small import Line, small_trainer
+from support.small import small_trainer
 
 LENGTH = 20
 

@@ -16,8 +16,9 @@ from dalsegno.callbacks import GradientNoiseScale, ScaleLoss
 from dalsegno.distributed import collectives
 from dalsegno.events.table import Event
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks
+from support.models import Line
 from support.resumed import assert_resumes
-from support.small import Line, small_trainer, weights
+from support.small import small_trainer, weights
 
 DECAY = 0.8
 KEY = "gradient_noise_scale"

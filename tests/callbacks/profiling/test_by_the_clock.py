@@ -18,7 +18,8 @@ from dalsegno.callbacks import DurationProfiler, SlowRankDetector
 from dalsegno.distributed import collectives
 from dalsegno.testing import run_ranks, tiny_regression_data
 from support.listeners import Listener
-from support.small import Line, arguments, small_trainer
+from support.models import Line
+from support.small import arguments, small_trainer
 
 
 class Clock:

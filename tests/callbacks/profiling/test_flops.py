@@ -30,7 +30,8 @@ from dalsegno.callbacks.profiling.flops import Uncountable, count_flops
 from dalsegno.callbacks.profiling.peaks import known_peak
 from dalsegno.logs import read_records
 from dalsegno.testing import TinyLanguageModel, run_ranks
-from support.small import Line, small_trainer
+from support.models import Line
+from support.small import small_trainer
 
 SAMPLES, LENGTH = 2, 16
 TOKENS = SAMPLES * LENGTH

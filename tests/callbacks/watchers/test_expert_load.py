@@ -148,13 +148,12 @@ def test_what_the_router_decides_is_counted_without_padding(tmp_path: Path, buil
         assert record[f"{title}/idle"] == int((loads == 0).sum())
 
 
-class Chosen(nn.Module):
-    """A router of nothing but scores, whose choice is made elsewhere, with a bias to them."""
+class Scored(nn.Module):
+    """Its router is a layer that scores four experts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(8, EXPERTS)
-        self.router.register_buffer("e_score_correction_bias", torch.zeros(EXPERTS))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.router(x).square().mean()
@@ -165,15 +164,12 @@ def test_what_cannot_be_seen_is_not_made_up(tmp_path: Path) -> None:
         small_trainer(tmp_path, ExpertLoadBalance(every=1), model=Chosen(), max_steps=1).train()
 
 
-class Scored(nn.Module):
-    """Its router is a layer that scores four experts."""
+class Chosen(Scored):
+    """A router of nothing but scores, whose choice is made elsewhere, with a bias to them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = nn.Linear(8, EXPERTS)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.router(x).square().mean()
+        self.router.register_buffer("e_score_correction_bias", torch.zeros(EXPERTS))
 
 
 def looked_at_before_a_record(output_dir: Path, *own: ds.Callback) -> ds.Trainer:

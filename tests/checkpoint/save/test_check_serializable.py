@@ -22,8 +22,9 @@ from dalsegno.distributed import collectives
 from dalsegno.errors import CannotSave, ConfigurationError, RankFailed
 from dalsegno.events.table import Event
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks, tiny_regression_data
+from support.models import Line
 from support.own_loops import OwnLoop
-from support.small import Line, arguments, rows, small_trainer
+from support.small import arguments, rows, small_trainer
 from support.tuned import whole
 
 

@@ -10,22 +10,22 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from dalsegno.testing import run_ranks
+from support.models import Layered
 from support.small import small_trainer
 
 
-class AutoEncoder(nn.Module):
+class AutoEncoder(Layered):
     """The last layer's weight is the first one's; a block is used twice."""
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
         block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-        self.layers = nn.Sequential(nn.Linear(8, 8), block, block, nn.Linear(8, 8))
+        super().__init__(nn.Linear(8, 8), block, block, nn.Linear(8, 8))
         self.layers[3].weight = self.layers[0].weight
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """x: (batch, 8), y: (batch, 1)."""
-        return nn.functional.mse_loss(self.layers(x), y.expand(-1, 8))
+        return super().forward(x, y.expand(-1, 8))
 
 
 def train(output_dir: Path, max_steps: int, **settings: Any) -> Any:

@@ -18,7 +18,8 @@ from dalsegno.logs import read_records
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, compare_runs, run_ranks
 from support import fused
 from support.listeners import Listener
-from support.small import Line, same, small_trainer, weights
+from support.models import Line
+from support.small import same, small_trainer, weights
 
 MAY_DIFFER = {"settings", "meter", "callbacks.GradNormLogger", "logs/train.jsonl", "logs/gradient_norms.jsonl"}
 

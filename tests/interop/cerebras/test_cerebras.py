@@ -20,7 +20,8 @@ from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks
 from interop.script import Broken, play
 from support.held_saves import hold_save
 from support.listeners import Listener
-from support.small import Line, same, small_trainer, weights
+from support.models import Line
+from support.small import same, small_trainer, weights
 
 BATCH_START = ["train_batch_start", "train_step_start"]
 PASS = ["before_forward", "after_forward", "before_backward", "after_backward"]

@@ -16,22 +16,11 @@ import dalsegno as ds
 from dalsegno.callbacks import CheckLoss, JsonLogger
 from dalsegno.interop.hf import Bridge
 from dalsegno.interop.hf import bridge as bridge_module
-from dalsegno.testing import TinyRegression, tiny_regression_data
+from dalsegno.testing import tiny_regression_data
 from interop.bridges import Left, Verdict, alone, leave, several, states_in
 from interop.bridges import records as records_of
 from support.listeners import Trace
-
-
-class Outputs(nn.Module):
-    """Theirs wants the loss in a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = TinyRegression()
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": self.model(x, y)}
-
+from support.models import Outputs
 
 SETTINGS: dict[str, Any] = {
     "per_device_train_batch_size": 4,

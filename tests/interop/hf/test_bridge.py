@@ -28,7 +28,6 @@ from dalsegno.testing import start_ranks, tiny_regression_data
 from interop.bridges import assert_rows, refused_builtins
 from interop.hf.bridged import (
     At,
-    Outputs,
     hf_trainer,
     records,
     several,
@@ -37,6 +36,7 @@ from interop.hf.bridged import (
     with_bridge,
 )
 from support.listeners import Journal, Listener, Trace
+from support.models import Outputs
 from support.small import NOISY
 from support.threads import one_thread
 

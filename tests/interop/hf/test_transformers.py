@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from transformers.trainer_callback import DefaultFlowCallback
@@ -18,10 +17,10 @@ from dalsegno.callbacks import JsonLogger
 from dalsegno.logs import RunFile
 from dalsegno.testing import (
     FaultPlan,
-    TinyRegression,
     assert_resume_equivalent,
     tiny_regression_data,
 )
+from support.models import Outputs
 from support.small import NOISY, small_trainer
 
 # --- the same script, there and here ----------------------------------------------------------------------------------
@@ -56,17 +55,6 @@ class Requester(TrainerCallback):  # type: ignore[misc]
         control.should_evaluate |= state.global_step == 4
         control.should_save |= state.global_step == 4
         return control
-
-
-class Outputs(torch.nn.Module):
-    """Theirs wants the loss in a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = TinyRegression()
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": self.model(x, y)}
 
 
 BY_STEPS = {"max_steps": 8, "logging_steps": 2, "eval_steps": 4, "save_steps": 4, "eval_strategy": "steps"}

@@ -17,7 +17,8 @@ import transformers
 import transformers.integrations
 
 import dalsegno as ds
-from dalsegno.testing import TinyRegression, tiny_regression_data
+from dalsegno.testing import tiny_regression_data
+from support.models import Outputs
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 40,
@@ -28,17 +29,6 @@ SETTINGS: dict[str, Any] = {
     "use_cpu": True,
     "disable_tqdm": True,
 }
-
-
-class Outputs(torch.nn.Module):
-    """Theirs wants the loss in a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = TinyRegression()
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": self.model(x, y)}
 
 
 class Kill(ds.Callback):

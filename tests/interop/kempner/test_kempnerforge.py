@@ -20,8 +20,9 @@ from dalsegno.logs import read_records
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks, tiny_regression_data
 from interop.script import Broken, play
 from support.listeners import Listener
+from support.models import Line
 from support.own_loops import OwnLoop
-from support.small import Line, small_trainer
+from support.small import small_trainer
 
 
 def hook_base() -> Any:

@@ -14,7 +14,8 @@ from dalsegno.interop.lightning import Callback
 from dalsegno.logs import read_records
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks, tiny_regression_data
 from interop.script import Broken, play
-from support.small import Line, small_trainer
+from support.models import Line
+from support.small import small_trainer
 
 METHODS = [name for name in dir(Callback) if name.startswith("on_") or name in ("setup", "teardown")]
 NEVER = ("on_sanity_check_start", "on_sanity_check_end", "on_save_checkpoint", "on_load_checkpoint")
