@@ -9,7 +9,6 @@ of its own.
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -32,8 +31,6 @@ from .api import answer_page, list_endpoints
 from .client import running
 from .jobs import Endpoint, find_job, read_token
 
-logger = logging.getLogger("dalsegno")
-
 HOST = "127.0.0.1"
 
 _CONNECT_TIMEOUT = 5.0  # seconds. What is asked may take long: a stream, a command that is waited for.
@@ -54,11 +51,7 @@ def hub_server(listener: socket.socket, token: str) -> ServerThread:
         app = Starlette(routes=routes, exception_handlers={HTTPException: answer_error}, lifespan=hub.lifespan)
         return Gate(app, host=HOST, token=token, open_paths={"/"})
 
-    return ServerThread(listener, build, name="dalsegno-hub", tls=None, on_failure=_log_failure)
-
-
-def _log_failure(error: BaseException) -> None:
-    logger.error("the page's server ended: %s: %s", type(error).__name__, error)
+    return ServerThread(listener, build, name="dalsegno-hub", tls=None)
 
 
 class _Hub:

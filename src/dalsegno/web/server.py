@@ -92,7 +92,7 @@ class ServerThread:
         name: of the thread.
         tls: None: plain HTTP.
         limits: on its connections; None: those for short requests.
-        on_failure: called on the server's thread if the server ends by an error.
+        on_failure: called on the server's thread if the server ends by an error; None: the error is logged.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ServerThread:
         name: str,
         tls: ssl.SSLContext | None,
         limits: Limits | None = None,
-        on_failure: Callable[[BaseException], None],
+        on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._listener = listener
         self._build_app = build_app
@@ -142,8 +142,12 @@ class ServerThread:
             with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
                 runner.run(self._serve())
         except BaseException as error:
-            if not self._is_stopping.is_set():
+            if self._is_stopping.is_set():
+                pass
+            elif self._on_failure is not None:
                 self._on_failure(error)
+            else:
+                logger.error("the server ended: %s: %s", type(error).__name__, error)
         finally:
             self._listener.close()
 

@@ -26,7 +26,7 @@ from dalsegno.errors import DalsegnoError, NotFound, NotRunning, StateMismatch
 from dalsegno.system.durability import NotDurable
 
 from .files import Growth, SpooledTensors, Version
-from .rounds import Presence, Rounds, Rules
+from .rounds import Rounds, Rules
 from .run import OuterRun
 from .state import Applied, Joined, Left, Member, Returned, ServerState
 
@@ -102,8 +102,7 @@ class Coordinator:
         self._run = run
         self._changed = changed
         self._lock = threading.Condition(threading.RLock())
-        self._presence = Presence(rules.heartbeat_timeout)
-        self._rounds = Rounds(rules, self._presence)
+        self._rounds = Rounds(rules)
         self._is_closing = False
         self._patience = Patience()
         self._committed = run.state.version if run.has_begun else 0  # newest version whose events are on disk
@@ -128,7 +127,7 @@ class Coordinator:
 
     def note_seen(self, worker_id: str) -> None:
         """Note that a worker is alive. Takes no lock."""
-        self._presence.note(worker_id)
+        self._rounds.note_seen(worker_id)
 
     def register(
         self, worker_id: str, settings: Settings, *, count: int | None, run_id: str | None, dylu: bool
@@ -319,7 +318,7 @@ class Coordinator:
                 begun, to_save = change
                 self._publish(begun)
                 if to_save is not None and self._run.save(to_save):
-                    self._patience.insist(self._release_submissions)
+                    self._insist_locked(self._run.release_submissions)
         except Closing:
             pass  # the journal has what was acknowledged
         except BaseException as error:
@@ -399,15 +398,16 @@ class Coordinator:
         self._changed()
         self._patience.insist(partial(self._run.write_versions, begun))
         self._patience.insist(self._run.store.write_log)
-        self._patience.insist(self._release_versions)
+        self._insist_locked(self._run.release_versions)
 
-    def _release_versions(self) -> None:
-        with self._lock:
-            self._run.release_versions()
+    def _insist_locked(self, write: Callable[[], object]) -> None:
+        """As :meth:`Patience.insist`; each attempt has the lock."""
 
-    def _release_submissions(self) -> None:
-        with self._lock:
-            self._run.release_submissions()
+        def locked() -> None:
+            with self._lock:
+                write()
+
+        self._patience.insist(locked)
 
     # -- status -----------------------------------------------------------------------------------------------------
 
@@ -431,12 +431,12 @@ class Coordinator:
                 "workers": [
                     {
                         "worker_id": name,
-                        "state": _state_of(each, is_alive=self._presence.is_alive(name)),
+                        "state": _state_of(each, is_alive=self._rounds.is_alive(name)),
                         "submissions": each.number,
                         "base": each.base,
                         "staleness": max(0, (state.version if state else 0) - each.base),
                         "steps_per_second": each.speed,
-                        "seen_seconds_ago": self._presence.seconds_ago(name),
+                        "seen_seconds_ago": self._rounds.seconds_ago(name),
                     }
                     for name, each in sorted(members.items())
                 ],

@@ -49,19 +49,15 @@ class Rules:
             )
 
 
-class Presence:
-    """Takes no lock.
+class Rounds:
+    """Decides by the rules, the state of the run, and the workers that are alive. Changes no state."""
 
-    Args:
-        timeout: seconds without a request after which a worker counts as dead; 0: never.
-    """
-
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
         self._seen: dict[str, float] = {}  # monotonic time of each worker's newest request
 
-    def note(self, worker_id: str) -> None:
-        """Note that a worker is alive."""
+    def note_seen(self, worker_id: str) -> None:
+        """Note that a worker is alive. Takes no lock."""
         self._seen[worker_id] = time.monotonic()
 
     def seconds_ago(self, worker_id: str) -> float | None:
@@ -71,16 +67,8 @@ class Presence:
 
     def is_alive(self, worker_id: str) -> bool:
         """Whether a worker has been seen within the timeout."""
-        ago = self.seconds_ago(worker_id)
-        return self.timeout == 0 or (ago is not None and ago < self.timeout)
-
-
-class Rounds:
-    """Decides by the rules, the state of the run, and the workers that are alive."""
-
-    def __init__(self, rules: Rules, presence: Presence) -> None:
-        self._rules = rules
-        self._presence = presence
+        ago, timeout = self.seconds_ago(worker_id), self._rules.heartbeat_timeout
+        return timeout == 0 or (ago is not None and ago < timeout)
 
     def ready(self, state: ServerState) -> list[str]:
         """The workers whose submissions are to be applied now, together."""
@@ -98,7 +86,7 @@ class Rounds:
         return [
             name
             for name, each in state.members.items()
-            if each.base > state.version and not each.has_left and self._presence.is_alive(name)
+            if each.base > state.version and not each.has_left and self.is_alive(name)
         ]
 
     def is_in_progress(self, state: ServerState, worker_id: str) -> bool:
@@ -143,4 +131,4 @@ class Rounds:
         """Whether the round in progress waits for a worker's submission."""
         member = state.members[worker_id]
         is_due = member.pending is None and member.base == state.version and not member.has_left
-        return is_due and self._presence.is_alive(worker_id)
+        return is_due and self.is_alive(worker_id)

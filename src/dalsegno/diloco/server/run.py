@@ -63,9 +63,8 @@ class OuterRun:
         return self._state
 
     def begin(self, arrived: SpooledTensors, num_fragments: int = 1) -> None:
-        """Take a worker's parameters as the first version, and save them. Raises ConfigurationError if a parameter has
-        an impossible name; SaveFailed if they cannot be saved; the run has not begun; OSError if the journal cannot be
-        written; likewise."""
+        """Take a worker's parameters as the first version, and save them. The run has not begun if this raises:
+        ConfigurationError for a parameter with an impossible name, SaveFailed, or OSError of the journal."""
         specs = arrived.specs
         settings = Settings([spec.to_json() for spec in specs], num_fragments)
         parts = Globals.of(specs, self._make_optimizer)
@@ -166,9 +165,7 @@ class OuterRun:
         self.record(Accepted(submission), arrived.make_durable)
 
     def commit(self) -> None:
-        """Write what was recorded to disk. May be called on any thread. Raises OSError if the disk refuses it; the next
-        commit tries again; NotDurable if the disk has lost a submission, or may lose the journal; each later commit
-        raises it again."""
+        """Write what was recorded to disk, as :meth:`.Journal.commit`. May be called on any thread."""
         self.store.journal.commit()
 
     def _carry_out(self, event: Event) -> None:

@@ -92,11 +92,8 @@ class Journal:
     def commit(self) -> None:
         """Write all events that are recorded. They are on disk when this returns, whichever thread has written them.
 
-        Raises:
-            OSError: if the disk refuses it; the next commit tries again.
-            NotDurable: if the disk has lost what an event refers to, or may lose this file; each later commit raises it
-                again.
-            NotRunning: if the journal was closed before.
+        Raises OSError if the disk refuses it: the next commit tries again. Raises NotDurable, at each later commit too,
+        if the disk has lost what an event refers to, or may lose this file. Raises NotRunning if the journal is closed.
         """
         with self._turn:
             recorded = self._recorded[:]
@@ -115,20 +112,15 @@ class Journal:
         Args:
             number: of the last event that the checkpoint contains.
 
-        Raises:
-            StateMismatch: as :meth:`after`.
+        Raises StateMismatch as :meth:`after`.
         """
         with self._turn:
             self._remove_torn_batch(number)
             return self.after(number)
 
     def after(self, number: int) -> list[Event]:
-        """The committed events after this number.
-
-        Raises:
-            StateMismatch: if the journal is damaged, has no event that follows on this number, or two events of one
-                number.
-        """
+        """The committed events after this number. Raises StateMismatch if the journal is damaged, has no event that
+        follows on this number, or two events of one number."""
         events = []
         expected = number + 1
         seen: dict[int, Event] = {}  # the same batch is here twice if its first write could not be undone
@@ -169,12 +161,8 @@ class Journal:
         )
 
     def shorten(self, number: int) -> None:
-        """Drop the events up to this number, which are committed.
-
-        Raises:
-            OSError: if the disk refuses it; nothing is dropped.
-            NotDurable: if it may lose this file; each later commit raises it again.
-        """
+        """Drop the events up to this number, which are committed. Raises OSError if the disk refuses it, and nothing is
+        dropped; NotDurable, as each later commit does, if the disk may lose this file."""
         with self._turn:
             self._file.replace(_lines(number + 1, self.after(number)))
 
