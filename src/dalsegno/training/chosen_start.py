@@ -92,9 +92,6 @@ class ChosenStart:
     def completed(self, options: ResumeOptions) -> ResumeOptions:
         """Complete what a killed process has begun, unless the user chooses again. Returns the options of the leg: with
         the checkpoint that was chosen then, if the run is not yet where that was.
-
-        Raises:
-            StateMismatch: if the file is damaged.
         """
         choice = None if options.chooses else collectives.from_rank_zero(self._read)
         if choice is None or choice["stage"] != "moving":

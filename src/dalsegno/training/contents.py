@@ -39,10 +39,6 @@ class CheckpointContents:
     Args:
         settings: saved beside them, to compare with those of a later leg.
         others: further objects with a state, by the key under which each is saved.
-
-    Raises:
-        ConfigurationError: if a key in ``others`` is reserved, its object, a schedule or the optimizer has no state
-            that can be saved, or the optimizer trains a parameter that no checkpoint would contain.
     """
 
     def __init__(self, parts: RunParts, settings: RecordedSettings, others: Mapping[str, Stateful]) -> None:
@@ -88,11 +84,7 @@ class CheckpointContents:
         return [component for component in self.components() if component.key not in PROGRESS]
 
     def key_of(self, name: str) -> str:
-        """The key that ``name`` in ``load_components`` stands for; a callback's may lack the prefix ``callbacks.``.
-
-        Raises:
-            UnknownName: if no part of this run has it; the message suggests the nearest.
-        """
+        """The key that ``name`` in ``load_components`` stands for; a callback's may lack the prefix ``callbacks.``."""
         known = [*(each.key for each in self.sharded()), *(each.key for each in self.loadable())]
         key = next((key for key in (name, f"{CALLBACKS}{name}") if key in known), None)
         if key is None:
@@ -142,9 +134,6 @@ def names_of_others(
     Args:
         loss_fn: the loss function's state, if it has tensors of its own.
         others: further objects that are saved, by key.
-
-    Raises:
-        ConfigurationError: if the optimizer trains a parameter that none of these contains, or none of the model's.
     """
     of_model, of_loss = model.held(), {each for state in loss_fn for each in state.held()}
     foreign = {
@@ -195,11 +184,8 @@ def _is_same_memory(one: Tensor, other: object) -> bool:
 
 
 def expect_equal_ranks(states: Iterable[ShardedState]) -> None:
-    """Compare all tensors that are not sharded. Collective: one small reduction, if they are equal.
-
-    Raises:
-        CannotSave: on every rank, if one differs between the ranks; names it.
-    """
+    """Raises CannotSave on every rank, if a tensor that is not sharded differs between the ranks. Collective: one small
+    reduction, if all are equal."""
     if collectives.world_size() == 1:
         return
     with torch.no_grad():

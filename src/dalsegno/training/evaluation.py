@@ -113,11 +113,7 @@ class EvaluationRunner:
         return True
 
     def between_batches(self) -> None:
-        """To be called between two batches of an evaluation, equally often on all ranks.
-
-        Raises:
-            EvaluationInterrupted: if this is a step's evaluation, and all ranks have agreed to stop.
-        """
+        """To be called between two batches of an evaluation, equally often on all ranks."""
         if self._stop_requested is not None and self._stop_requested():
             raise EvaluationInterrupted
 
@@ -268,11 +264,7 @@ class UserEvaluation:
         self._function = function
 
     def __call__(self, between_batches: BetweenBatches) -> dict[str, float]:
-        """``between_batches`` is not called here: the function calls ``run.between_batches()``.
-
-        Raises:
-            ConfigurationError: if the function does not return numbers by name.
-        """
+        """``between_batches`` is not called here: the function calls ``run.between_batches()``."""
         metrics: Any = self._function()
         try:
             return {str(name): _plain(value) for name, value in metrics.items()}
@@ -295,11 +287,7 @@ _MAX_SEARCHED = 10_000
 
 
 def expect_evaluations(args: TrainingArguments, callbacks: Iterable[Callback], *, has_sets: bool) -> None:
-    """Warn if evaluations are needed, but none is due. To be called before a leg trains.
-
-    Raises:
-        ConfigurationError: if a callback or a rule of ``keep=`` needs evaluations, and there is no evaluation set.
-    """
+    """Warn if evaluations are needed, but none is due. To be called before a leg trains."""
     waiting = [callback.key for callback in callbacks if callback.needs_evaluations]
     if args.keep is not None and _best_rules(args):
         waiting.append(f"keep={args.keep!r}")
@@ -323,11 +311,7 @@ def expect_evaluations(args: TrainingArguments, callbacks: Iterable[Callback], *
 
 
 def expect_metrics(args: TrainingArguments, metrics: Mapping[str, float]) -> None:
-    """Check the metrics of all sets.
-
-    Raises:
-        UnknownName: if the metric of a rule of ``keep=`` is missing; the message suggests the nearest.
-    """
+    """Check the metrics of all sets."""
     for rule in _best_rules(args):
         name = rule.metric or args.best_metric_name
         if not {name, f"eval_{name}"} & metrics.keys():

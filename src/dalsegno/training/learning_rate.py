@@ -110,11 +110,7 @@ def _is_composite(scheduler: Any) -> bool:
 
 
 def build_schedulers(given: Any, optimizer: Optimizer, args: TrainingArguments, loader: ResumableLoader) -> list[Any]:
-    """The learning rate schedules that the user passes, one or several; None: the one from ``args``.
-
-    Raises:
-        ConfigurationError: if one is built on another optimizer, or the one from ``args`` cannot be built.
-    """
+    """The learning rate schedules that the user passes, one or several; None: the one from ``args``."""
     if given is None:
         if any(group["lr"] is None for group in optimizer.param_groups):
             raise ConfigurationError(
@@ -134,9 +130,6 @@ def scheduler_from_args(optimizer: Optimizer, args: TrainingArguments, max_steps
     """A linear rise over the warm-up, then ``lr_scheduler_type`` down to ``min_lr`` at ``max_steps()``, or constant.
 
     ``max_steps`` is called each time: it may be raised between two calls of ``train()``.
-
-    Raises:
-        ConfigurationError: if the schedule needs the last step, which is unknown, since the data has no length.
     """
     if max_steps() < 0 and (args.lr_scheduler_type != "constant" or args.warmup_ratio):
         needs = f"lr_scheduler_type={args.lr_scheduler_type!r}" if not args.warmup_ratio else "warmup_ratio"

@@ -381,12 +381,7 @@ class RunLifecycle:
 
 @contextmanager
 def locked_run_dir(args: TrainingArguments) -> Iterator[None]:
-    """Create ``args.directory`` and hold its lock. Collective.
-
-    Raises:
-        Locked: if another live process holds it.
-        ConfigurationError: if the directory cannot be written to, or is not the same one on all ranks.
-    """
+    """Create ``args.directory`` and hold its lock. Collective."""
     directory = args.directory
     lock = DirectoryLock(directory, take_over=args.take_over_lock)
 

@@ -51,9 +51,6 @@ def expect_optimizer(optimizer: object) -> None:
 def optimizer_from_args(modules: Iterable[nn.Module], args: TrainingArguments) -> Optimizer:
     """``args.optim`` on all trained parameters of ``modules``, with weight decay on matrices, not on vectors (norms,
     biases).
-
-    Raises:
-        ConfigurationError: if it cannot be imported, is not an optimizer, or refuses its arguments.
     """
     modules, settings = list(modules), _settings(args)
     parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
@@ -95,9 +92,6 @@ def _hidden_matrices(modules: Sequence[nn.Module], patterns: Sequence[str] | Non
 
     A block without submodules, such as a layer of an output head ``nn.Sequential(nn.Linear(…), nn.ReLU(), …)``, does
     not count as one.
-
-    Raises:
-        ConfigurationError: if there is none, or a pattern matches no matrix.
     """
     named = [each for module in modules for each in named_parameters(module)]
     matrices = {id(each): name for name, each in named if each.ndim == 2 and each.requires_grad}

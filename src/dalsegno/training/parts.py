@@ -103,9 +103,6 @@ def build_parts(
         core: the engine's own callbacks; they are called first.
         context_fields: the fields of every event's context that are not in ``RunParts``.
         unsupported_events: events that this loop cannot fire, each with the reason and the remedy.
-
-    Raises:
-        ConfigurationError, EventNotFired: as :class:`CallbackSet` does.
     """
     is_rank_zero = collectives.rank() == 0
     state = TrainerState(is_local_process_zero=collectives.local_rank() == 0, is_world_process_zero=is_rank_zero)
@@ -153,10 +150,6 @@ class CallbackSet:
         model: passed to callbacks that hold sharded tensors.
         given: as the user passes them; those of other libraries are adapted.
         report_to: names of trackers, as in TrainingArguments.
-
-    Raises:
-        ConfigurationError: for an object that is not a callback, a misspelt handler, or two callbacks with one key.
-        EventNotFired: for a callback that handles an event which this loop cannot fire.
     """
 
     def __init__(
@@ -185,11 +178,7 @@ class CallbackSet:
         self._bind([*self._users, *check_callbacks(instances([callback]))])
 
     def remove(self, callback: object) -> Callback:
-        """Unbind a callback, given itself, its key or its class, and return it. Of several of a class, the first.
-
-        Raises:
-            UnknownName: if it is not bound; the message suggests the nearest key.
-        """
+        """Unbind a callback, given itself, its key or its class, and return it. Of several of a class, the first."""
         removed = self._dispatcher.find(self._key_of(callback))
         self._bind([each for each in self._users if each is not removed])
         return removed

@@ -57,10 +57,6 @@ def place(
 ) -> PlacedModel:
     """Move ``model`` and ``loss_fn`` to ``device``, compile and spread them as ``args`` say, and rebind ``optimizer``
     to what they are now; None: a default one is built. Collective.
-
-    Raises:
-        ConfigurationError: if the optimizer cannot step without a closure, or does not fit a sharded model; if the
-            model has no blocks that could be checkpointed; or if torch cannot compile it so.
     """
     if STAGES not in layout.dimensions:  # else each rank moves its stages only: the whole model may not fit
         _move(model, device)
@@ -155,10 +151,6 @@ def enable_gradient_checkpointing(
             need no gradient, require the other kind.
         apart: modules at which another rank continues the forward pass. A block around one is computed in parts, so
             the blocks inside it are taken.
-
-    Raises:
-        UnknownName: for an option that torch does not have.
-        ConfigurationError: if the model has neither.
     """
     for name in options:
         if name not in _OPTIONS:

@@ -55,12 +55,7 @@ class RollbackDecisions:
         self._set_aside: Rollback | None = None  # pending, until another beginning is restored
 
     def begin_leg(self) -> None:
-        """Read the rollbacks of earlier legs, and put in force what they left.
-
-        Raises:
-            StateMismatch: if ``recoveries.jsonl`` is damaged.
-            ConfigurationError: if the policy does not fit the optimizer.
-        """
+        """Read the rollbacks of earlier legs, and put in force what they left."""
         if self._policy is not None and self._policy.lr_factor != 1:
             check_has_rates(self._optimizer)
         self._set_aside = None
@@ -74,9 +69,6 @@ class RollbackDecisions:
 
         Returns:
             The decision; or the request to end the leg, if the budget is used up or there is no checkpoint.
-
-        Raises:
-            SaveFailed: if ``recoveries.jsonl`` cannot be written.
         """
         requests = collectives.gather(self._control.rollback_request, "why the run rolls back")
         request = next(each for each in requests if each is not None)
@@ -111,11 +103,7 @@ class RollbackDecisions:
         return rollback
 
     def complete(self) -> None:
-        """Record that the pending rollback, if any, is done: its checkpoint, or the run's beginning, is restored.
-
-        Raises:
-            SaveFailed: if ``recoveries.jsonl`` or ``run.json`` cannot be written.
-        """
+        """Record that the pending rollback, if any, is done: its checkpoint, or the run's beginning, is restored."""
         if self._rollback_effects.pending is None:
             return
         *earlier, pending = self._rollback_effects

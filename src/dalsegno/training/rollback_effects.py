@@ -47,11 +47,7 @@ class RollbackEffects:
         return next((each for each in self._all if not each.is_done), None)
 
     def set(self, rollbacks: Sequence[Rollback]) -> None:
-        """Set all rollbacks so far, in their order.
-
-        Raises:
-            ConfigurationError: if a factor applies to an optimizer that makes its own learning rates.
-        """
+        """Set all rollbacks so far, in their order."""
         if any(each.lr_factor != 1 for each in rollbacks):
             check_has_rates(self._optimizer)
         self._all = tuple(rollbacks)

@@ -190,9 +190,6 @@ class Session:
     def timelines(self) -> Iterator[Iterator[StepBatch]]:
         """The micro-batches of each remaining step: as planned, then once more from the checkpoint of each rollback.
         :meth:`step_end` must be called before the next step.
-
-        Raises:
-            EmptyDataset: if the training data contains no batch.
         """
         self._flags.resume()
         try:

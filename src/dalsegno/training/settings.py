@@ -110,11 +110,7 @@ class RecordedSettings:
         self._planned_steps = -1
 
     def begin_session(self) -> None:
-        """Fingerprint the training data, once in this process. Collective.
-
-        Raises:
-            ConfigurationError: if the ranks have different datasets.
-        """
+        """Fingerprint the training data, once in this process. Collective."""
         if self._fingerprint is None:
             self._fingerprint, doubts = self._data.examine()
             if doubts and self._args.saving and collectives.rank() == 0:

@@ -352,11 +352,7 @@ class ForwardPass:
         return [each for each in (self.module, self._loss_fn) if isinstance(each, nn.Module)]
 
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Outputs]:
-        """The batch's mean loss, a 0-dim tensor, and the outputs with the loss under ``"loss"``.
-
-        Raises:
-            ConfigurationError: if the model returned no loss.
-        """
+        """The batch's mean loss, a 0-dim tensor, and the outputs with the loss under ``"loss"``."""
         if self._autocast is None:
             return self._call(batch)
         with torch.autocast(self._device.type, dtype=self._autocast):
