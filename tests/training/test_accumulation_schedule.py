@@ -17,7 +17,7 @@ from torch.optim import AdamW
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
 from dalsegno.config import RunConfig
-from dalsegno.policies.step_schedule import StepSchedule
+from dalsegno.policies.triggers import StepSchedule
 from dalsegno.testing import (
     DataOrder,
     FaultPlan,

@@ -12,8 +12,17 @@ from dalsegno.distributed import modes
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.policies.recovery import RecoveryPolicy, recovery_of
 from dalsegno.policies.retention import Best, Latest, Retention, retention_of
-from dalsegno.policies.step_schedule import StepSchedule, StepValues
-from dalsegno.policies.triggers import Every, InMemory, OnBest, SaveTrigger, in_memory, memory_trigger, save_trigger
+from dalsegno.policies.triggers import (
+    Every,
+    InMemory,
+    OnBest,
+    SaveTrigger,
+    StepSchedule,
+    StepValues,
+    in_memory,
+    memory_trigger,
+    save_trigger,
+)
 from dalsegno.system.tracebacks import short_traceback
 from dalsegno.system.urls import cache_dir, is_mangled_url, is_url
 

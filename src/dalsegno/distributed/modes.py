@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from dalsegno.errors import ConfigurationError, UnknownName
-from dalsegno.policies.notation import Policy, read_policies
+from dalsegno.policies import Policy, read_policies
 
 if TYPE_CHECKING:
     from torch import nn

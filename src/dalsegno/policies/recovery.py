@@ -9,7 +9,7 @@ from typing import Literal
 
 from dalsegno.errors import ConfigurationError
 
-from .notation import Policy, read_policies
+from . import Policy, read_policies
 from .retention import CheckpointSummary, Retention
 
 

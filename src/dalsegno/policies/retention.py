@@ -13,7 +13,7 @@ from typing import Literal
 
 from dalsegno.errors import ConfigurationError
 
-from .notation import Policy, read_policies
+from . import Policy, read_policies
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from dalsegno.data import NOT_EXACT
 from dalsegno.data.digests import add_batch
 from dalsegno.stateful.component import Stateful, is_stateful
-from dalsegno.witness.digests import GENERATORS, generator_digests
+from dalsegno.witness.rows import GENERATORS, generator_digests
 
 from .contents import parameters_of
 

@@ -32,8 +32,8 @@ from dalsegno.logs import RecordLog
 from dalsegno.logs.repeats import RecordDifference
 from dalsegno.logs.values import Record, decode, encode
 from dalsegno.state import CAUSES, ResumeProof
+from dalsegno.witness.rows import GENERATORS, BatchDigest, generator_digests, gradient_sum
 
-from .digests import GENERATORS, BatchDigest, generator_digests, gradient_sum
 from .rows import SETTINGS, WitnessRows
 
 logger = logging.getLogger("dalsegno")
