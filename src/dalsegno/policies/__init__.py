@@ -32,6 +32,16 @@ class Policy:
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
+def check_integers(name: str, given: object, least: Mapping[str, int], *optional: str, hint: str = "") -> None:
+    """Raises ConfigurationError if an attribute in ``least`` is neither an integer of at least that nor, if it is
+    ``optional``, None."""
+    for argument, smallest in least.items():
+        value = getattr(given, argument)
+        if not (value is None and argument in optional) and (type(value) is not int or value < smallest):
+            needs = hint or f"an integer of at least {smallest}"
+            raise ConfigurationError(f"{name}({argument}={value!r}): needs {needs}")
+
+
 def read_policies(text: str, known: Iterable[type[Policy]]) -> list[Policy]:
     """Parse policies joined with ``|``: known names, numbers and quoted strings only; nothing is evaluated.
 

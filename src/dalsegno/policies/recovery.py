@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from dalsegno.errors import ConfigurationError
 
-from . import Policy, read_policies
+from . import Policy, check_integers, read_policies
 from .retention import CheckpointSummary, Retention
 
 
@@ -37,7 +37,8 @@ class RollbackRequest:
     def __post_init__(self) -> None:
         if self.steps is not None and self.to is not None:
             raise ConfigurationError(f"roll_back(steps={self.steps!r}, to={self.to!r}): give only one of them")
-        _check_whole("roll_back", self, {"steps": 1, "to": 0} | ({} if self.skip == "policy" else {"skip": 0}))
+        least = {"steps": 1, "to": 0} | ({} if self.skip == "policy" else {"skip": 0})
+        check_integers("roll_back", self, least, *least)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +109,7 @@ class RecoveryPolicy(Policy):
 
     def __post_init__(self) -> None:
         least = {"margin": 1, "skip": 0, "lr_steps": 1, "budget": 1, "window": 1, "run_budget": 1}
-        _check_whole("RecoveryPolicy", self, least)
-        if self.margin is None or self.budget is None:
-            raise ConfigurationError("RecoveryPolicy(margin=…, budget=…): need integers, not None")
+        check_integers("RecoveryPolicy", self, least, "skip", "lr_steps", "window", "run_budget")
         if self.run_budget is not None and self.window is None:
             raise ConfigurationError("RecoveryPolicy(run_budget=…): without window=, budget= counts the whole run")
         if type(self.lr_factor) not in (int, float) or not 0 < self.lr_factor <= 1:
@@ -161,22 +160,10 @@ class KeepForRollback(Retention):
 
 
 def recovery_of(given: RecoveryPolicy | str | None) -> RecoveryPolicy | None:
-    """Convert user input (a policy, or its text) to a policy.
-
-    Raises:
-        ConfigurationError: for any other input.
-    """
+    """Convert user input (a policy, or its text) to a policy. Raises ConfigurationError for any other input."""
     if isinstance(given, str):
         read = read_policies(given, [RecoveryPolicy])
         given = read[0] if len(read) == 1 and isinstance(read[0], RecoveryPolicy) else None
     if isinstance(given, RecoveryPolicy) or given is None:
         return given
     raise ConfigurationError(f"{given!r} is not a recovery policy; use RecoveryPolicy(…), or None for no rollbacks")
-
-
-def _check_whole(name: str, given: object, least: Mapping[str, int]) -> None:
-    """Raises ConfigurationError if an attribute in ``least`` is neither None nor an integer of at least that."""
-    for argument, smallest in least.items():
-        value = getattr(given, argument)
-        if value is not None and (type(value) is not int or value < smallest):
-            raise ConfigurationError(f"{name}({argument}={value!r}): needs an integer of at least {smallest}")

@@ -13,7 +13,7 @@ from typing import Literal
 
 from dalsegno.errors import ConfigurationError
 
-from . import Policy, read_policies
+from . import Policy, check_integers, read_policies
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Latest(Retention):
     count: int
 
     def __post_init__(self) -> None:
-        _check_count("Latest", "count", self.count)
+        check_integers("Latest", self, {"count": 1})
 
     def __call__(self, entries: Sequence[CheckpointSummary]) -> set[int]:
         return {entry.step for entry in entries[-self.count :]}
@@ -81,7 +81,7 @@ class Best(Retention):
     mode: Literal["min", "max"] | None = None
 
     def __post_init__(self) -> None:
-        _check_count("Best", "count", self.count)
+        check_integers("Best", self, {"count": 1})
         if self.mode not in (None, "min", "max"):
             raise ConfigurationError(f"Best(mode={self.mode!r}): allowed are 'min', 'max' and None")
 
@@ -105,7 +105,7 @@ class EveryNth(Retention):
     steps: int
 
     def __post_init__(self) -> None:
-        _check_count("EveryNth", "steps", self.steps)
+        check_integers("EveryNth", self, {"steps": 1})
 
     def __call__(self, entries: Sequence[CheckpointSummary]) -> set[int]:
         return {entry.step for entry in entries if entry.step % self.steps == 0}
@@ -128,11 +128,8 @@ class AnyRetention(Retention):
 
 
 def retention_of(given: Retention | str | Sequence[Retention | str]) -> Retention:
-    """Convert user input (a rule, its text, or a list of either) to one rule.
-
-    Raises:
-        ConfigurationError: for any other input, or an empty list.
-    """
+    """Convert user input (a rule, its text, or a list of either) to one rule. Raises ConfigurationError for any other
+    input, or an empty list."""
     if isinstance(given, Retention):
         return given
     if isinstance(given, str):
@@ -151,8 +148,3 @@ def rules_of(rule: Retention) -> tuple[Retention, ...]:
     if not isinstance(rule, Retention):
         raise ConfigurationError(f"{rule!r} is not a retention rule; use Latest(…), Best(…), EveryNth(…)")
     return rule.parts if isinstance(rule, AnyRetention) else (rule,)
-
-
-def _check_count(rule: str, name: str, value: int) -> None:
-    if type(value) is not int or value < 1:
-        raise ConfigurationError(f"{rule}({name}={value!r}): needs an integer of at least 1")

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 from dalsegno.errors import ConfigurationError
 
-from . import Policy, read_policies
+from . import Policy, check_integers, read_policies
+
+_OR_NEVER = "an integer, 0 (never) or more"
 
 
 class SaveTrigger(Policy):
@@ -66,9 +68,7 @@ class Every(SaveTrigger):
     minutes: float = 0.0
 
     def __post_init__(self) -> None:
-        for unit, value in (("steps", self.steps), ("epochs", self.epochs)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ConfigurationError(f"Every({unit}={value!r}): needs an integer, 0 (never) or more")
+        check_integers("Every", self, {"steps": 0, "epochs": 0}, hint=_OR_NEVER)
         for unit, time in (("seconds", self.seconds), ("minutes", self.minutes)):
             if not isinstance(time, (int, float)) or isinstance(time, bool) or not 0 <= time < math.inf:
                 raise ConfigurationError(f"Every({unit}={time!r}): needs a number, 0 (never) or more")
@@ -164,11 +164,8 @@ class AnyTrigger(SaveTrigger):
 
 
 def save_trigger(given: SaveTrigger | str | Sequence[SaveTrigger | str]) -> SaveTrigger:
-    """Convert user input (a trigger, its text, or a list of either) to one trigger.
-
-    Raises:
-        ConfigurationError: for any other input.
-    """
+    """Convert user input (a trigger, its text, or a list of either) to one trigger. Raises ConfigurationError for any
+    other input."""
     if isinstance(given, SaveTrigger):
         return given
     if isinstance(given, str):
@@ -198,9 +195,7 @@ class InMemory(Policy):
     copies: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in (("steps", self.steps), ("epochs", self.epochs), ("copies", self.copies)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ConfigurationError(f"InMemory({name}={value!r}): needs an integer, 0 (never) or more")
+        check_integers("InMemory", self, {"steps": 0, "epochs": 0, "copies": 0}, hint=_OR_NEVER)
 
     def __bool__(self) -> bool:
         """Whether a save is ever due."""
@@ -213,11 +208,7 @@ class InMemory(Policy):
 
 
 def memory_trigger(given: InMemory | SaveTrigger | str) -> InMemory | Every:
-    """Convert user input to a trigger by steps and epochs alone, which all ranks know without asking each other.
-
-    Raises:
-        ConfigurationError: for any other trigger.
-    """
+    """Convert user input to a trigger by steps and epochs alone, which all ranks know without asking each other."""
     if isinstance(given, str) and given.strip().startswith(InMemory.__name__):
         given, *others = (each for each in read_policies(given, (InMemory,)) if isinstance(each, InMemory))
         if others:
