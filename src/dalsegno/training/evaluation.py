@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
@@ -51,12 +51,9 @@ class EvaluationRunner:
     """Runs the evaluations of a run, as a part of a step or on demand."""
 
     def __init__(self, parts: RunParts, evaluations: Sequence[Evaluation]) -> None:
-        self._args = parts.args
+        self._parts = parts
         self._dispatcher = parts.dispatcher
         self._state = parts.state
-        self._flags = parts.flags
-        self._control = parts.control
-        self._callbacks = parts.callbacks
         self._evaluations = evaluations
         self._measured: tuple[int, dict[str, float]] = 0, {}  # step of the newest evaluation, and its metrics
         self._stop_requested: Callable[[], bool] | None = None  # during a step's evaluation only
@@ -83,16 +80,11 @@ class EvaluationRunner:
         return metrics
 
     def evaluate_step(self, stop_requested: Callable[[], bool]) -> bool:
-        """Measure the model on each set as a part of the current step. Collective.
+        """Measure the model on each set as a part of the current step; returns whether every set was measured.
+        Collective, as ``stop_requested`` is, which is called between two batches.
 
         If all ranks agree to stop meanwhile, the set in progress is undone, and it and those after it are left to the
         next leg: ``state.evaluations_owed`` names them.
-
-        Args:
-            stop_requested: collective, called between two batches.
-
-        Returns:
-            Whether every set was measured.
         """
         state = self._state
         if not state.evaluations_owed:
@@ -100,7 +92,7 @@ class EvaluationRunner:
             self.set_metrics({})
         owed = [each for each in self._evaluations if each.name in state.evaluations_owed]
         for evaluation in owed:
-            before = EvaluationUndo(self._callbacks.bound, [*evaluation.affected, self._flags])
+            before = EvaluationUndo(self._parts.callbacks.bound, [*evaluation.affected, self._parts.flags])
             try:
                 metrics = self._run(evaluation, self.metrics(), stop_requested, is_last=evaluation is owed[-1])
             except EvaluationInterrupted:
@@ -113,7 +105,8 @@ class EvaluationRunner:
         return True
 
     def between_batches(self) -> None:
-        """To be called between two batches of an evaluation, equally often on all ranks."""
+        """To be called between two batches of an evaluation, equally often on all ranks. Interrupts a step's
+        evaluation, if all ranks have agreed to stop."""
         if self._stop_requested is not None and self._stop_requested():
             raise EvaluationInterrupted
 
@@ -162,7 +155,7 @@ class EvaluationRunner:
 
     def _note_best(self, metrics: Mapping[str, float]) -> None:
         """Update the best metric; request a save if ``save`` contains ``OnBest()``."""
-        args, state, name = self._args, self._state, self._args.best_metric_name
+        args, state, name = self._parts.args, self._state, self._parts.args.best_metric_name
         if metrics:
             expect_metrics(args, metrics)
         if name not in metrics:
@@ -174,26 +167,12 @@ class EvaluationRunner:
             return
         state.best_metric, state.best_global_step = value, state.global_step
         if args.saving.on_best:
-            self._control.should_save = True
+            self._parts.control.should_save = True
 
 
 BetweenBatches = Callable[[], None]
 """Called between two batches of an evaluation, equally often on all ranks. An exception that it raises interrupts the
 evaluation."""
-
-
-class Evaluation(Protocol):
-    """One evaluation set, and how the model is measured on it: :class:`LossEvaluation` or :class:`UserEvaluation`."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def affected(self) -> Sequence[Stateful]:
-        """Objects, besides callbacks, whose state it may change."""
-
-    def __call__(self, between_batches: BetweenBatches) -> dict[str, float]:
-        """The metrics by the names under which they are logged, reduced over all ranks. Collective."""
 
 
 class LossEvaluation:
@@ -272,6 +251,12 @@ class UserEvaluation:
             raise ConfigurationError(
                 f'evaluate= returned {metrics!r}; it must return numbers by name: {{"eval_loss": 0.7}}'
             ) from error
+
+
+Evaluation = LossEvaluation | UserEvaluation
+"""One evaluation set, and how the model is measured on it. A call is collective, and returns the metrics by the names
+under which they are logged, reduced over all ranks. ``affected``: objects whose state it may change, besides
+callbacks."""
 
 
 def _plain(value: Any) -> float:

@@ -11,11 +11,11 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -80,7 +80,7 @@ class TrainStep:
     def __init__(
         self,
         parts: RunParts,
-        accumulate: Accumulation[Parallel],
+        accumulate: Accumulation,
         parallel: Parallel,
         wants_norm: GradNormDemand,
         *,
@@ -190,51 +190,32 @@ class TrainStep:
                 dispatcher.after_scheduler_step.fire()
 
 
-P_co = TypeVar("P_co", bound=Parallel, covariant=True)
+@dataclass(frozen=True, slots=True)
+class MicrobatchAccumulation:
+    """Adds the gradients of a step's micro-batches, in one forward and backward pass after the other.
 
-
-class Accumulation(ABC, Generic[P_co]):
-    """Adds the gradients of a step's micro-batches.
-
-    Args:
-        data_size: number of ranks with different data. Gradients are averaged over them; shares are to be summed.
+    Gradients are averaged over the ``data_size`` ranks with different data; shares are to be summed.
     """
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        forward: ForwardPass,
-        parallel: P_co,
-        data_size: int,
-        scaler: torch.amp.GradScaler | None,
-        device: torch.device,
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._forward = forward
-        self._parallel = parallel
-        self._data_size = data_size
-        self._scaler = scaler
-        self._device = device
-
-    @abstractmethod
-    def __call__(self, step_batch: StepBatch) -> torch.Tensor:
-        """This rank's share of the step's loss, detached, 0-dim; zero if it does not have the last pipeline stage."""
-
-
-class MicrobatchAccumulation(Accumulation[Parallel]):
-    """One forward and backward pass after the other."""
+    dispatcher: Dispatcher
+    forward: ForwardPass
+    parallel: Parallel
+    data_size: int
+    scaler: torch.amp.GradScaler | None
+    device: torch.device
 
     def __call__(self, step_batch: StepBatch) -> torch.Tensor:
-        dispatcher = self._dispatcher
+        """This rank's share of the step's loss, detached, 0-dim."""
+        dispatcher = self.dispatcher
         last = len(step_batch.microbatches) - 1
         total: torch.Tensor | None = None
         for index, microbatch in enumerate(step_batch.microbatches):
-            self._parallel.synchronize(index == last)
-            batch = to_device(microbatch.batch, self._device)
+            self.parallel.synchronize(index == last)
+            batch = to_device(microbatch.batch, self.device)
             if dispatcher.microbatch_begin:
                 dispatcher.microbatch_begin.fill(batch, index, microbatch.samples)
                 dispatcher.microbatch_begin.fire()
-            loss, outputs = self._forward(batch)
+            loss, outputs = self.forward(batch)
             loss = self._backward(loss, outputs, step_batch.share(index))
             total = loss if total is None else total + loss
             if dispatcher.microbatch_end:
@@ -242,14 +223,14 @@ class MicrobatchAccumulation(Accumulation[Parallel]):
                     outputs["loss"].detach(), outputs, batch, index, microbatch.samples, index == last
                 )
                 dispatcher.microbatch_end.fire()
-        if self._parallel.complete_gradients is not None:
-            self._parallel.complete_gradients()
+        if self.parallel.complete_gradients is not None:
+            self.parallel.complete_gradients()
         assert total is not None, "a step is never empty"
         return total
 
     def _backward(self, loss: torch.Tensor, outputs: Outputs, share: float) -> torch.Tensor:
         """Add this micro-batch's gradients; its share of the step's loss, detached."""
-        dispatcher = self._dispatcher
+        dispatcher = self.dispatcher
         if dispatcher.before_backward:
             dispatcher.before_backward.fill(outputs, loss.detach())
             dispatcher.before_backward.fire()
@@ -257,10 +238,10 @@ class MicrobatchAccumulation(Accumulation[Parallel]):
         counted = loss.detach()
         if share != 1.0:  # padding does not count, not even a NaN
             counted = counted * share if share else torch.zeros_like(counted)
-        factor = share * self._data_size
+        factor = share * self.data_size
         scaled = loss if factor == 1.0 else loss * factor
-        if self._scaler is not None:
-            scaled = self._scaler.scale(scaled)
+        if self.scaler is not None:
+            scaled = self.scaler.scale(scaled)
         scaled.backward()  # type: ignore[no-untyped-call]
         if dispatcher.after_backward:
             dispatcher.after_backward.fill(outputs, loss.detach())
@@ -268,24 +249,33 @@ class MicrobatchAccumulation(Accumulation[Parallel]):
         return counted
 
 
-class PipelinedAccumulation(Accumulation[Pipelined]):
-    """All micro-batches through all stages, in the order of the pipeline's schedule.
+@dataclass(frozen=True, slots=True)
+class PipelinedAccumulation:
+    """The same, with all micro-batches through all stages, in the order of the pipeline's schedule.
 
     Their events fire on every rank: ``on_microbatch_begin`` of all of them before the first forward pass,
     ``on_microbatch_end`` of all of them, with the loss, after the last backward pass.
     """
 
+    dispatcher: Dispatcher
+    forward: ForwardPass
+    parallel: Pipelined
+    data_size: int
+    scaler: torch.amp.GradScaler | None
+    device: torch.device
+
     def __call__(self, step_batch: StepBatch) -> torch.Tensor:
-        dispatcher, microbatches = self._dispatcher, step_batch.microbatches
-        batches = [to_device(microbatch.batch, self._device) for microbatch in microbatches]
+        """This rank's share of the step's loss, detached, 0-dim; zero if it does not have the last stage."""
+        dispatcher, microbatches = self.dispatcher, step_batch.microbatches
+        batches = [to_device(microbatch.batch, self.device) for microbatch in microbatches]
         for index, (batch, microbatch) in enumerate(zip(batches, microbatches, strict=True)):
             if dispatcher.microbatch_begin:
                 dispatcher.microbatch_begin.fill(batch, index, microbatch.samples)
                 dispatcher.microbatch_begin.fire()
         shares = [step_batch.share(index) for index in range(len(microbatches))]
-        runner = self._parallel.runner
-        losses = runner.train(batches, [self._factor(share) for share in shares], self._forward)
-        self._parallel.finish_backward()
+        runner = self.parallel.runner
+        losses = runner.train(batches, [self._factor(share) for share in shares], self.forward)
+        self.parallel.finish_backward()
         if dispatcher.listens_anywhere(Event.MICROBATCH_END):  # the loss of the step reaches all ranks with the norm
             self._end_microbatches(batches, microbatches, runner.share(losses))
         counted = [loss * share for loss, share in zip(losses.unbind(), shares, strict=True) if share]
@@ -294,32 +284,23 @@ class PipelinedAccumulation(Accumulation[Pipelined]):
     def _end_microbatches(
         self, batches: Sequence[Any], microbatches: Sequence[Microbatch], losses: torch.Tensor
     ) -> None:
-        event, last = self._dispatcher.microbatch_end, len(batches) - 1
+        event, last = self.dispatcher.microbatch_end, len(batches) - 1
         for index, (batch, microbatch, loss) in enumerate(zip(batches, microbatches, losses.unbind(), strict=True)):
             if event:
                 event.fill(loss, {"loss": loss}, batch, index, microbatch.samples, index == last)
                 event.fire()
 
     def _factor(self, share: float) -> float | torch.Tensor:
-        factor = share * self._data_size
-        return factor if self._scaler is None else self._scaler.scale(torch.full((), factor, device=self._device))
+        factor = share * self.data_size
+        return factor if self.scaler is None else self.scaler.scale(torch.full((), factor, device=self.device))
 
+
+Accumulation = MicrobatchAccumulation | PipelinedAccumulation
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 """``loss_fn(outputs, batch) -> loss``, for models that return no loss."""
 
 Outputs = MutableMapping[str, Any]
-
-
-class EvaluationForward(Protocol):
-    """Computes the loss and the outputs of an evaluation batch."""
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules that are in evaluation mode meanwhile."""
-
-    def __call__(self, batch: Any) -> tuple[torch.Tensor, Outputs]:
-        """The batch's mean loss, a 0-dim tensor, and the outputs with the loss under ``"loss"``."""
 
 
 class ForwardPass:
@@ -352,7 +333,6 @@ class ForwardPass:
         return [each for each in (self.module, self._loss_fn) if isinstance(each, nn.Module)]
 
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Outputs]:
-        """The batch's mean loss, a 0-dim tensor, and the outputs with the loss under ``"loss"``."""
         if self._autocast is None:
             return self._call(batch)
         with torch.autocast(self._device.type, dtype=self._autocast):
@@ -455,6 +435,11 @@ class PipelinedForward:
             known = None if outputs is None else dict(outputs)
             return loss, {**self._runner.share_outputs(known), "loss": loss}
         return loss, {"loss": loss}
+
+
+EvaluationForward = ForwardPass | PipelinedForward
+"""Computes a batch's mean loss, a 0-dim tensor, and the outputs with the loss under ``"loss"``; ``modules`` are to be
+in evaluation mode meanwhile."""
 
 
 def grad_scaler(layout: Layout, device: torch.device) -> torch.amp.GradScaler:

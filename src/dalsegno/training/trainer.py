@@ -388,14 +388,14 @@ def build_step(
         is_compiled=args.torch_compile,
     )
     scaler = grad_scaler(placed.layout, device) if args.fp16 else None
-    accumulate: Accumulation[Parallel]
+    accumulate: Accumulation
     evaluated: EvaluationForward = forward
-    data_size = parts.layout.data_size
+    size = parts.layout.data_size
     if isinstance(parallel, Pipelined):
-        accumulate = PipelinedAccumulation(parts.dispatcher, forward, parallel, data_size, scaler, device)
+        accumulate = PipelinedAccumulation(parts.dispatcher, forward, parallel, size, scaler, device)
         evaluated = PipelinedForward(parts.dispatcher, forward, parallel.runner)
     else:
-        accumulate = MicrobatchAccumulation(parts.dispatcher, forward, parallel, data_size, scaler, device)
+        accumulate = MicrobatchAccumulation(parts.dispatcher, forward, parallel, size, scaler, device)
     evaluation = partial(
         LossEvaluation, parts=parts, forward=evaluated, device=device, loss_weight=loss_weight, affected=affected
     )
