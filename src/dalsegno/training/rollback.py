@@ -41,14 +41,12 @@ class RollbackDecisions:
     """All methods are collective."""
 
     def __init__(self, parts: RunParts, checkpoints: RunCheckpoints, run_file: RunFile) -> None:
-        self._args = parts.args
+        self._parts = parts
         self._policy = recovery_of(parts.args.recovery)
         self._state = parts.state
         self._control = parts.control
         self._loader = parts.loader
-        self._model = parts.model
-        self._optimizer = parts.optimizer
-        self._rollback_effects = parts.rollback_effects
+        self._effects = parts.rollback_effects
         self._checkpoints = checkpoints
         self._file = RecoveryFile(parts.args.directory)
         self._run_file = run_file
@@ -57,76 +55,71 @@ class RollbackDecisions:
     def begin_leg(self) -> None:
         """Read the rollbacks of earlier legs, and put in force what they left."""
         if self._policy is not None and self._policy.lr_factor != 1:
-            check_has_rates(self._optimizer)
+            check_has_rates(self._parts.optimizer)
         self._set_aside = None
-        self._rollback_effects.set(collectives.from_rank_zero(self._file.read))
+        self._effects.set(collectives.from_rank_zero(self._file.read))
 
     def decide(self, *, may_save: bool) -> Rollback | ControlRequests:
-        """Choose the checkpoint for the request of the lowest rank that has one, and record the decision.
+        """Choose the checkpoint for the request of the lowest rank that has one, record the decision, and return it; or
+        the request to end the leg, if the budget is used up or there is no checkpoint.
 
-        Args:
-            may_save: whether the leg may end with a checkpoint of this step.
-
-        Returns:
-            The decision; or the request to end the leg, if the budget is used up or there is no checkpoint.
+        ``may_save``: the leg may end with a checkpoint of this step.
         """
         requests = collectives.gather(self._control.rollback_request, "why the run rolls back")
         request = next(each for each in requests if each is not None)
         policy, step = self._policy, self._state.global_step
         assert policy is not None, "roll_back() raises without a policy"
-        if budget := policy.used_up(step, [*self._rollback_effects]):
+        if budget := policy.used_up(step, [*self._effects]):
             return self._give_up(request, f"{budget} is used up", may_save)
         checkpoint = self._checkpoint(request, policy, step)
         if checkpoint is None:
             return self._give_up(request, "no valid checkpoint to go back to is left", may_save)
+        skip = policy.skip if request.skip == "policy" else request.skip
+        microbatches = (skip or 0) * self._parts.args.accumulation.at(step)
         rollback = Rollback(
-            number=len(self._rollback_effects) + 1,
+            number=len(self._effects) + 1,
             timestamp=time.time(),
             at_step=step,
             to_step=checkpoint.step,
             reason=request.reason,
             by=request.by,
-            until=self._end_of_skip(policy.skip if request.skip == "policy" else request.skip),
+            until=None if skip is None else self._furthest(self._loader.place_after(microbatches)),
             lr_factor=float(policy.lr_factor),
             lr_steps=policy.lr_steps,
         )
         self._write(lambda: self._file.decide(rollback))
-        self._rollback_effects.set([*self._rollback_effects, rollback])
+        self._effects.set([*self._effects, rollback])
         if collectives.rank() == 0:
-            logger.warning(
-                "step %d: rolling back to step %d, requested by %s: %s",
-                step,
-                rollback.to_step,
-                rollback.by,
-                rollback.reason,
-            )
+            text = "step %d: rolling back to step %d, requested by %s: %s"
+            logger.warning(text, step, rollback.to_step, rollback.by, rollback.reason)
         return rollback
 
     def complete(self) -> None:
         """Record that the pending rollback, if any, is done: its checkpoint, or the run's beginning, is restored."""
-        if self._rollback_effects.pending is None:
+        if self._effects.pending is None:
             return
-        *earlier, pending = self._rollback_effects
+        *earlier, pending = self._effects
         done = replace(pending, to_step=self._state.global_step, since=self._furthest(self._loader.place), is_done=True)
-        recorded = RolledBack(
-            timestamp=done.timestamp,
-            from_step=done.at_step,
-            to_step=done.to_step,
-            by=done.by,
-            reason=done.reason,
-        )
 
         def write() -> None:
-            self._run_file.roll_back(recorded)
+            self._run_file.roll_back(
+                RolledBack(
+                    timestamp=done.timestamp,
+                    from_step=done.at_step,
+                    to_step=done.to_step,
+                    by=done.by,
+                    reason=done.reason,
+                )
+            )
             self._file.complete(done)
 
         self._write(write)
-        self._rollback_effects.set([*earlier, done])
+        self._effects.set([*earlier, done])
 
     def set_aside(self) -> None:
         """Leave the pending rollback out of this leg. It stays pending for the next one, until :meth:`drop`."""
-        *earlier, self._set_aside = self._rollback_effects
-        self._rollback_effects.set(earlier)
+        *earlier, self._set_aside = self._effects
+        self._effects.set(earlier)
 
     def drop(self, why: str) -> None:
         """Record that the rollback that was set aside, if any, does not take place."""
@@ -144,7 +137,7 @@ class RollbackDecisions:
 
         collectives.from_rank_zero(move)
         self._set_aside = None
-        self._rollback_effects.set([])
+        self._effects.set([])
 
     def _checkpoint(self, request: RollbackRequest, policy: RecoveryPolicy, step: int) -> Checkpoint | None:
         """The checkpoint to go back to; one from which the run came here before, if none is older."""
@@ -152,28 +145,25 @@ class RollbackDecisions:
             return self._checkpoints.newest_until(min(request.to, step - 1))
         if request.steps is not None:
             policy = replace(policy, margin=request.steps)
-        older = self._checkpoints.newest_until(policy.latest_checkpoint(step, self._rollback_effects))
+        older = self._checkpoints.newest_until(policy.latest_checkpoint(step, self._effects))
         return older or self._checkpoints.newest_until(policy.latest_checkpoint(step, ()))
 
     def _give_up(self, request: RollbackRequest, why: str, may_save: bool) -> ControlRequests:
-        save = may_save and self._policy is not None and self._policy.when_used_up == "stop" and are_finite(self._model)
+        save = (
+            may_save
+            and self._policy is not None
+            and self._policy.when_used_up == "stop"
+            and are_finite(self._parts.model)
+        )
         self._control.rollback_request = None
         self._control.stop(f"{request.reason}; {why}", save=save, diverged=True, by=request.by)
         return ControlRequests(stop=save, abort=not save)
-
-    def _end_of_skip(self, skip: int | None) -> tuple[int, int] | None:
-        if skip is None:
-            return None
-        microbatches = skip * self._args.accumulation.at(self._state.global_step)
-        return self._furthest(self._loader.place_after(microbatches))
 
     def _furthest(self, place: Place) -> Place:
         """The furthest of all ranks' places: ranks with a loader of their own may have finished an epoch earlier."""
         return max(collectives.gather(place, "where the data are")) if not self._loader.lockstep else place
 
     def _write(self, write: Callable[[], None]) -> None:
-        """Raises SaveFailed if it cannot be written."""
-
         def on_rank_zero() -> None:
             try:
                 write()

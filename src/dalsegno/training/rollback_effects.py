@@ -24,11 +24,7 @@ _UNSCALED = nullcontext()
 
 
 class RollbackEffects:
-    """Equal on all ranks.
-
-    Args:
-        optimizer: whose learning rates the factors scale.
-    """
+    """Equal on all ranks. The factors scale the learning rates of ``optimizer``; ``loader`` skips the data."""
 
     def __init__(self, optimizer: Optimizer, loader: ResumableLoader) -> None:
         self._optimizer = optimizer
@@ -54,14 +50,11 @@ class RollbackEffects:
         spans = [Span(Place(*each.since), Place(*each.until)) for each in self._all if each.since and each.until]
         self._loader.set_gaps(Gaps(spans))
 
-    def lr_factor(self, step: int) -> float:
-        """Factor of the learning rate of the update after ``step`` finished steps."""
-        return math.prod(each.lr_factor_at(step) for each in self._all)
-
     def scaled_rates(self, step: int) -> AbstractContextManager[None]:
-        """Around an update: multiply every group's learning rate by the factor, and restore it exactly. So neither a
-        schedule, which may compute a rate from the one before, nor a checkpoint contains the factor."""
-        factor = self.lr_factor(step)
+        """Around the update after ``step`` finished steps: multiply every group's learning rate by the factor, and
+        restore it exactly. So neither a schedule, which may compute a rate from the one before, nor a checkpoint
+        contains the factor."""
+        factor = math.prod(each.lr_factor_at(step) for each in self._all)
         return _UNSCALED if factor == 1.0 else self._scaled(factor)
 
     @contextmanager

@@ -278,7 +278,7 @@ class RunCheckpoints:
         def run() -> LoadReport:
             report = load()
             if "optimizer" in keys:
-                self._settings.restore_lrs()
+                self._settings.initial.restore_lrs()  # this run's own
             return report
 
         return run

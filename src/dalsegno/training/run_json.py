@@ -24,18 +24,14 @@ logger = logging.getLogger("dalsegno")
 
 
 class LegRecorder:
-    """On rank 0; does nothing on other ranks.
-
-    Every method raises SaveFailed if ``run.json`` cannot be written, say on a full disk.
-    """
+    """Writes on rank 0 only. Every method raises SaveFailed if ``run.json`` cannot be written, say on a full disk."""
 
     def __init__(self, parts: RunParts, run_file: RunFile, memory: str | None) -> None:
         """``memory``: name of the directory of its memory checkpoints."""
         self._memory = memory
+        self._parts = parts
         self._args = parts.args
-        self._layout = parts.layout
         self._state = parts.state
-        self._control = parts.control
         self._run_file = run_file
         self._writes = collectives.rank() == 0
 
@@ -49,7 +45,7 @@ class LegRecorder:
                     self._state.global_step,
                     PreviousLeg.from_environment(),
                     parallel=text_of(self._args.parallel),
-                    mesh=self._layout.dimensions,
+                    mesh=self._parts.layout.dimensions,
                     memory=self._memory,
                     goal_given_up=_goal(self._state.given_up),
                 )
@@ -61,13 +57,13 @@ class LegRecorder:
             with self._writing(f"that the leg has {proof.line} is not in there, and training ends"):
                 self._run_file.prove(proof)
         if proof.verdict == "differs" and self._args.on_resume == "stop":
-            self._control.stop(proof.line, save=False, by="on_resume")
+            self._parts.control.stop(proof.line, save=False, by="on_resume")
 
     def end(self, result: TrainResult) -> None:
         """Record how the leg ended; and the goal of the run, if a callback has judged the training to be over."""
         if not self._writes:
             return
-        args, given_up, request = self._args, self._state.given_up, self._control.stop_request
+        args, given_up, request = self._args, self._state.given_up, self._parts.control.stop_request
         if result.reason in ("stopped", "aborted") and request is not None:  # after the last step, perhaps
             given_up = given_up or request.given_up(args.max_steps, args.num_train_epochs)
         safe = f"{result.checkpoint} and the logs are safe" if result.checkpoint else "no checkpoint was saved"
@@ -117,11 +113,7 @@ class LastLeg:
 
     def run_is_given_up(self, state: TrainerState, args: TrainingArguments) -> bool:
         """Whether a callback has judged training to be over. The leg may have been killed before its end: then the
-        restored checkpoint contains the judgement, unless the leg began there because the user asked for more.
-
-        Args:
-            state: as restored.
-        """
+        restored ``state`` contains the judgement, unless the leg began there because the user asked for more."""
         leg, given_up = self.leg, state.given_up
         if self.ended_run or given_up is None:
             return self.ended_run
@@ -144,10 +136,7 @@ class LastLeg:
     def result(self, state: TrainerState, newest: Path | None, path_of: Callable[[int], Path]) -> TrainResult | None:
         """The result that ``train()`` returned at the leg's end, if the run ended there; else None.
 
-        Args:
-            state: as restored.
-            newest: the checkpoint that it was restored from.
-            path_of: the directory of a step's checkpoint.
+        ``state`` is restored, from the checkpoint ``newest``; ``path_of`` is the directory of a step's checkpoint.
         """
         leg = self.leg
         if leg is None:

@@ -83,13 +83,8 @@ class UserSupplied:
 
 
 class RecordedSettings:
-    """The component ``settings``: plain values by name.
-
-    Args:
-        parts: of the run. Only settings that have an effect are recorded.
-        supplied: parts that the user supplies.
-        data: the training data, for its fingerprint.
-    """
+    """The component ``settings``: plain values, by name, of the settings that have an effect; and the fingerprint of
+    the training ``data``."""
 
     state_compared = False  # only rank 0 fingerprints the data of a loader of the user's own
 
@@ -98,7 +93,7 @@ class RecordedSettings:
         self._layout = parts.layout
         self._state = parts.state
         self._supplied = supplied
-        self._initial = InitialHyperparameters(parts.optimizer, parts.schedulers)
+        self.initial = InitialHyperparameters(parts.optimizer, parts.schedulers)
         self._schedulers = [type(each).__name__ for each in parts.schedulers]
         self._loader = parts.loader
         self._data = data
@@ -110,7 +105,8 @@ class RecordedSettings:
         self._planned_steps = -1
 
     def begin_session(self) -> None:
-        """Fingerprint the training data, once in this process. Collective."""
+        """Fingerprint the training data, once in this process. Collective: raises ConfigurationError if the ranks have
+        different datasets."""
         if self._fingerprint is None:
             self._fingerprint, doubts = self._data.examine()
             if doubts and self._args.saving and collectives.rank() == 0:
@@ -122,7 +118,7 @@ class RecordedSettings:
         former, self._planned_steps = self._planned_steps, planned_steps(self._args, self._loader)
         self._state.max_steps = self._planned_steps
         if former not in (-1, self._planned_steps) and not self._supplied.schedule:
-            self._initial.reapply_schedule()
+            self.initial.reapply_schedule()
 
     @property
     def sets_learning_rate(self) -> bool:
@@ -131,7 +127,7 @@ class RecordedSettings:
 
     def apply_overrides(self, changes: Iterable[Change]) -> None:
         """Set the hyperparameters that the user has changed since the save: loading the optimizer restored the old."""
-        if self._initial.follow_groups() and self._supplied.schedule and collectives.rank() == 0:
+        if self.initial.follow_groups() and self._supplied.schedule and collectives.rank() == 0:
             logger.warning(
                 "lr_scheduler: the checkpoint has a parameter group that the training has added, and no functions; its "
                 "factors are those of the group before. If your callback has appended another function, pass the "
@@ -140,20 +136,16 @@ class RecordedSettings:
         changed = {change.setting for change in changes}
         names = {_OPTIMIZER_SETTINGS[setting] for setting in changed & _OPTIMIZER_SETTINGS.keys()}
         if "optim_args" in changed:
-            names |= self._initial.values().keys() - {"lr"}
+            names |= self.initial.values().keys() - {"lr"}
         if "optimizer" in changed or "lr" in names:
-            self._initial.restore_lrs()
+            self.initial.restore_lrs()
         elif changed & {*_SCHEDULE_SETTINGS, END_OF_SCHEDULE}:
-            self._initial.reapply_schedule()
-        self._initial.restore(*(names - {"lr"}))
+            self.initial.reapply_schedule()
+        self.initial.restore(*(names - {"lr"}))
 
     def differences_from(self, recorded: Mapping[str, Any]) -> list[str]:
         """Reasons why steps differ from those of a leg with the settings ``recorded``."""
         return reasons_to_differ(recorded, decode(encode(self.state_dict())))
-
-    def restore_lrs(self) -> None:
-        """Set this run's learning rates again, after the optimizer state of another run was loaded."""
-        self._initial.restore_lrs()
 
     def state_dict(self) -> dict[str, Any]:
         environment = environment_of(self._device, self._layout)
@@ -171,7 +163,7 @@ class RecordedSettings:
         if supplied.schedule:
             values["lr_scheduler"] = self._schedulers
         if supplied.optimizer or supplied.schedule:
-            values |= {f"optimizer.{name}": value for name, value in self._initial.values().items()}
+            values |= {f"optimizer.{name}": value for name, value in self.initial.values().items()}
         samples = self._loader.samples_per_microbatch()
         gathered = gathered_dtype(self._model, modes_of(args.parallel), bf16=args.bf16)
         if gathered is not None and not supplied.loop and collectives.world_size() > 1:

@@ -24,13 +24,11 @@ class StepLog:
     """Adds up what each step reports, and makes records of it. Lives as long as the run's parts."""
 
     def __init__(self, parts: RunParts) -> None:
-        self._args = parts.args
-        self._layout = parts.layout
+        self._parts = parts
         self._dispatcher = parts.dispatcher
         self._state = parts.state
         self._control = parts.control
         self._metrics = parts.metrics
-        self._loader = parts.loader
         self._sums = Gathered(parts.metrics.sums, "the loss of a record")
         self.begin_leg()
 
@@ -67,7 +65,7 @@ class StepLog:
         ``loss`` and ``tokens`` are this rank's."""
         if not self._listens_to_metrics:
             return
-        total_loss, total_tokens = self._layout.sum_floats([float(loss), tokens], "the loss of a step")
+        total_loss, total_tokens = self._parts.layout.sum_floats([float(loss), tokens], "the loss of a step")
         metrics: dict[str, Any] = {"loss": total_loss}
         if total_tokens:
             metrics["tokens"] = int(total_tokens)
@@ -102,9 +100,11 @@ class StepLog:
             "train_steps_per_second": state.global_step / seconds,
             "step": state.global_step,
         }
-        microbatch = self._loader.samples_per_microbatch()
+        microbatch = self._parts.loader.samples_per_microbatch()
         if microbatch is not None:
-            metrics["effective_batch_size"] = microbatch * self._args.accumulation.at(max(state.global_step, 1) - 1)
+            metrics["effective_batch_size"] = microbatch * self._parts.args.accumulation.at(
+                max(state.global_step, 1) - 1
+            )
         loss = self._metrics.run_loss()
         if loss is not None:
             metrics["train_loss"] = loss
