@@ -50,12 +50,11 @@ class CommandExecutor:
     """Lives as long as the run's parts. ``queue`` accepts commands while a leg is running."""
 
     def __init__(self, parts: RunParts, settings: RecordedSettings, *, evaluates: bool) -> None:
+        self._parts = parts
         self._args = parts.args
         self._state = parts.state
-        self._control = parts.control
         self._dispatcher = parts.dispatcher
         self._optimizer = parts.optimizer
-        self._schedulers = parts.schedulers
         self._settings = settings
         self._evaluates = evaluates
         self.queue = CommandQueue(Journal(parts.args.directory), parts.args, self._check, rank=collectives.rank())
@@ -74,10 +73,8 @@ class CommandExecutor:
     @contextmanager
     def restoring(self, step: int, *, goes_back: bool) -> Iterator[None]:
         """As :meth:`restore`, around the load of a checkpoint, which compares the settings in force. If that fails, no
-        file is changed. Collective.
-
-        ``goes_back``: the user has chosen this step; commands after it are of an abandoned timeline.
-        """
+        file is changed. If it ``goes_back``, the user has chosen this step: later commands are of an abandoned
+        timeline. Collective."""
         rewind_to = step if goes_back else None
         script = self._script_values()
         plan = self._apply(step, rewind_to)
@@ -94,16 +91,15 @@ class CommandExecutor:
         self._apply(step, None)
 
     def _apply(self, step: int, rewind_to: int | None) -> CommandPlan:
-        plan = self._plan = collectives.from_rank_zero(partial(self._planned, step, rewind_to))
+        def planned() -> CommandPlan:
+            return plan_commands(self.queue.read(rewind_to), step, self._args, self._script_values(), self._parsed)
+
+        plan = self._plan = collectives.from_rank_zero(planned)
         self._change_settings(plan.settings)
         self._settings.plan_steps()
         self._switched_off = frozenset(plan.switched_off)
         self._dispatcher.switch_off(self._switched_off)
         return plan
-
-    def _planned(self, step: int, rewind_to: int | None) -> CommandPlan:
-        """On rank 0."""
-        return plan_commands(self.queue.read(rewind_to), step, self._args, self._script_values(), self._parsed)
 
     def _resume(self, rewind_to: int | None) -> None:
         """On rank 0. Raises SaveFailed if ``control.jsonl`` cannot be written."""
@@ -118,10 +114,6 @@ class CommandExecutor:
             setattr(self._args, name, value)
         self._script.clear()
         self._dispatcher.switch_off(())
-
-    def open(self) -> None:
-        """Accept commands."""
-        self.queue.open()
 
     def close(self) -> None:
         """Accept no more: the leg has decided to end here."""
@@ -201,7 +193,7 @@ class CommandExecutor:
         if command.name == "switch":
             self._dispatcher.check_observes(command.data["callback"])
         if LEARNING_RATE in command.data:
-            check_scalable(self._optimizer, self._schedulers)
+            check_scalable(self._optimizer, self._parts.schedulers)
 
     def _check_rate(self, command: Command) -> None:
         """Raises ConfigurationError for a learning rate to which no factor leads."""
@@ -222,7 +214,7 @@ class CommandExecutor:
             key = {data["callback"]}
             self._switched_off = self._switched_off - key if data["on"] else self._switched_off | key
         elif name in ("graceful_stop", "save_and_stop", "abort"):
-            self._control.stop(f"command {name}", save=name != "abort", by=entry.by)
+            self._parts.control.stop(f"command {name}", save=name != "abort", by=entry.by)
         return _REQUESTS.get(name, NO_REQUESTS)
 
     def _set(self, data: Mapping[str, Any]) -> None:
@@ -232,7 +224,7 @@ class CommandExecutor:
         if LEARNING_RATE in data:
             rate = data[LEARNING_RATE]
             factor = rate["factor"] if isinstance(rate, Mapping) else rate / present_rate(self._optimizer)
-            scale_rates(self._optimizer, self._schedulers, factor)
+            scale_rates(self._optimizer, self._parts.schedulers, factor)
 
     def _change_settings(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
@@ -284,7 +276,6 @@ def plan_commands(
         step: of the checkpoint that the leg resumes from.
         args: as the script gives them.
         script: the script's values of all settings that commands may change, as far as they have an effect.
-        parse: checks an entry.
     """
     plan = CommandPlan()
     for acted in sorted(entries, key=lambda entry: entry.step or 0):

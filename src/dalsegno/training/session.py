@@ -43,11 +43,7 @@ logger = logging.getLogger("dalsegno")
 class Session:
     """One leg: begins with the restored state, and ends when the run does or a stop is requested.
 
-    Args:
-        begin_witness: prepares the witness of the leg's steps.
-        roll_back: restores the checkpoint of a rollback.
-        loss_weight: weight of a batch's mean loss within its step; None: the number of its samples.
-        resumed_from: the checkpoint that was restored.
+    ``begin_witness`` prepares the witness of the leg's steps; ``roll_back`` restores the checkpoint of a rollback.
     """
 
     def __init__(
@@ -87,7 +83,6 @@ class Session:
         self._commands = boundary.commands
         self._schedule = ActionSchedule(parts.args)
         self._layout = parts.layout
-        self._data_size = parts.layout.data_size
         self._alone = collectives.world_size() == 1
         self._parts_of_batch = parts_of_batch(parts.args.parallel)
         self._position = parts.loader.position  # after the step in progress, in epochs; the same on all ranks
@@ -108,7 +103,7 @@ class Session:
         state.clock.start()
         self._leg_recorder.begin(self._resumed_from)
         try:
-            self._commands.open()
+            self._commands.queue.open()
             self._dispatcher.train_begin.fire_with(self._resumed_from, self._checkpoints.memory.room)
             self._flags.note_changes()
             self._begin_witness()
@@ -128,26 +123,18 @@ class Session:
                 if self._boundary.rollback is not None:  # the loop was left at the step that decided to go back
                     self._roll_back(self._boundary.rollback)
                 if not (self._is_over() or self._data_is_exhausted):
-                    self._save_before_epoch_end()
+                    if self._ends_epoch and self.step_batch is None:  # left between an epoch's last step and its end
+                        self._boundary.save_held(also=self._state.will_save)
                     self._control.stop("the loop was left before its end", by="the loop")
-                self._finish()
+                self._saves.finish()
+                self._witness.conclude(self._state.global_step)
+                self._final_metrics = self._recorder.final_metrics()
+                self._recorder.log(self._final_metrics, "final")
+                self._checkpoints.load_best_model()
             except BaseException as late:
                 self._close(late)
                 raise
         self._close(error)
-
-    def _save_before_epoch_end(self) -> None:
-        """Take the checkpoint that is due at an epoch's end, if the loop was left between that and its last step."""
-        if self._ends_epoch and self.step_batch is None:
-            self._boundary.save_held(also=self._state.will_save)
-
-    def _finish(self) -> None:
-        """Without an exception: the last checkpoint, the final record, and the best weights. Collective."""
-        self._saves.finish()
-        self._witness.conclude(self._state.global_step)
-        self._final_metrics = self._recorder.final_metrics()
-        self._recorder.log(self._final_metrics, "final")
-        self._checkpoints.load_best_model()
 
     def _close(self, error: BaseException | None) -> None:
         """Fire on_exception if there was one, then on_train_end, once. Not collective: after an exception the other
@@ -228,7 +215,11 @@ class Session:
             if not loader.started:
                 self._end_of_data()
                 return
-            self._end_epoch()
+            self._dispatcher.epoch_end.fire_with(loader.epoch)
+            due = self._due_at_epoch_end(self._state.global_step)
+            loader.next_epoch()
+            self._state.epoch = self._position = loader.position
+            self._boundary.run_due_actions(due)
 
     def _rest_of_epoch(self) -> Iterator[StepBatch]:
         if self._state.epoch_is_cut:  # by the step that the leg resumes from
@@ -279,13 +270,7 @@ class Session:
         grad_norm: torch.Tensor | None = None,
         lr: float | torch.Tensor | None = None,
     ) -> None:
-        """Count the step, whose update is done, and run what is due.
-
-        Args:
-            loss: this rank's share of the step's loss, 0-dim. The step's loss is the sum over all ranks.
-            grad_norm: total L2 norm before clipping, over all ranks, 0-dim.
-            lr: learning rate that the update used.
-        """
+        """Count the step, whose update is done, and run what is due. For the arguments see ``StepResult``."""
         state, dispatcher, step_batch = self._state, self._dispatcher, self.step_batch
         assert step_batch is not None, "step_end() ends a step that steps() has yielded"
         self.step_batch = None
@@ -299,7 +284,7 @@ class Session:
         state.global_step += 1
         state.epoch = self._position
         state.samples_seen += step_batch.samples
-        state.num_input_tokens_seen += step_batch.tokens * self._data_size
+        state.num_input_tokens_seen += step_batch.tokens * self._layout.data_size
         if dispatcher.step_end:
             dispatcher.step_end.fill(loss, grad_norm, lr)
             dispatcher.step_end.fire()
@@ -323,16 +308,6 @@ class Session:
         """What the present step's end does by the settings that commands have changed."""
         self._schedule = ActionSchedule(self._args)
         return self._schedule.at_step(self._state.global_step, self._position, ends_epoch=self._ends_epoch)
-
-    # -- epochs -------------------------------------------------------------------------------------------------
-
-    def _end_epoch(self) -> None:
-        loader = self._loader
-        self._dispatcher.epoch_end.fire_with(loader.epoch)
-        due = self._due_at_epoch_end(self._state.global_step)
-        loader.next_epoch()
-        self._state.epoch = self._position = loader.position
-        self._boundary.run_due_actions(due)
 
     def _due_at_epoch_end(self, step: int) -> DueActions:
         return self._schedule.at_epoch_end(self._loader.epoch + 1, step)

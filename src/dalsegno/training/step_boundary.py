@@ -49,11 +49,7 @@ class StepBoundary:
         rollbacks: RollbackDecisions,
         lease_loss: Callable[[], str | None],
     ) -> None:
-        """
-        Args:
-            sources: of requests other than those of callbacks, such as signals and the time limit.
-            lease_loss: why this process must not write any more; None if it may.
-        """
+        """``sources`` are of requests other than those of callbacks; ``lease_loss`` is as in :class:`ControlSync`."""
         self._args = parts.args
         self._dispatcher = parts.dispatcher
         self._state = parts.state
@@ -119,7 +115,6 @@ class StepBoundary:
         """Run what is ``due``, and what callbacks request as far as the ranks agree on it here. Collective.
 
         Args:
-            due: by the schedules.
             epoch_ends: this step is its epoch's last. Unless the leg ends here, a save is held until after
                 on_epoch_end, so that one checkpoint contains both.
             replan: what is due after commands have changed the schedules. None: no command acts here, since a resumed
@@ -170,11 +165,8 @@ class StepBoundary:
                 self._unless_called_off(self.saves.save_in_memory)
 
     def _recover(self, requests: ControlRequests, *, may_save: bool = True) -> ControlRequests:
-        """Decide about a request to go back. Collective, if there is one.
-
-        Returns:
-            The other requests; those to end the leg among them, if the run cannot go back.
-        """
+        """Decide about a request to go back, collectively if there is one. Returns the other requests; those to end the
+        leg among them, if the run cannot go back."""
         if not requests.roll_back:
             return requests
         self.saves.finalize()
@@ -189,19 +181,14 @@ class StepBoundary:
         return requests
 
     def save_held(self, *, also: bool) -> None:
-        """Run a held save when the loop is left before on_epoch_end. Collective.
-
-        ``also``: a save was due at the end of the epoch, too.
-        """
+        """Run a held save when the loop is left before on_epoch_end, or one that is ``also`` due there. Collective."""
         if self._save_is_held or also:
             self._save_is_held = False
             self.save()
 
     def save(self, *, is_planned: bool = True) -> None:
-        """Save this step, unless a handler of on_before_save calls that off. Collective.
-
-        ``is_planned``: not only because the leg ends here.
-        """
+        """Save this step, ``is_planned`` or because the leg ends here, unless a handler of on_before_save calls that
+        off. Collective."""
         self._saved_at = time.monotonic()
         self._unless_called_off(partial(self.saves.save, is_planned=is_planned))
 
@@ -243,18 +230,15 @@ NOTHING_DUE = DueActions()
 
 
 class ActionSchedule:
-    """The logging, evaluation and saving schedules of one leg.
+    """The logging, evaluation and saving schedules of one leg. ``position`` is a place in the data, in epochs.
 
-    ``step`` counts finished optimizer steps; ``position`` is a place in the data, in epochs. Most steps have nothing
-    due, so the schedules are asked once per step that has, and for the next such step.
+    Most steps have nothing due, so the schedules are asked once per step that has, and for the next such step.
     """
 
     def __init__(self, args: TrainingArguments) -> None:
         self._args = args
         self._logging, self._evaluation, self._saving = args.logging, args.evaluation, args.saving
         self._saving_in_memory = args.saving_in_memory.when
-        self._evaluates, self._saves = bool(self._evaluation), bool(self._saving)
-        self._saves_in_memory = bool(self._saving_in_memory)
         self._idle_after, self._idle_before = -1, 0.0  # no schedule is due at the steps between these two
 
     def is_last(self, step: int, position: float) -> bool:
@@ -272,9 +256,9 @@ class ActionSchedule:
         self._idle_after, self._idle_before = step, min(each.next_step(step) for each in schedules)
         return DueActions(
             log=self._logging.at_step(step) or (step == 1 and self._args.logging_first_step and bool(self._logging)),
-            evaluate=self._evaluates and self._evaluation.at_step(step),
-            save=self._saves and (is_final or self._saving.at_step(step)),
-            save_in_memory=self._saves_in_memory and self._saving_in_memory.at_step(step),
+            evaluate=self._evaluation.at_step(step),
+            save=bool(self._saving) and (is_final or self._saving.at_step(step)),
+            save_in_memory=self._saving_in_memory.at_step(step),
         )
 
     def at_epoch_end(self, epochs: int, step: int) -> DueActions:
@@ -282,10 +266,10 @@ class ActionSchedule:
         return DueActions(
             log=self._logging.at_epoch(epochs),
             evaluate=self._evaluation.at_epoch(epochs),
-            save=self._saves and (self.is_last(step, epochs) or self._saving.at_epoch(epochs)),
+            save=bool(self._saving) and (self.is_last(step, epochs) or self._saving.at_epoch(epochs)),
             save_in_memory=self._saving_in_memory.at_epoch(epochs) or self._saving_in_memory.at_step(step),
         )
 
     def at_data_end(self) -> DueActions:
         """Actions due when the data ends before the run does."""
-        return DueActions(save=self._saves)
+        return DueActions(save=bool(self._saving))
