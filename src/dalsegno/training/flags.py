@@ -45,14 +45,11 @@ Reading = dict[str, Values]
 
 
 class Flags:
-    """Flags of a run's modules and its optimizer.
+    """Flags of a run's optimizer and its modules, which are given by the name that their paths begin with.
 
     What a module sets by itself in a leg's first step, such as ``is_initialized``, it sets again in the next leg's, so
     it is not saved; numbers are. The attributes of a module that has also made or replaced what cannot be saved, such
     as a cache, belong to that and are not saved either; its modes are.
-
-    Args:
-        modules: by the name that their paths begin with.
     """
 
     state_scope = "per_rank"  # a rank of a pipeline runs its own stages only
@@ -82,11 +79,8 @@ class Flags:
         self._set(self._loaded)
 
     def note_changes(self, *, by_modules: bool = False) -> None:
-        """Note what has changed since the last call, or since the leg began.
-
-        Args:
-            by_modules: the leg's first step has changed it.
-        """
+        """Note what has changed since the last call, or since the leg began; ``by_modules``: in the leg's first
+        step."""
         for path, before, values in self._changed():
             noted, its_class = self._built.setdefault(path, {}), type(self._places[path].holder)
             for name in sorted(values):
@@ -117,9 +111,17 @@ class Flags:
             if kept:
                 state[path] = {name: each.copy if isinstance(each, _Small) else each for name, each in kept.items()}
             held = [name for name in present if replaced and name not in kept and name not in replaced]
-            named = [name for name in replaced if held or _size(present[name])]
-            lost += [_described(path, name, present[name]) for name in [*named, *held]]
-        self._warn_of(lost)
+            named = [name for name in replaced if held or _size_of(present[name])]
+            lost += [f"{path}.{name}{_size_of(present[name])}" for name in [*named, *held]]
+        if lost and not self._warned and collectives.rank() == 0:
+            logger.warning(
+                "a resumed run will differ from an uninterrupted one: the training changes %s, which no checkpoint "
+                "contains; register it as a buffer that is saved (persistent=True), or return it from the module's "
+                "get_extra_state",
+                _listed(lost),
+                extra={NOT_EXACT: True},
+            )
+        self._warned |= bool(lost)
         return state
 
     def check_state(self, state: Reading) -> None:
@@ -129,7 +131,8 @@ class Flags:
             here = _values(holders[path])
             for name, value in state[path].items():
                 there = here[name] if name in here else _value_of(holders[path], name)
-                fits = type(value) is bool if _is_mode(name) else _is_state(there, value) or _is_like(there, value)
+                is_plain_value = not isinstance(there, _Small | _Other) and not isinstance(value, torch.Tensor)
+                fits = type(value) is bool if _is_mode(name) else is_plain_value or _is_state(there, value)
                 if not fits:
                     raise StateMismatch(f"flags: {path}.{name}: {_short(value)} cannot replace {_short(there)}")
 
@@ -163,19 +166,6 @@ class Flags:
     @classmethod
     def reshard(cls, states: Sequence[Reading], world_size: int) -> list[Reading]:
         return [states[0]] * world_size
-
-    def _warn_of(self, lost: Sequence[str]) -> None:
-        if not lost or self._warned:
-            return
-        self._warned = True
-        if collectives.rank() == 0:
-            logger.warning(
-                "a resumed run will differ from an uninterrupted one: the training changes %s, which no checkpoint "
-                "contains; register it as a buffer that is saved (persistent=True), or return it from the module's "
-                "get_extra_state",
-                _listed(lost),
-                extra={NOT_EXACT: True},
-            )
 
     # -- the objects ------------------------------------------------------------------------------------------------
 
@@ -246,9 +236,9 @@ class _Place:
         plain = [name for name, value in self.values.items() if type(value) in _UNCHANGING and name in held]
         others = [value for name, value in self.values.items() if name not in held or type(value) not in _UNCHANGING]
         is_module = {"_parameters", "_modules"} <= held.keys()
-        self._is_simple = (
-            is_module and bool(plain) and all(type(each) is bool or _is_untouched(each) for each in others)
-        )
+        # An object, without contents, matters only once a flag beside it changes.
+        are_idle = all(type(each) is bool or (isinstance(each, _Other) and not each.size) for each in others)
+        self._is_simple = is_module and bool(plain) and are_idle
         self._get = itemgetter(*plain) if plain else None
         self._plain = None if self._get is None else self._get(held)
         self._count = len(held)
@@ -275,11 +265,6 @@ class _Place:
 
 def _trained(held: Mapping[str, Any]) -> list[bool]:
     return [each is not None and each.requires_grad for each in held["_parameters"].values()]
-
-
-def _is_untouched(value: object) -> bool:
-    """Whether this is an object, which matters only once a flag beside it changes."""
-    return isinstance(value, _Other) and not value.size
 
 
 class _Small:
@@ -339,8 +324,10 @@ def _read_value(value: Any, former: Values | None, name: str) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value
-    if kind in (list, tuple, dict) and len(value) <= _MOST_ITEMS and _has_plain_items(value):
-        return value if kind is tuple else value.copy()
+    if kind in (list, tuple, dict) and len(value) <= _MOST_ITEMS:
+        items = value.values() if kind is dict else value
+        if all(type(each) in _PLAIN for each in items) and (kind is not dict or {*map(type, value)} <= {str, int}):
+            return value if kind is tuple else value.copy()
     if kind is not torch.Tensor or value.requires_grad or not is_plain(value):
         return _Other(id(value))
     if value.nbytes <= LARGEST:
@@ -349,12 +336,6 @@ def _read_value(value: Any, former: Values | None, name: str) -> Any:
     if isinstance(before, _Other) and before.is_of(value):
         return before
     return _Other(id(value), _version(value), int(sum_of_bytes(value)), value.nbytes)
-
-
-def _has_plain_items(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(type(key) in (str, int) and type(each) in _PLAIN for key, each in value.items())
-    return all(type(each) in _PLAIN for each in value)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -372,7 +353,7 @@ def _is_mode(name: str) -> bool:
 
 
 def _is_state(before: object, value: object) -> bool:
-    """Whether a value that a module changes in each leg's first step has to be saved: a number, or a tensor."""
+    """Whether a value that a module changes in each leg's first step has to be saved: a number or a tensor has."""
     if type(before) in _NUMBERS:
         return type(value) in _NUMBERS
     return isinstance(before, _Small) and isinstance(value, _Small | torch.Tensor)
@@ -383,10 +364,6 @@ def _is_saved(built: object, value: object) -> bool:
     if isinstance(built, _Small):
         return isinstance(value, _Small)
     return not isinstance(built, _Other) and not isinstance(value, _Other | _Small)
-
-
-def _is_like(there: object, value: object) -> bool:
-    return not isinstance(there, _Small | _Other) and not isinstance(value, torch.Tensor)
 
 
 def _set_tensor(holder: object, name: str, value: torch.Tensor) -> None:
@@ -400,13 +377,9 @@ def _set_tensor(holder: object, name: str, value: torch.Tensor) -> None:
         setattr(holder, name, value.to(here.device, copy=True))
 
 
-def _described(path: str, name: str, value: object) -> str:
-    size = _size(value)
-    return f"{path}.{name}" + (f" ({format_bytes(size)})" if size else "")
-
-
-def _size(value: object) -> int:
-    return value.size if isinstance(value, _Other) else 0
+def _size_of(value: object) -> str:
+    """In words, of a tensor that is not saved."""
+    return f" ({format_bytes(value.size)})" if isinstance(value, _Other) and value.size else ""
 
 
 def _listed(names: Sequence[str]) -> str:

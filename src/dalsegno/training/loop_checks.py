@@ -28,6 +28,7 @@ from dalsegno.stateful.component import Stateful, is_stateful
 from dalsegno.witness.rows import GENERATORS, generator_digests
 
 from .contents import parameters_of
+from .parts import RunParts
 
 logger = logging.getLogger("dalsegno")
 
@@ -36,37 +37,20 @@ CHECKPOINTS = 3
 
 
 class LoopChecks:
-    """Of one leg.
+    """Of one leg. ``model`` is as the loop calls it; ``others`` are further objects that are saved, by name. What
+    callbacks hold counts as saved."""
 
-    Args:
-        model: the run's.
-        optimizer: the run's.
-        schedulers: the run's.
-        others: further objects that are saved, by name.
-        callbacks: whatever they hold counts as saved.
-        warns: whether this rank does.
-    """
-
-    def __init__(
-        self,
-        *,
-        model: nn.Module,
-        optimizer: Optimizer,
-        schedulers: Iterable[Stateful],
-        others: Mapping[str, Stateful],
-        callbacks: Iterable[object],
-        warns: bool,
-    ) -> None:
+    def __init__(self, parts: RunParts, model: nn.Module, others: Mapping[str, Stateful]) -> None:
         self.is_behind = False
         """Whether the loop runs behind a step's end, and before the next batch."""
         self._model = model
-        self._optimizer = optimizer
-        named = {f"lr_scheduler ({type(each).__name__})": each for each in schedulers}
+        self._optimizer = parts.optimizer
+        named = {f"lr_scheduler ({type(each).__name__})": each for each in parts.schedulers}
         named |= {f'state["{name}"]': each for name, each in others.items()}
         self._compared = {name: each for name, each in named.items() if not isinstance(each, nn.Module | Optimizer)}
-        self._saved: list[Stateful] = [model, optimizer, *named.values()]
-        self._callbacks = callbacks
-        self._warns = warns
+        self._saved: list[Stateful] = [model, parts.optimizer, *named.values()]
+        self._callbacks = parts.callbacks
+        self._warns = parts.state.is_world_process_zero
         self._said: set[str] = set()
         self._step = 0  # the last one that ended
         self._late: list[str] = []  # what the loop did behind its end
@@ -76,7 +60,9 @@ class LoopChecks:
         self._carried: tuple[Tensor, Tensor] | None = None  # a parameter, and its gradient of an earlier step
         self._watches_gradients = True
         self._mode: bool | None = None  # of the model, before an evaluation whose next update is still to come
-        self._unknown = WeakKeyDictionary({each: _progress(each) for each in _living()})
+        # Objects with a state that nobody but the loop knows; optimizers are seen when they step.
+        living = (each for each in gc.get_objects() if issubclass(type(each), _KINDS))
+        self._unknown = WeakKeyDictionary({each: _progress(each) for each in living})
 
     # -- called by the run ----------------------------------------------------------------------------------------
 
@@ -179,7 +165,7 @@ class LoopChecks:
             if _progress(each) != before and (not isinstance(each, LRScheduler) or each.optimizer in ours):
                 found.append(each)
         if found:
-            held = _held([*self._saved, *self._callbacks])
+            held = _held([*self._saved, *self._callbacks.bound])
             if names := sorted({type(each).__name__ for each in found if id(each) not in held}):
                 self._warn(
                     "unknown",
@@ -214,11 +200,6 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _living() -> Iterator[Any]:
-    """Objects with a state that nobody but the loop knows; optimizers are seen when they step."""
-    return (each for each in gc.get_objects() if issubclass(type(each), _KINDS))
-
-
 _KINDS = (LRScheduler, GradScaler, AveragedModel)
 
 
@@ -241,10 +222,6 @@ def _held(roots: Iterable[object]) -> set[int]:
             continue
         for value in list(getattr(thing, "__dict__", {}).values()):
             parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-            is_of_scheduler = isinstance(thing, LRScheduler)  # which does not save its optimizer
-            waiting += [each for each in parts if is_stateful(each) and not (is_of_scheduler and _is_optimizer(each))]
+            not_saved = Optimizer if isinstance(thing, LRScheduler) else ()
+            waiting += [each for each in parts if is_stateful(each) and not isinstance(each, not_saved)]
     return set(held)
-
-
-def _is_optimizer(thing: object) -> bool:
-    return isinstance(thing, Optimizer)

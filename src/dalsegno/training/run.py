@@ -225,7 +225,7 @@ class Run:
                 self._session = lifecycle.session(self.resumed_from)
                 held.enter_context(self._session)
                 self._expect_other_rounding()
-                self._checks = self._loop_checks()
+                self._checks = LoopChecks(self._parts, self._model, self._others)
                 held.push(self._checks.close)
                 held.callback(register_optimizer_step_post_hook(self._after_any_update).remove)
                 held.callback(self._update.close)
@@ -234,17 +234,6 @@ class Run:
             self._held = held.pop_all()
         self._is_inside = True
         return self
-
-    def _loop_checks(self) -> LoopChecks:
-        parts = self._parts
-        return LoopChecks(
-            model=self._model,
-            optimizer=parts.optimizer,
-            schedulers=parts.schedulers,
-            others=self._others,
-            callbacks=parts.callbacks.bound,
-            warns=self.state.is_world_process_zero,
-        )
 
     def _expect_other_rounding(self) -> None:
         if self.resumed_from is None or not rebuilds_buckets(self._model):
