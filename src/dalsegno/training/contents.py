@@ -19,6 +19,7 @@ from dalsegno.checkpoint import CALLBACKS, LOSS, SETTINGS, ModelState, Optimizer
 from dalsegno.distributed import collectives
 from dalsegno.distributed.stage_places import place_of
 from dalsegno.errors import CannotSave, ConfigurationError, UnknownName
+from dalsegno.events.callback import components_of
 from dalsegno.stateful.component import Component, Stateful
 
 from .flags import sum_of_bytes
@@ -34,12 +35,8 @@ _SCHEDULER = "scheduler."
 
 
 class CheckpointContents:
-    """Sharded states (model, loss function, optimizer, tensors of callbacks) and components (everything else).
-
-    Args:
-        settings: saved beside them, to compare with those of a later leg.
-        others: further objects with a state, by the key under which each is saved.
-    """
+    """Sharded states (model, loss function, optimizer, tensors of callbacks) and components (everything else): the
+    run's own, and ``others`` of the user's, by key. ``settings`` are saved to compare with those of a later leg."""
 
     def __init__(self, parts: RunParts, settings: RecordedSettings, others: Mapping[str, Stateful]) -> None:
         self._callbacks, self._comparison = parts.callbacks, parts.comparison
@@ -63,11 +60,11 @@ class CheckpointContents:
 
     def sharded(self) -> list[ShardedState]:
         """State that is sharded over the ranks."""
-        return [self.model, *self._loss, self._optimizer, *self._callbacks.sharded_states()]
+        return [self.model, *self._loss, self._optimizer, *self._callbacks.tensors]
 
     def evaluated(self) -> list[ShardedState]:
         """State that an evaluation measures: the weights, and the averages that callbacks put in their place."""
-        return [self.model, *self._loss, *self._callbacks.sharded_states()]
+        return [self.model, *self._loss, *self._callbacks.tensors]
 
     def expect_equal_ranks(self) -> None:
         """Raises CannotSave on every rank, if their models differ, which nothing is known to keep equal. Collective."""
@@ -77,7 +74,7 @@ class CheckpointContents:
     def components(self) -> list[Component]:
         """All other state."""
         own = [Component(key, target, form_check(target)) for key, target in self._targets.items()]
-        return [*own, *self._callbacks.components()]
+        return [*own, *components_of(self._callbacks.bound)]
 
     def loadable(self) -> list[Component]:
         """The components that may be loaded into another run."""
@@ -129,12 +126,9 @@ def _check_state(others: Mapping[str, object], *, reserved: Sequence[str]) -> No
 def names_of_others(
     optimizer: Optimizer, model: ModelState, loss_fn: Sequence[ModelState], others: Mapping[str, Stateful]
 ) -> dict[int, str]:
-    """Names of the parameters that are neither the model's nor the loss function's, by ``id``: ``head/layer.weight``.
-
-    Args:
-        loss_fn: the loss function's state, if it has tensors of its own.
-        others: further objects that are saved, by key.
-    """
+    """Names of the parameters that are neither the model's nor the loss function's, but in ``others``, by ``id``:
+    ``head/layer.weight``. Raises ConfigurationError if the optimizer trains a parameter that none of these contains, or
+    none of the model's."""
     of_model, of_loss = model.held(), {each for state in loss_fn for each in state.held()}
     foreign = {
         f"group {number}, parameter {position}, of shape {list(parameter.shape)}": parameter
@@ -173,14 +167,11 @@ def parameters_of(thing: Stateful, foreign: Sequence[Tensor]) -> Iterable[tuple[
         (keystr(path).strip("."), parameter)
         for path, leaf in leaves
         for parameter in foreign
-        if _is_same_memory(parameter, leaf)
+        if isinstance(leaf, Tensor)
+        and not isinstance(leaf, DTensor)
+        and not isinstance(parameter, DTensor)
+        and parameter.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr() != 0
     ]
-
-
-def _is_same_memory(one: Tensor, other: object) -> bool:
-    if not isinstance(other, Tensor) or isinstance(one, DTensor) or isinstance(other, DTensor):
-        return False
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
 
 
 def expect_equal_ranks(states: Iterable[ShardedState]) -> None:

@@ -22,13 +22,13 @@ from dalsegno.distributed.layout import Layout
 from dalsegno.distributed.rng import RandomState
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.events.adapters import adapt, external_global_callbacks
-from dalsegno.events.callback import Callback, components_of, global_callbacks
+from dalsegno.events.callback import Callback, global_callbacks
 from dalsegno.events.contexts import Context
 from dalsegno.events.dispatcher import Dispatcher
 from dalsegno.events.registration import check_callbacks, instances
 from dalsegno.events.table import Event
 from dalsegno.state import TrainerControl, TrainerState
-from dalsegno.stateful.component import Component, TensorHolder
+from dalsegno.stateful.component import TensorHolder
 from dalsegno.witness import Witness
 
 from .flags import Flags
@@ -99,7 +99,6 @@ def build_parts(
     """
     Args:
         model: on its device already, and sharded if it is to be.
-        optimizer: updates the parameters of ``model`` and ``loss_fn``.
         core: the engine's own callbacks; they are called first.
         context_fields: the fields of every event's context that are not in ``RunParts``.
         unsupported_events: events that this loop cannot fire, each with the reason and the remedy.
@@ -144,13 +143,8 @@ def build_parts(
 
 
 class CallbackSet:
-    """The engine's own callbacks, then the defaults, the user's and the global ones.
-
-    Args:
-        model: passed to callbacks that hold sharded tensors.
-        given: as the user passes them; those of other libraries are adapted.
-        report_to: names of trackers, as in TrainingArguments.
-    """
+    """The engine's own callbacks, then the defaults, the user's (``given``) and the global ones. Callbacks of other
+    libraries are adapted; those that hold sharded tensors get the ``model``."""
 
     def __init__(
         self,
@@ -164,8 +158,12 @@ class CallbackSet:
         self._dispatcher = dispatcher
         self._model = model
         self._core = core
-        self._users = _with_defaults(check_callbacks(given), report_to)
-        self._tensors: list[CallbackTensors] = []
+        users = check_callbacks(given)
+        taken = {callback.key for callback in users}
+        trackers = reporting_callbacks(report_to, without=taken)
+        self._users = [*(each for each in default_callbacks() if each.key not in taken), *users, *trackers]
+        self.tensors: list[CallbackTensors] = []
+        """State of callbacks that is sharded over the ranks as the model is."""
         self.rebind()
 
     @property
@@ -179,17 +177,16 @@ class CallbackSet:
 
     def remove(self, callback: object) -> Callback:
         """Unbind a callback, given itself, its key or its class, and return it. Of several of a class, the first."""
-        removed = self._dispatcher.find(self._key_of(callback))
+        if isinstance(callback, str):
+            key = callback
+        elif isinstance(callback, type):
+            found = [each.key for each in self.bound if isinstance(inspect.unwrap(each), callback)]  # type: ignore[arg-type]
+            key = found[0] if found else callback.__name__
+        else:
+            key = adapt(callback).key
+        removed = self._dispatcher.find(key)
         self._bind([each for each in self._users if each is not removed])
         return removed
-
-    def _key_of(self, callback: object) -> str:
-        if isinstance(callback, str):
-            return callback
-        if isinstance(callback, type):
-            found = [each.key for each in self.bound if isinstance(inspect.unwrap(each), callback)]  # type: ignore[arg-type]
-            return found[0] if found else callback.__name__
-        return adapt(callback).key
 
     def rebind(self) -> None:
         """Bind again: global callbacks may have been added or removed since."""
@@ -198,24 +195,9 @@ class CallbackSet:
     def _bind(self, users: list[Callback]) -> None:
         everywhere = [*global_callbacks(), *external_global_callbacks()]
         self._dispatcher.bind([*self._core, *users, *(each for each in everywhere if each not in users)])
-        self._tensors = [
+        self.tensors = [
             CallbackTensors(f"{CALLBACKS}{each.key}", each, self._model)
             for each in self.bound
             if isinstance(each, TensorHolder)
         ]
         self._users = users
-
-    def sharded_states(self) -> Sequence[CallbackTensors]:
-        """State that is sharded over the ranks as the model is."""
-        return self._tensors
-
-    def components(self) -> list[Component]:
-        """All other state of callbacks."""
-        return components_of(self.bound)
-
-
-def _with_defaults(users: list[Callback], report_to: Iterable[str]) -> list[Callback]:
-    """The default callbacks, the user's, then the trackers; without those whose key the user's take."""
-    taken = {callback.key for callback in users}
-    trackers = reporting_callbacks(report_to, without=taken)
-    return [*(callback for callback in default_callbacks() if callback.key not in taken), *users, *trackers]

@@ -21,7 +21,7 @@ from typing import Any
 from dalsegno.distributed import collectives
 from dalsegno.state import NO_REQUESTS, ControlRequests, TrainerControl
 from dalsegno.system.exit_status import ExitStatus
-from dalsegno.system.slurm import JobStatus, SlurmError, SlurmJob
+from dalsegno.system.slurm import SlurmError, SlurmJob
 
 from .result import TrainResult
 
@@ -192,7 +192,9 @@ class Requeue:
             logger.warning("requeue=True has no effect: this process is not part of a Slurm job")
             return
         try:
-            obstacle = _obstacle(job.status())
+            status = job.status()
+            obstacle = "" if status.allows_requeue else "submit it with sbatch --requeue"
+            obstacle = obstacle if status.is_batch else "only jobs of sbatch can be"
         except SlurmError as error:
             obstacle = str(error)
         if obstacle:
@@ -223,10 +225,3 @@ class Requeue:
     @property
     def _acts(self) -> bool:
         return self._enabled and collectives.rank() == 0
-
-
-def _obstacle(status: JobStatus) -> str | None:
-    """Why Slurm would refuse to requeue the job."""
-    if not status.is_batch:
-        return "only jobs of sbatch can be"
-    return None if status.allows_requeue else "submit it with sbatch --requeue"

@@ -19,7 +19,6 @@ from dalsegno.data.step_batch import LossWeight
 from dalsegno.distributed.layout import build_layout
 from dalsegno.distributed.modes import modes_of, parts_of_batch
 from dalsegno.distributed.parallel import FusedBackward, Pipelined
-from dalsegno.distributed.parallel.base import Parallel
 from dalsegno.distributed.parallel.torchrun import init_distributed
 from dalsegno.distributed.precision import autocast_dtype
 from dalsegno.distributed.sharded_tensors import check_materialized
@@ -129,7 +128,9 @@ class Trainer:
         self._lifecycle = RunLifecycle(
             self._parts,
             evaluations=[self._evaluation(*each) for each in sets],
-            data=_training_data(args, train_dataset, train_dataloader, data_collator),
+            data=TrainingData.of_loader(train_dataloader)
+            if train_dataset is None
+            else TrainingData(train_dataset, None, data_collator, args.dataloader_num_workers),
             supplied=UserSupplied(
                 optimizer is not None, lr_scheduler is not None, train_dataloader is not None, loop=False
             ),
@@ -313,6 +314,7 @@ def _build_parts(
     callbacks: Sequence[object],
     context_fields: Mapping[str, Any],
 ) -> RunParts:
+    unsupported = _UNSUPPORTED_IF_FUSED if args.fuse_optim_with_backward else {}
     return build_parts(
         args,
         layout=placed.layout,
@@ -324,7 +326,7 @@ def _build_parts(
         callbacks=callbacks,
         core=[PlateauStep(schedulers, args.best_metric_name)] if PlateauStep.is_needed(schedulers) else [],
         context_fields=context_fields,
-        unsupported_events=unsupported_events(args, placed.parallel),
+        unsupported_events=_UNSUPPORTED_IF_PIPELINED if isinstance(placed.parallel, Pipelined) else unsupported,
         comparison=Comparison.NEVER if modes_of(args.parallel) else Comparison.FROM_FIRST_STEP,
     )
 
@@ -333,14 +335,6 @@ def _with_state(**functions: object) -> dict[str, Stateful]:
     """Those of the user's functions that are objects with a state, by argument."""
     found = {name: stateful_behind(each) for name, each in functions.items()}
     return {name: each for name, each in found.items() if each is not None}
-
-
-def _training_data(
-    args: TrainingArguments, dataset: Any, loader: Iterable[Any] | None, collator: Collator | None
-) -> TrainingData:
-    if dataset is None:
-        return TrainingData.of_loader(loader)
-    return TrainingData(dataset, None, collator, args.dataloader_num_workers)
 
 
 _UNSUPPORTED_IF_FUSED = dict.fromkeys(
@@ -354,13 +348,6 @@ _UNSUPPORTED_IF_PIPELINED = dict.fromkeys(
 )
 
 
-def unsupported_events(args: TrainingArguments, parallel: Parallel) -> dict[Event, str]:
-    """The events that this run cannot fire, each with the reason and the remedy."""
-    if isinstance(parallel, Pipelined):
-        return _UNSUPPORTED_IF_PIPELINED
-    return _UNSUPPORTED_IF_FUSED if args.fuse_optim_with_backward else {}
-
-
 MakeEvaluation = Callable[[str, str, EvalLoader], LossEvaluation]
 """``(name, prefix, loader)``"""
 
@@ -368,11 +355,7 @@ MakeEvaluation = Callable[[str, str, EvalLoader], LossEvaluation]
 def build_step(
     parts: RunParts, placed: PlacedModel, loss_weight: LossWeight | None, affected: Sequence[Stateful] = ()
 ) -> tuple[TrainStep, MakeEvaluation]:
-    """``affected``: objects whose state an evaluation may change.
-
-    Raises:
-        ConfigurationError: for settings that the parallel mode does not support.
-    """
+    """The train step, and what makes evaluations, which may change the state of ``affected`` objects."""
     args, device, parallel = parts.args, placed.device, placed.parallel
     wants_norm = GradNormDemand(parts)
     if isinstance(parallel, Pipelined):
