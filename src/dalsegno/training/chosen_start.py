@@ -78,11 +78,8 @@ class _Choice(TypedDict):
 
 
 class ChosenStart:
-    """``.start`` of an ``output_dir``. All methods but :meth:`settle` are collective.
-
-    Args:
-        has_url: the run has a copy at a URL, which follows later.
-    """
+    """``.start`` of an ``output_dir``; ``has_url``: the run has a copy at a URL, which follows later. All methods but
+    :meth:`settle` are collective."""
 
     def __init__(self, output_dir: Path, *, has_url: bool) -> None:
         self._output_dir = output_dir
@@ -110,7 +107,14 @@ class ChosenStart:
 
     def begin_anew(self) -> None:
         """Move the whole run, if there is one, into an archive."""
-        collectives.from_rank_zero(self._move_all)
+
+        def move_all() -> None:
+            files = archive.run_files(self._output_dir)
+            if files or self._has_url or self._path.exists():
+                archive.archive_run(files, self._write(None))
+                self._complete(is_own=True)
+
+        collectives.from_rank_zero(move_all)
 
     def record(self, checkpoint: Path) -> Path:
         """Before anything is moved: the run is to resume from ``checkpoint``. Returns the archive of what comes later,
@@ -139,12 +143,6 @@ class ChosenStart:
         return None if choice is None or choice["checkpoint"] is None else self._output_dir / choice["checkpoint"]
 
     # -- on rank 0 --------------------------------------------------------------------------------------------------
-
-    def _move_all(self) -> None:
-        files = archive.run_files(self._output_dir)
-        if files or self._has_url or self._path.exists():
-            archive.archive_run(files, self._write(None))
-            self._complete(is_own=True)
 
     def _write(self, name: str | None) -> Path:
         with contextlib.suppress(StateMismatch):

@@ -128,9 +128,7 @@ def build_schedulers(given: Any, optimizer: Optimizer, args: TrainingArguments, 
 
 def scheduler_from_args(optimizer: Optimizer, args: TrainingArguments, max_steps: Callable[[], int]) -> LambdaLR:
     """A linear rise over the warm-up, then ``lr_scheduler_type`` down to ``min_lr`` at ``max_steps()``, or constant.
-
-    ``max_steps`` is called each time: it may be raised between two calls of ``train()``.
-    """
+    ``max_steps`` is called each time: it may be raised between two calls of ``train()``."""
     if max_steps() < 0 and (args.lr_scheduler_type != "constant" or args.warmup_ratio):
         needs = f"lr_scheduler_type={args.lr_scheduler_type!r}" if not args.warmup_ratio else "warmup_ratio"
         raise ConfigurationError(
@@ -178,11 +176,6 @@ class PlateauStep(Callback):
     def __init__(self, schedulers: Sequence[Any], metric: str) -> None:
         self._schedulers = [each for each in schedulers if isinstance(each, ReduceLROnPlateau)]
         self._metric = metric
-
-    @staticmethod
-    def is_needed(schedulers: Sequence[Any]) -> bool:
-        """Whether one of them is a ``ReduceLROnPlateau``."""
-        return any(isinstance(each, ReduceLROnPlateau) for each in schedulers)
 
     def on_evaluate(self, ctx: EvaluateContext) -> None:
         if self._metric in ctx.metrics:
@@ -281,34 +274,29 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value if isinstance(value, bool | int | float) else str(value)
 
 
-def form_check(target: object) -> ScheduleForm | None:
-    """Check of the saved state of torch's own classes, which declare no schema; None for all others."""
-    return ScheduleForm(target) if isinstance(target, LRScheduler | torch.amp.GradScaler) else None
-
-
-class ScheduleForm:
-    """Compares a saved state with the present one of a schedule, or of torch's gradient scaler.
+def form_check(target: object) -> Callable[[Any, str], None] | None:
+    """Check of the saved state of torch's own schedules and gradient scaler, which declare no schema; None for all
+    others.
 
     ``load_state_dict`` of torch's schedules checks nothing: it sets attributes, and would replace methods too.
     """
+    return partial(_check_form, target) if isinstance(target, LRScheduler | torch.amp.GradScaler) else None
 
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
 
-    def __call__(self, state: Any, where: str) -> None:
-        """Raises StateMismatch if a value has another type than the present one, or would replace a method."""
-        present = self._scheduler.state_dict()
-        check(state, dict[str, Any], where)
-        forms = _PER_GROUP | _COUNTS
-        check_like({name: value for name, value in state.items() if name not in forms}, present, where)
-        for name in state:
-            if name in forms:
-                check(state[name], forms[name], f"{where}.{name}")
-            elif name not in present and hasattr(self._scheduler, str(name)):
-                raise StateMismatch(f"{where}: contains {name!r}, which {type(self._scheduler).__name__} does not save")
-        lengths = {name: len(state[name]) for name in _PER_GROUP if name in state}
-        if len({*lengths.values()}) > 1:
-            raise StateMismatch(f"{where}: must be equally long, one item for each parameter group: {lengths}")
+def _check_form(target: Any, state: Any, where: str) -> None:
+    """Raises StateMismatch if a value has another type than the present one, or would replace a method."""
+    present = target.state_dict()
+    check(state, dict[str, Any], where)
+    forms = _PER_GROUP | _COUNTS
+    check_like({name: value for name, value in state.items() if name not in forms}, present, where)
+    for name in state:
+        if name in forms:
+            check(state[name], forms[name], f"{where}.{name}")
+        elif name not in present and hasattr(target, str(name)):
+            raise StateMismatch(f"{where}: contains {name!r}, which {type(target).__name__} does not save")
+    lengths = {name: len(state[name]) for name in _PER_GROUP if name in state}
+    if len({*lengths.values()}) > 1:
+        raise StateMismatch(f"{where}: must be equally long, one item for each parameter group: {lengths}")
 
 
 _Rate = Annotated[Any, Must("a learning rate", lambda rate: not isinstance(rate, str) and [float(rate)])]

@@ -44,11 +44,7 @@ class MetricAccumulator:
     state_schema = MeterState
 
     def __init__(self, layout: Layout | None = None, device: torch.device | str = "cpu") -> None:
-        """
-        Args:
-            layout: which ranks read the same data; None: each its own.
-            device: of the losses and norms.
-        """
+        """``layout``: which ranks read the same data; None: each its own."""
         self._layout = layout or Layout.flat()
         self._device = device
         self._losses: list[torch.Tensor] = []  # this rank's shares, not yet summed
@@ -64,13 +60,7 @@ class MetricAccumulator:
         self.run_tokens = 0  # on all ranks, as of the last record
 
     def add(self, loss: torch.Tensor, grad_norm: torch.Tensor | None, tokens: int) -> None:
-        """Count one step.
-
-        Args:
-            loss: this rank's share of the step's loss, 0-dim.
-            grad_norm: of all ranks, 0-dim.
-            tokens: on this rank.
-        """
+        """Count one step, with this rank's share of its loss and tokens, and the gradient norm of all ranks."""
         self._tokens += tokens
         self._losses.append(loss)
         self._last = (loss,)
@@ -90,7 +80,8 @@ class MetricAccumulator:
         self._steps += len(losses)
         if norms:
             earlier = [] if self._max_grad_norm is None else [self._max_grad_norm]
-            self._grad_norm, self._max_grad_norm = norms[-1], _largest(earlier + norms)
+            has_nan = any(map(math.isnan, earlier + norms))  # which max() may miss
+            self._grad_norm, self._max_grad_norm = norms[-1], math.nan if has_nan else max(earlier + norms)
         self._losses.clear()
         self._grad_norms.clear()
 
@@ -108,14 +99,8 @@ class MetricAccumulator:
         return [self._loss_sum, float(self._tokens)]
 
     def start_over(self, sums: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Forget the steps since the last record.
-
-        Args:
-            sums: every rank's :meth:`sums`, of these steps.
-
-        Returns:
-            ``loss`` (mean over the steps), ``grad_norm`` (of the last step), ``max_grad_norm``; each only if known.
-        """
+        """Forget the steps since the last record, of which ``sums`` has every rank's :meth:`sums`. Returns ``loss``
+        (the mean over these steps), ``grad_norm`` (of the last one) and ``max_grad_norm``; each only if known."""
         loss_sum, tokens = self._layout.totals(sums)
         figures: dict[str, float] = {}
         if self._steps:
@@ -176,8 +161,3 @@ class MetricAccumulator:
         total = first.state_dict()
         rest: MeterState = {**total, "loss_sum": 0.0, "tokens": 0}
         return [total, *[rest] * (world_size - 1)]
-
-
-def _largest(norms: list[float]) -> float:
-    """The maximum; NaN if any is NaN."""
-    return math.nan if any(map(math.isnan, norms)) else max(norms)

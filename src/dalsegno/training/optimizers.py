@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -52,7 +52,9 @@ def optimizer_from_args(modules: Iterable[nn.Module], args: TrainingArguments) -
     """``args.optim`` on all trained parameters of ``modules``, with weight decay on matrices, not on vectors (norms,
     biases).
     """
-    modules, settings = list(modules), _settings(args)
+    modules = list(modules)
+    adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    settings = {"lr": args.learning_rate, **(adam if takes_adam_settings(args) else {}), **(args.optim_args or {})}
     parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups: Groups = [
@@ -60,7 +62,12 @@ def optimizer_from_args(modules: Iterable[nn.Module], args: TrainingArguments) -
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
     if args.optim == "muon":
-        groups = _with_muon(groups, _hidden_matrices(modules, settings.pop("matrices", None)))
+        matrices = _hidden_matrices(modules, settings.pop("matrices", None))
+        groups = [
+            {**group, "params": [each for each in group["params"] if (id(each) in matrices) is muon], "use_muon": muon}
+            for group in groups
+            for muon in (True, False)
+        ]
     build = _NAMED.get(args.optim) or find_named(args.optim, "optimizer", "torch.optim:RMSprop")
     try:
         optimizer = build([group for group in groups if group["params"]], **settings)
@@ -69,21 +76,6 @@ def optimizer_from_args(modules: Iterable[nn.Module], args: TrainingArguments) -
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(f"optim={args.optim!r} builds a {type(optimizer).__name__}, not an optimizer of torch")
     return optimizer
-
-
-def _settings(args: TrainingArguments) -> dict[str, Any]:
-    """Arguments of the optimizer: Adam's own only if it takes them."""
-    adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    return {"lr": args.learning_rate, **(adam if takes_adam_settings(args) else {}), **(args.optim_args or {})}
-
-
-def _with_muon(groups: Groups, matrices: Mapping[int, str]) -> Groups:
-    """Split each group into the parameters that Muon updates and those that AdamW updates."""
-    return [
-        {**group, "params": [each for each in group["params"] if (id(each) in matrices) is chosen], "use_muon": chosen}
-        for group in groups
-        for chosen in (True, False)
-    ]
 
 
 def _hidden_matrices(modules: Sequence[nn.Module], patterns: Sequence[str] | None) -> dict[int, str]:
@@ -122,15 +114,17 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _in_blocks(modules: Sequence[nn.Module]) -> set[int]:
-    """``id`` of each parameter in a block with submodules, without embeddings and output layers."""
-    blocks = [block for module in modules for block in outermost_blocks(module) if any(True for _ in block.children())]
-    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
-    return inside - {id(parameter) for module in modules for parameter in _embedding_weights(module)}
-
-
-def _embedding_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Weights of embeddings, and of the output layer where the model names it, as Hugging Face's do."""
-    find = getattr(model, "get_output_embeddings", None)
-    output = find() if callable(find) else None
-    layers = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
-    return [each for layer in [*layers, output] if isinstance(layer, nn.Module) for each in layer.parameters()]
+    """``id`` of each parameter in a block with submodules, without embeddings, and without the output layer where the
+    model names it, as Hugging Face's do."""
+    found = set[int]()
+    for module in modules:
+        blocks = [block for block in outermost_blocks(module) if any(True for _ in block.children())]
+        found |= {id(parameter) for block in blocks for parameter in block.parameters()}
+    for module in modules:
+        find = getattr(module, "get_output_embeddings", None)
+        layers: list[nn.Module] = [
+            each for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)
+        ]
+        layers += [output] if callable(find) and isinstance(output := find(), nn.Module) else []
+        found -= {id(parameter) for layer in layers for parameter in layer.parameters()}
+    return found

@@ -61,7 +61,12 @@ def place(
     if STAGES not in layout.dimensions:  # else each rank moves its stages only: the whole model may not fit
         _move(model, device)
     if args.torch_compile:
-        _compile(model, args)
+        backend, mode = args.torch_compile_backend, args.torch_compile_mode
+        try:
+            model.compile(backend=backend, mode=mode)
+        except RuntimeError as error:
+            given = f"torch_compile_backend={backend!r}, torch_compile_mode={mode!r}"
+            raise ConfigurationError(f"{given}: {error}") from error
     loss_module = unwrapped(loss_fn) if isinstance(loss_fn, nn.Module) else None
     if loss_module is not None:
         _move(loss_module, device)
@@ -72,21 +77,16 @@ def place(
         optimizer = optimizer_from_args([model] if loss_module is None else [model, loss_module], args)
     else:
         expect_optimizer(optimizer)
-        _check_steps_alone(optimizer)
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigurationError(
+                f"optimizer: {type(optimizer).__name__}.step needs a closure, which only a loop of your own can give it"
+            )
         parallel.rebind(optimizer)
     collectives.run_on_all_ranks(lambda: _check_sharded(optimizer))  # a rank of a pipeline has only some of the layers
     return PlacedModel(
         model, device, layout, parallel, parallel.loss_fn or loss_module or loss_fn, loss_module, optimizer
     )
-
-
-def _compile(model: nn.Module, args: TrainingArguments) -> None:
-    """Raises ConfigurationError for a mode or backend that torch does not have."""
-    try:
-        model.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
-    except RuntimeError as error:
-        given = f"torch_compile_backend={args.torch_compile_backend!r}, torch_compile_mode={args.torch_compile_mode!r}"
-        raise ConfigurationError(f"{given}: {error}") from error
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
@@ -121,15 +121,6 @@ def _check_sharded(optimizer: Optimizer) -> None:
             )
 
 
-def _check_steps_alone(optimizer: Optimizer) -> None:
-    """Raises ConfigurationError if the optimizer evaluates the model by itself, several times a step."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigurationError(
-            f"optimizer: {type(optimizer).__name__}.step needs a closure, which only a loop of your own can give it"
-        )
-
-
 _SWITCHES = ("activation_checkpointing", "gradient_checkpointing")
 """Hugging Face's present name of it, and the former one."""
 
@@ -146,7 +137,6 @@ def enable_gradient_checkpointing(
     Uses the model's own ``gradient_checkpointing_enable()``, if it has one, else each of its outermost blocks.
 
     Args:
-        model: parameter names and modules stay as they are.
         options: arguments of ``torch.utils.checkpoint.checkpoint``. Reentrant only if set here: FSDP2, and inputs that
             need no gradient, require the other kind.
         apart: modules at which another rank continues the forward pass. A block around one is computed in parts, so

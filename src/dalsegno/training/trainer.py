@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dalsegno.args import TrainingArguments, answers
 from dalsegno.control import CommandQueue
@@ -314,6 +315,7 @@ def _build_parts(
     callbacks: Sequence[object],
     context_fields: Mapping[str, Any],
 ) -> RunParts:
+    has_plateau = any(isinstance(each, ReduceLROnPlateau) for each in schedulers)
     unsupported = _UNSUPPORTED_IF_FUSED if args.fuse_optim_with_backward else {}
     return build_parts(
         args,
@@ -324,7 +326,7 @@ def _build_parts(
         schedulers=schedulers,
         loader=loader,
         callbacks=callbacks,
-        core=[PlateauStep(schedulers, args.best_metric_name)] if PlateauStep.is_needed(schedulers) else [],
+        core=[PlateauStep(schedulers, args.best_metric_name)] if has_plateau else [],
         context_fields=context_fields,
         unsupported_events=_UNSUPPORTED_IF_PIPELINED if isinstance(placed.parallel, Pipelined) else unsupported,
         comparison=Comparison.NEVER if modes_of(args.parallel) else Comparison.FROM_FIRST_STEP,
