@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypedDict, get_args
 
@@ -261,7 +261,7 @@ class TrainerControl:
         "_stopping",
         "_thread",
         "can_roll_back",
-        "firing",
+        "handler",
         "rollback_request",
         "should_epoch_stop",
         "should_evaluate",
@@ -280,11 +280,11 @@ class TrainerControl:
     """The first request to go back to a checkpoint since the last rollback; None if there is none."""
     can_roll_back: bool
     """Whether the run has a ``RecoveryPolicy``."""
-    firing: Iterator[Handler] | None
-    """Iterates over the handlers of the event that fires: set by the dispatcher to attribute flags to a callback."""
+    handler: Handler | None
+    """The handler that runs: set by the dispatcher to attribute flags to a callback."""
 
     def __init__(self, *, can_roll_back: bool = False) -> None:
-        self.firing = None
+        self.handler = None
         self.can_roll_back = can_roll_back
         self.clear()
 
@@ -386,7 +386,7 @@ class TrainerControl:
 
     def _caller(self) -> str:
         """Key of the callback whose handler sets a flag. A flag set on another thread is the program's."""
-        handler = None if self.firing is None else running(self.firing)
+        handler = self.handler
         return "the program" if handler is None or threading.get_ident() != self._thread else owner_of(handler)
 
     def requests(self) -> ControlRequests:
@@ -447,16 +447,6 @@ def _from_foreign_control(returned: Any) -> TrainerControl:
         ) from None
     control.should_abort_without_save = bool(getattr(returned, "should_abort_without_save", False))
     return control
-
-
-def running(firing: Iterator[Handler]) -> Handler | None:
-    """Return the handler that an iterator over a tuple of handlers returned last; None before its first and at its end.
-
-    So the dispatcher sets a field once per firing, not once per handler, which would add a tenth to the time of calls.
-    """
-    reduced: Any = firing.__reduce__()  # as it is pickled: how it is made, from which tuple, and the next index
-    _, (handlers,), *place = reduced
-    return handlers[place[0] - 1] if place and place[0] else None
 
 
 def method_of(handler: Handler, name: str) -> str:

@@ -10,7 +10,7 @@ The loop checks the list before it fires, so that an event without handlers cost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
@@ -18,7 +18,7 @@ import torch
 
 from dalsegno.distributed.collectives import Gathered
 from dalsegno.errors import CannotSave, ConfigurationError, EventNotFired, UnknownName
-from dalsegno.state import Handler, method_of, owner_of, running
+from dalsegno.state import Handler, method_of, owner_of
 
 from . import contexts
 from .background import Background
@@ -73,17 +73,17 @@ class HandlerList(list[Handler], Generic[P, C]):
         """Call the handlers. An exception in one propagates, with a note that names callback and event."""
         context = self.context
         control = context.control
-        outer = control.firing  # if a handler fires this event
-        control.firing = handlers = iter(self._bound)
+        outer = control.handler  # if one fires this event
         try:
-            for handler in handlers:
+            for handler in self._bound:
+                control.handler = handler
                 if (answer := handler(context)) is not None:
                     control.merge_from(answer)
         except BaseException as error:
-            self._name_handler(error, handlers)
+            self._name_handler(error)
             raise
         finally:
-            control.firing = outer
+            control.handler = outer
 
     def fire_with(self, *payload: P.args, **named: P.kwargs) -> None:
         """Set the payload and call the handlers, if there are any. For payloads that cost nothing to build."""
@@ -95,19 +95,19 @@ class HandlerList(list[Handler], Generic[P, C]):
         """Like :meth:`fire`, but call all handlers even if some raise, and return the exceptions."""
         failures: list[BaseException] = []
         control = self.context.control
-        outer = control.firing
-        control.firing = handlers = iter(self._bound)
-        for handler in handlers:
+        outer = control.handler
+        for handler in self._bound:
+            control.handler = handler
             try:
                 handler(self.context)
             except BaseException as error:
-                self._name_handler(error, handlers)
+                self._name_handler(error)
                 failures.append(error)
-        control.firing = outer
+        control.handler = outer
         return failures
 
-    def _name_handler(self, error: BaseException, handlers: Iterator[Handler]) -> None:
-        if (handler := running(handlers)) is not None:
+    def _name_handler(self, error: BaseException) -> None:
+        if (handler := self.context.control.handler) is not None:
             error.add_note(f"raised in {method_of(handler, self.event.handler)}")
 
 
