@@ -128,9 +128,8 @@ class Witness:
 
         Args:
             settings: of this leg, plain values; rank 0's are recorded.
-            is_resumed: whether the run's state after ``step`` was restored from a checkpoint of its own.
-            explain: reasons why a leg with other settings makes other steps, given those settings; empty if none. None:
-                they are of a leg of another run.
+            is_resumed: the run's state after ``step`` was restored from a checkpoint of its own.
+            explain: reasons why a leg with other settings makes other steps; None: they are of a leg of another run.
             report: called with what is known of the resume: at this rank's first difference, and in the end.
         """
         self._report = report
@@ -139,7 +138,7 @@ class Witness:
         self._reset(step)
         self._settings = decode(encode(settings)) if rank == 0 else None
         if not is_resumed:
-            self._try(lambda: rows.cut(step + 1))
+            self._try(lambda rows: rows.cut(step + 1))
         expected, used = rows.read(step) if is_resumed else ({}, [])
         explained = [explain(each) for each in used]
         reasons = list(dict.fromkeys(reason for each in explained for reason in each or ()))
@@ -151,9 +150,9 @@ class Witness:
         end, self._has_records = max(recorded, logged), logged > step
         self._reasons = [reason for _, _, found in everywhere for reason in found]
         if rank == 0:
-            self._try(lambda: rows.remove_other_ranks(world_size))
+            self._try(lambda rows: rows.remove_other_ranks(world_size))
         if newest > recorded:
-            self._try(lambda: rows.cut(recorded + 1))
+            self._try(lambda rows: rows.cut(recorded + 1))
         self._open(step)
         if end > step:
             self._expected = {number: row for number, row in expected.items() if number <= recorded}
@@ -177,8 +176,7 @@ class Witness:
 
     def note_published(self, step: int) -> None:
         """Forget the steps before ``step``, the last checkpoint but one."""
-        if (rows := self._rows) is not None:
-            self._try(lambda: rows.remove_before(step))
+        self._try(lambda rows: rows.remove_before(step))
 
     def go_back(self, finished: int, step: int) -> None:
         """After ``finished`` steps the leg returns to the checkpoint of ``step``: what it makes from there on repeats
@@ -188,9 +186,8 @@ class Witness:
         self._reset(step)
         self._settings = settings
         RecordLog.stop_comparing(self._output_dir)
-        if (rows := self._rows) is not None:
-            self._try(lambda: rows.cut(step + 1))
-            self._open(step)
+        self._try(lambda rows: rows.cut(step + 1))
+        self._open(step)
 
     def close(self, finished: int) -> None:
         """At the end of a leg, on any path. Not collective: a comparison that all ranks have not concluded stays open,
@@ -226,23 +223,21 @@ class Witness:
             self.next_step = sys.maxsize
         if step < self.next_step:
             return
-        began = perf_counter()
         self.is_recording = True
         self._row, self._numbers, self._data = {"global_step": step}, {}, None
+        self._spent = 0.0
         for batch in batches:
-            self._add(batch)
+            self.add_batch(batch)
+        began = perf_counter()
         self._row["random"] = generator_digests()
-        self._spent = perf_counter() - began
+        self._spent += perf_counter() - began
 
     def add_batch(self, batch: Any) -> None:
         """To be called for each batch of a step that :attr:`is_recording`, unless :meth:`begin_step` got it."""
         began = perf_counter()
-        self._add(batch)
-        self._spent += perf_counter() - began
-
-    def _add(self, batch: Any) -> None:
         self._data = self._data or BatchDigest()
         self._data.add(batch)
+        self._spent += perf_counter() - began
 
     def add_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """To be called before the update of a step that :attr:`is_recording`, where a loop may not know the loss."""
@@ -300,19 +295,19 @@ class Witness:
                 self._write(row)
 
     def _write(self, row: Record) -> None:
-        rows = self._rows
-        if rows is None:
+        if self._rows is None:
             return
         if self._owes_settings and self._settings is not None:
-            self._try(lambda: rows.append({SETTINGS: self._settings}))
+            self._try(lambda rows: rows.append({SETTINGS: self._settings}))
         self._owes_settings = False
-        self._try(lambda: rows.append(row))
+        self._try(lambda rows: rows.append(row))
         self._written += 1
 
-    def _try(self, work: Callable[[], None]) -> None:
-        """Record nothing more if the disk is full: training goes on."""
+    def _try(self, work: Callable[[WitnessRows], None]) -> None:
+        """Do this with the rows, if any are recorded. If the disk is full, record nothing more: training goes on."""
         try:
-            work()
+            if self._rows is not None:
+                work(self._rows)
         except OSError as error:
             self._rows = None
             logger.info("the witness of the steps could not be written, so a resume may not be proven: %s", error)
@@ -334,7 +329,8 @@ class Witness:
         self._advance(last)
         RecordLog.stop_comparing(self._output_dir)
         if found:
-            proof = min(found, key=_place)  # it may be why others differ, as gradients are shared
+            # The first one, which may be why others differ, as gradients are shared.
+            proof = min(found, key=lambda each: (each.differs_at or 0, list(CAUSES).index(str(each.what))))
             if proof != self._difference and collectives.rank() == 0:
                 self._log(proof)
             self._report(proof)
@@ -394,8 +390,9 @@ class Witness:
     def _differs(self, step: int, what: str, cause: str) -> None:
         """The first difference on this rank."""
         reasons = self._reasons
-        if what in ("loss", "gradients", "gradient norm", "record") and not self._is_deterministic():
-            kind = self._device.type
+        kind = self._device.type
+        is_deterministic = kind == "cpu" or torch.are_deterministic_algorithms_enabled()
+        if what in ("loss", "gradients", "gradient norm", "record") and not is_deterministic:
             reasons = [*reasons, f"{kind} without torch.use_deterministic_algorithms(True) rounds as it happens to"]
         why = "; ".join(reasons) or cause
         if collectives.world_size() > 1:
@@ -408,27 +405,16 @@ class Witness:
             what=what,
             why=why,
         )
-        if (rows := self._rows) is not None:
-            if self._on_resume == "stop" and not reasons:
-                self._rows = None  # the next leg compares again
-            else:
-                self._try(lambda: rows.cut(step))
-                self._open(self._checkpoint)
+        if self._on_resume == "stop" and not reasons:
+            self._rows = None  # the next leg compares again
+        else:
+            self._try(lambda rows: rows.cut(step))
+            self._open(self._checkpoint)
         self._log(self._difference)
         self._report(self._difference)
-
-    def _is_deterministic(self) -> bool:
-        return self._device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
-
-
-def _place(difference: ResumeProof) -> tuple[int, int]:
-    """Sort key: the step, and the place within it."""
-    return difference.differs_at or 0, list(CAUSES).index(str(difference.what))
 
 
 def _of_this_rank(number: torch.Tensor | float) -> torch.Tensor | float:
     """The number as this rank has it: reading a DTensor would wait for other ranks."""
-    if isinstance(number, torch.Tensor):
-        number = number.detach()
-        return number.to_local() if isinstance(number, DTensor) else number
-    return number
+    number = number.detach() if isinstance(number, torch.Tensor) else number
+    return number.to_local() if isinstance(number, DTensor) else number
