@@ -178,7 +178,7 @@ def test_what_differs_is_shown_with_its_place(folder: Path, capsys: pytest.Captu
     assert [len(trial["breaks"]) for trial in trials] == [1] * 6, "two epochs, the last one's end left out"
     words = {trial["verdict"]: trial["words"] for trial in trials}
     assert words["said"].startswith("not resumed exactly: ")
-    assert words["not proven"].startswith("layers.0.bias: "), "weights come first"
+    assert words["not proven"].startswith("model.layers.0.weight: "), "weights come first"
     assert main(["check-resume", "own_training:good", "--thorough", "--kill-at", "2s"]) == 2
 
 

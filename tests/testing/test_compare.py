@@ -48,8 +48,12 @@ def quantized(scale: float) -> torch.Tensor:
     ("tensor", "other", "where"),
     [
         (lambda: torch.eye(3).to_sparse(), lambda: 2 * torch.eye(3).to_sparse(), "tensor[1].values: 3 of 3 elements"),
-        (lambda: torch.eye(3).to_sparse(), lambda: torch.eye(3), "torch.sparse_coo of torch.float32 (3, 3) and torch."),
-        (lambda: torch.eye(3), lambda: torch.eye(3).to_sparse_csr(), "(3, 3) and torch.sparse_csr of torch.float32"),
+        (
+            lambda: torch.eye(3).to_sparse(),
+            lambda: torch.eye(3),
+            "sparse_coo of float32 [3, 3] and float32 [3, 3]",
+        ),
+        (lambda: torch.eye(3), lambda: torch.eye(3).to_sparse_csr(), "float32 [3, 3] and sparse_csr of float32 [3, 3]"),
         (lambda: quantized(0.5), lambda: quantized(0.25), "tensor[1].scale: 0.5 and 0.25"),
     ],
     ids=["sparse", "one is sparse", "the other is sparse", "quantized"],

@@ -1,4 +1,4 @@
-"""Differences between two checkpoints: tensor by tensor, and value by value in the other states.
+"""Differences between two checkpoints, or two trees of state: bit by bit, tensor by tensor and value by value.
 
 Memory holds one tensor of each checkpoint at a time.
 """
@@ -8,90 +8,90 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 
-from dalsegno.checkpoint.frozen_checksums import read_fingerprints
-from dalsegno.checkpoint.index import Index, StoredTensor
-from dalsegno.checkpoint.manifest import Checkpoint
-from dalsegno.checkpoint.sidecar import saved_states
-from dalsegno.checkpoint.tensor_files import name_of
-from dalsegno.checkpoint.tensor_reader import ChunkReader
-from dalsegno.stateful.component import State
+from .composites import is_composite, take_apart
+from .frozen_checksums import read_fingerprints
+from .index import Index, StoredTensor
+from .manifest import Checkpoint
+from .names import component_and_name
+from .sidecar import saved_states
+from .tensor_files import name_of
+from .tensor_reader import ChunkReader
 
-CHUNK = 1 << 20
+MISSING = "(missing)"
+_CHUNK = 1 << 20
 """Elements compared as float64 at once."""
+_LONGEST = 60
+"""Characters of a value in a text."""
 
 
 @dataclass(frozen=True, slots=True)
-class TensorDifference:
-    """A tensor that differs in at least one bit.
-
-    Attributes:
-        name: ``model.…``; for a tensor in a state, the component's key and the path in its state.
-        forms: dtype and shape in each checkpoint; None where the tensor is missing.
-        count: number of elements that differ, and of all; None if the forms differ.
-        max_abs: largest absolute difference; infinite if only one of two elements is finite.
-        max_rel: largest difference relative to the larger of two elements.
-    """
-
-    name: str
-    forms: tuple[str | None, str | None]
-    count: tuple[int, int] | None = None
-    max_abs: float | None = None
-    max_rel: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StateDifference:
-    """A value that differs in a state.
+class Difference:
+    """A tensor or another value that differs.
 
     Attributes:
         component: key of the component.
-        path: path in the state; per-rank states have the rank in front.
-        values: value in each checkpoint; :data:`MISSING` where it has none.
+        path: name of the tensor, or path in the component's state; with ``[1]`` in front in the state of rank 1.
+        values: value on each side, :data:`MISSING` where it has none. Of tensors: dtype and shape, and None where it is
+            missing.
+        is_tensor: whether two tensors were compared, or a checkpoint lacks one.
+        count: of tensors, number of elements that differ, and of all; None if dtype or shape differs.
+        max_abs: largest absolute difference; infinite if only one of two elements is finite.
+        max_rel: largest difference relative to the larger of two elements.
     """
 
     component: str
     path: str
     values: tuple[Any, Any]
+    is_tensor: bool = False
+    count: tuple[int, int] | None = None
+    max_abs: float | None = None
+    max_rel: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Component and path."""
+        return f"{self.component}{'' if self.path.startswith('[') else '.'}{self.path}"
+
+    def __str__(self) -> str:
+        if self.count is not None:
+            differing, total = self.count
+            return f"{self.name}: {differing:,} of {total:,} elements differ, by up to {self.max_abs:.3g}"
+        one, other = (str(each or MISSING) if self.is_tensor or each is MISSING else repr(each) for each in self.values)
+        return f"{self.name}: {_short(one)} and {_short(other)}"
 
 
-MISSING = "(missing)"
-
-
-def tensor_differences(first: Checkpoint, second: Checkpoint) -> Iterator[TensorDifference]:
+def tensor_differences(first: Checkpoint, second: Checkpoint) -> Iterator[Difference]:
     """Sharded tensors (model and optimizer) that differ between two verified checkpoints.
 
     Raises:
         DamagedCheckpoint: if an index has content that dalsegno cannot have written.
     """
-    indexes = [Index.of_checkpoint(each) for each in (first, second)]
-    readers = [ChunkReader(each) for each in (first, second)]
-    yield from _base_differences(*zip((first, second), indexes, strict=True))
-    one, other = (each.tensors for each in indexes)
-    for name in {**one, **other}:
-        forms = (_stored_form(one.get(name)), _stored_form(other.get(name)))
-        if forms[0] != forms[1]:
-            yield TensorDifference(name, forms)
-        elif not _same_bytes(first, one[name], second, other[name]):
-            pair = readers[0].full_tensor(one[name]), readers[1].full_tensor(other[name])
-            if found := _difference(name, *pair):
-                yield found
-
-
-def _base_differences(one: tuple[Checkpoint, Index], other: tuple[Checkpoint, Index]) -> Iterator[TensorDifference]:
-    """Tensors that neither checkpoint contains, and whose fingerprints differ."""
-    here, there = (read_fingerprints(checkpoint, index) for checkpoint, index in (one, other))
+    pair = first, second
+    indexes = [Index.of_checkpoint(each) for each in pair]
+    readers = [ChunkReader(each) for each in pair]
+    # Tensors that neither checkpoint contains are compared by their fingerprints.
+    here, there = (read_fingerprints(each, index) for each, index in zip(pair, indexes, strict=True))
     for name in here.keys() & there.keys():
         if {*here[name]} != {*there[name]}:
-            forms = (_stored_form(one[1].absent[name]), _stored_form(other[1].absent[name]))
-            yield TensorDifference(name, forms)
+            forms = _stored_form(indexes[0].absent[name]), _stored_form(indexes[1].absent[name])
+            yield Difference(*component_and_name(name), forms, is_tensor=True)
+    one, other = (each.tensors for each in indexes)
+    for name in {**one, **other}:
+        forms = _stored_form(one.get(name)), _stored_form(other.get(name))
+        if forms[0] != forms[1]:
+            yield Difference(*component_and_name(name), forms, is_tensor=True)
+        elif not _same_bytes(first, one[name], second, other[name]):
+            tensors = readers[0].full_tensor(one[name]), readers[1].full_tensor(other[name])
+            yield from _of_tensors(*component_and_name(name), *tensors)
 
 
-def state_differences(first: Checkpoint, second: Checkpoint) -> Iterator[StateDifference | TensorDifference]:
+def state_differences(first: Checkpoint, second: Checkpoint) -> Iterator[Difference]:
     """Differences in the states of all components between two verified checkpoints.
 
     Raises:
@@ -99,52 +99,54 @@ def state_differences(first: Checkpoint, second: Checkpoint) -> Iterator[StateDi
     """
     one, other = saved_states(first), saved_states(second)
     for key in {**one, **other}:
-        here, there = _leaves_of(one.get(key, [])), _leaves_of(other.get(key, []))
-        for path in {**here, **there}:
-            yield from _leaf_differences(key, path, here.get(path, MISSING), there.get(path, MISSING))
+        pair = one.get(key, []), other.get(key, [])
+        if max(map(len, pair)) == 1:  # not of ranks
+            yield from value_differences(key, *(states[0] if states else MISSING for states in pair))
+        else:
+            yield from value_differences(key, *pair)
 
 
-def _leaf_differences(key: str, path: str, one: Any, other: Any) -> Iterator[StateDifference | TensorDifference]:
+def value_differences(component: str, one: Any, other: Any, path: str = "") -> Iterator[Difference]:
+    """Differences between two trees of state, in their order."""
+    if one is MISSING and _is_tree(other):
+        one = type(other)()
+    elif other is MISSING and _is_tree(one):
+        other = type(one)()
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if found := _difference(f"{key}: {path}", one, other):
-            yield found
-    elif type(one) is not type(other) or not _equal(one, other):
-        yield StateDifference(key, path, (one, other))
+        yield from _of_tensors(component, path, one, other)
+    elif type(one) is not type(other):
+        yield Difference(component, path, (one, other))
+    elif isinstance(one, dict):
+        for key in {**one, **other}:
+            inner = f"{path}.{key}" if path else str(key)
+            yield from value_differences(component, one.get(key, MISSING), other.get(key, MISSING), inner)
+    elif isinstance(one, list | tuple):
+        for number, pair in enumerate(zip_longest(one, other, fillvalue=MISSING)):
+            yield from value_differences(component, *pair, f"{path}[{number}]")
+    elif not _equal(one, other):
+        yield Difference(component, path, (one, other))
+
+
+def _is_tree(value: Any) -> bool:
+    return isinstance(value, dict | list | tuple) and len(value) > 0
 
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray | np.generic):
         return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
-    if isinstance(one, float) and math.isnan(one):
-        return math.isnan(other)
-    return bool(one == other)
+    return bool(one == other or (one != one and other != other))
 
 
-def _leaves_of(states: Sequence[State]) -> dict[str, Any]:
-    if len(states) == 1:
-        return dict(_leaves(states[0], ""))
-    return {path: leaf for rank, state in enumerate(states) for path, leaf in _leaves(state, f"rank {rank}: ")}
-
-
-def _leaves(state: State, path: str) -> Iterator[tuple[str, Any]]:
-    """Empty containers are leaves."""
-    if isinstance(state, dict) and state:
-        for key, value in state.items():
-            inner = key if not path or path.endswith(": ") else f".{key}"
-            yield from _leaves(value, f"{path}{inner}")
-    elif isinstance(state, list | tuple) and state and not isinstance(state, torch.Size):
-        for number, value in enumerate(state):
-            yield from _leaves(value, f"{path}[{number}]")
-    else:
-        yield path, state
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def _stored_form(stored: StoredTensor | None) -> str | None:
     return None if stored is None else _form(stored.dtype, stored.shape)
 
 
-def _form(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    return f"{name_of(dtype)} {list(shape)}"
+def _form(dtype: torch.dtype, shape: Sequence[int], layout: torch.layout = torch.strided) -> str:
+    return f"{'' if layout is torch.strided else f'{name_of(layout)} of '}{name_of(dtype)} {list(shape)}"
 
 
 def _same_bytes(first: Checkpoint, one: StoredTensor, second: Checkpoint, other: StoredTensor) -> bool:
@@ -154,18 +156,24 @@ def _same_bytes(first: Checkpoint, one: StoredTensor, second: Checkpoint, other:
     return chunks == list(other.chunks) and all(here == there is not None for here, there in zip(*files, strict=True))
 
 
-def _difference(name: str, one: torch.Tensor, other: torch.Tensor) -> TensorDifference | None:
-    forms = (_form(one.dtype, one.shape), _form(other.dtype, other.shape))
+def _of_tensors(component: str, path: str, one: torch.Tensor, other: torch.Tensor) -> Iterator[Difference]:
+    one, other = one.detach(), other.detach()
+    forms = _form(one.dtype, one.shape, one.layout), _form(other.dtype, other.shape, other.layout)
     if forms[0] != forms[1]:
-        return TensorDifference(name, forms)
+        yield Difference(component, path, forms, is_tensor=True)
+        return
+    if is_composite(one):
+        yield from value_differences(component, take_apart(one), take_apart(other), path)
+        return
     count, max_abs, max_rel = 0, 0.0, 0.0
-    for here, there in zip(*(torch.split(each.reshape(-1), CHUNK) for each in (one, other)), strict=True):
+    for here, there in zip(*(torch.split(each.reshape(-1), _CHUNK) for each in (one, other)), strict=True):
         differs = _bits(here).ne(_bits(there)).any(dim=1)
         if differs.any():
             count += int(differs.sum())
             distance, relative = _distances(here[differs], there[differs])
             max_abs, max_rel = max(max_abs, distance), max(max_rel, relative)
-    return TensorDifference(name, forms, (count, one.numel()), max_abs, max_rel) if count else None
+    if count:
+        yield Difference(component, path, forms, True, (count, one.numel()), max_abs, max_rel)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

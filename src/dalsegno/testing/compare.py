@@ -7,19 +7,20 @@ Only wall-clock values may differ: ``timestamp``, ``tok_per_sec``, ``mfu``, ``pe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from dalsegno.callbacks.trackers.outbox import OUTBOXES
-from dalsegno.checkpoint import Checkpoint, CheckpointManager, read_tensors, saved_states
-from dalsegno.checkpoint.composites import is_composite, take_apart
-from dalsegno.checkpoint.names import CHECKPOINTS
+from dalsegno.checkpoint import Checkpoint, CheckpointManager, saved_states
+from dalsegno.checkpoint.difference import Difference, tensor_differences, value_differences
+from dalsegno.checkpoint.index import Index
+from dalsegno.checkpoint.names import CHECKPOINTS, component_and_name
 from dalsegno.control.inbox import INBOX
 from dalsegno.control.journal import JOURNAL
 from dalsegno.errors import NotFound
@@ -45,8 +46,6 @@ _BYTES = {
 """Fields of saved log positions that are not compared: byte counts, which depend on wall-clock values and legs, and the
 place of the files."""
 _SENT = Path("logs") / OUTBOXES  # what trackers get: in which order, with which times and repeats, depends on the legs
-
-Tensors = dict[str, dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ def compare_runs(first: str | Path, second: str | Path, *, ignoring: Collection[
     ours, theirs = _newest(first), _newest(second)
     steps = ours.manifest.step, theirs.manifest.step
     rows = [Row("step", 1, "values", None if steps[0] == steps[1] else f"{steps[0]} and {steps[1]}")]
-    rows += sorted([*_tensors(read_tensors(ours), read_tensors(theirs)), *_states(ours, theirs, ignoring)], key=_place)
+    rows += sorted([*_tensors(ours, theirs), *_states(ours, theirs, ignoring)], key=_place)
     rows += _logs(first, second)
     return RunComparison(rows)
 
@@ -129,12 +128,14 @@ def _place(row: Row) -> tuple[int, str]:
     return (titled.index(row.what) if row.what in titled else len(titled), row.what)
 
 
-def _tensors(ours: Tensors, theirs: Tensors) -> Iterator[Row]:
-    for component in sorted({*ours, *theirs}):
-        mine, yours = ours.get(component, {}), theirs.get(component, {})
-        names = sorted({*mine, *yours})
-        differences = (_first_difference(mine.get(name), yours.get(name), name) for name in names)
-        yield Row(component, len(names), "tensors", next(filter(None, differences), None))
+def _tensors(ours: Checkpoint, theirs: Checkpoint) -> Iterator[Row]:
+    names = {*Index.of_checkpoint(ours).tensors, *Index.of_checkpoint(theirs).tensors}
+    found: dict[str, str] = {}
+    for each in tensor_differences(ours, theirs):
+        found.setdefault(each.component, str(each))
+    counts = Counter(component_and_name(name)[0] for name in names)
+    for component in sorted({*counts, *found}):
+        yield Row(component, counts[component], "tensors", found.get(component))
 
 
 def _states(ours: Checkpoint, theirs: Checkpoint, ignoring: Collection[str]) -> Iterator[Row]:
@@ -144,17 +145,25 @@ def _states(ours: Checkpoint, theirs: Checkpoint, ignoring: Collection[str]) -> 
             name for run in (ours, theirs) if (record := run.manifest.components.get(key)) for name in record.varies
         }
         varies |= {name.removeprefix(f"{key}.") for name in ignoring}
-        here, there = ([_without(state, varies) for state in saved.get(key, [])] for saved in (mine, yours))
+        here, there = ([_compared(state, varies) for state in saved.get(key, [])] for saved in (mine, yours))
         if size := max(_size(here), _size(there)):
-            yield Row(key, size, "values", _first_difference(here, there, key))
+            yield Row(key, size, "values", _first(value_differences(key, here, there)))
 
 
-def _without(state: Any, varies: Collection[str], within: str = "") -> Any:
-    """``state`` without these fields; ``within``: the fields that lead to it."""
-    if not isinstance(state, Mapping):
+def _compared(state: Any, varies: Collection[str] = (), within: str = "") -> Any:
+    """``state`` without these fields, and without wall-clock values; ``within``: the fields that lead to it."""
+    if isinstance(state, (list, tuple)) and not isinstance(state, torch.Size):
+        return type(state)(_compared(each, varies, within) for each in state)
+    if not isinstance(state, dict):
         return state
-    paths = {name: f"{within}{name}" for name in state}
-    return {name: _without(state[name], varies, f"{path}.") for name, path in paths.items() if path not in varies}
+    bytes_ = _BYTES.get(frozenset(state), set())
+    kept = [name for name in state if name not in bytes_ and not is_wall_clock(str(name))]
+    paths = {name: f"{within}{name}" for name in kept}
+    return {name: _compared(state[name], varies, f"{path}.") for name, path in paths.items() if path not in varies}
+
+
+def _first(differences: Iterator[Difference]) -> str | None:
+    return next(map(str, differences), None)
 
 
 def _logs(ours: Path, theirs: Path) -> Iterator[Row]:
@@ -175,57 +184,10 @@ def _log_names(output_dir: Path) -> set[str]:
 def _record_difference(mine: Mapping[str, Any] | None, yours: Mapping[str, Any] | None, where: str) -> str | None:
     if mine is None or yours is None:
         return f"{where}: only in the {'second' if mine is None else 'first'}"
-    return _first_difference(mine, yours, where)
-
-
-def _first_difference(mine: Any, yours: Any, where: str) -> str | None:
-    """Path and values of the first difference between two trees of state; None if they are equal bit by bit."""
-    if type(mine) is not type(yours):
-        return f"{where}: {_short(mine)} and {_short(yours)}"
-    if isinstance(mine, Mapping):
-        ignored = _BYTES.get(frozenset(mine), set())
-        keys = [key for key in {**mine, **yours} if key not in ignored and not is_wall_clock(str(key))]
-        pairs = [(mine.get(key), yours.get(key), f"{where}.{key}") for key in keys]
-    elif isinstance(mine, (list, tuple)):
-        pairs = [(a, b, f"{where}[{index}]") for index, (a, b) in enumerate(zip_longest(mine, yours))]
-    elif isinstance(mine, torch.Tensor):
-        return _tensor_difference(mine, yours, where)
-    elif isinstance(mine, np.ndarray):
-        same = mine.dtype == yours.dtype and mine.shape == yours.shape and mine.tobytes() == yours.tobytes()
-        return None if same else f"{where}: the arrays differ"
-    else:
-        same = mine == yours or (mine != mine and yours != yours)
-        return None if same else f"{where}: {_short(mine)} and {_short(yours)}"
-    return next(filter(None, (_first_difference(*pair) for pair in pairs)), None)
-
-
-def _tensor_difference(mine: torch.Tensor, yours: torch.Tensor, where: str) -> str | None:
-    if (mine.dtype, mine.layout, mine.shape) != (yours.dtype, yours.layout, yours.shape):
-        return f"{where}: {_described(mine)} and {_described(yours)}"
-    if is_composite(mine):
-        return _first_difference(take_apart(mine), take_apart(yours), where)
-    differing = int((_bits(mine) != _bits(yours)).any(-1).sum())
-    if not differing:
-        return None
-    largest = float((mine.double() - yours.double()).abs().max()) if not mine.is_complex() else float("nan")
-    return f"{where}: {differing:,} of {mine.numel():,} elements differ, by up to {largest:.3g}"
-
-
-def _described(tensor: torch.Tensor) -> str:
-    layout = "" if tensor.layout == torch.strided else f"{tensor.layout} of "
-    return f"{layout}{tensor.dtype} {tuple(tensor.shape)}"
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
+    return _first(value_differences(where, _compared(mine), _compared(yours)))
 
 
 def _size(tree: Any) -> int:
     if isinstance(tree, Mapping):
         return sum(map(_size, tree.values()))
     return sum(map(_size, tree)) if isinstance(tree, (list, tuple)) else 1
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -15,7 +15,7 @@ from .arguments import add_place
 
 if TYPE_CHECKING:
     from dalsegno.checkpoint import Checkpoint
-    from dalsegno.checkpoint.difference import StateDifference, TensorDifference
+    from dalsegno.checkpoint.difference import Difference
 
 
 def describe_show(parser: Parser) -> None:
@@ -161,13 +161,13 @@ def diff(arguments: argparse.Namespace) -> int:
 
     Both are verified first.
     """
-    from dalsegno.checkpoint.difference import TensorDifference, state_differences, tensor_differences
+    from dalsegno.checkpoint.difference import state_differences, tensor_differences
     from dalsegno.checkpoint.listing import newest_verified
 
     first, second = newest_verified(arguments.first), newest_verified(arguments.second)
     found = [*tensor_differences(first, second), *([] if arguments.tensors else state_differences(first, second))]
-    tensors = [_tensor_row(each) for each in found if isinstance(each, TensorDifference)]
-    states = [_state_row(each) for each in found if not isinstance(each, TensorDifference)]
+    tensors = [_tensor_row(each) for each in found if each.is_tensor]
+    states = [_state_row(each) for each in found if not each.is_tensor]
     if arguments.json:
         print_json({"first": str(first.path), "second": str(second.path), "tensors": tensors, "states": states})
     else:
@@ -176,12 +176,12 @@ def diff(arguments: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
-def _tensor_row(found: TensorDifference) -> dict[str, Any]:
+def _tensor_row(found: Difference) -> dict[str, Any]:
     differing, total = found.count or (None, None)
     return {
         "tensor": found.name,
-        "first": found.forms[0],
-        "second": found.forms[1],
+        "first": found.values[0],
+        "second": found.values[1],
         "differing": differing,
         "elements": total,
         "max_abs": found.max_abs,
@@ -189,7 +189,7 @@ def _tensor_row(found: TensorDifference) -> dict[str, Any]:
     }
 
 
-def _state_row(found: StateDifference) -> dict[str, Any]:
+def _state_row(found: Difference) -> dict[str, Any]:
     one, other = (_plain(value) for value in found.values)
     return {"component": found.component, "path": found.path, "first": one, "second": other}
 
