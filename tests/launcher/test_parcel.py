@@ -15,9 +15,7 @@ import torch
 import dalsegno as ds
 from dalsegno import callbacks
 from dalsegno.config.signature import signature_of
-from dalsegno.launcher.parcel import pack
-from dalsegno.launcher.private_file import write_private
-from dalsegno.launcher.sameness import same
+from dalsegno.launcher.parcel import pack, same, write_private
 from support.builtins import NAMES
 from support.launched import Stop, half
 from support.parcels import sent

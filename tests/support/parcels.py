@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dalsegno.launcher.parcel import pack, unpack
-from dalsegno.launcher.private_file import read_private, write_private
+from dalsegno.launcher.parcel import pack, read_private, unpack, write_private
 
 
 def sent(value: Any, folder: Path) -> Any:

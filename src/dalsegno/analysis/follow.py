@@ -10,7 +10,7 @@ from pathlib import Path
 
 import xxhash
 
-from dalsegno.logs.formats import strip_line
+from dalsegno.logs.reader import strip_line
 from dalsegno.logs.values import Record
 from dalsegno.system.machine import pread
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dalsegno.logs.wall_clock import is_wall_clock
+from dalsegno.logs.values import is_wall_clock
 from dalsegno.state import VERDICTS, Verdict
 
 from .formats.source import LOSSES, is_of_evaluation, loss_of

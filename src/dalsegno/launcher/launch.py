@@ -22,19 +22,18 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from dalsegno.distributed import accelerator
 from dalsegno.errors import ConfigurationError, LeaseLost, RankFailed
 from dalsegno.events.registration import check_callbacks
+from dalsegno.launcher.agent import ForwardedSignals
+from dalsegno.launcher.parcel import main_is_importable, write_private
+from dalsegno.launcher.ranks import TARGET, RankStart, run_rank
+from dalsegno.launcher.targets import read_outcome
 from dalsegno.system.exit_status import ExitStatus
 from dalsegno.training.result import TrainResult
 from dalsegno.training.stopping import SIGNALS
 
 from .agent import ENDED, MONITOR_INTERVAL, RankAgent
 from .options import HANG_TIMEOUT, MAX_RESTARTS, LaunchOptions, Start
-from .outcome import read_outcome
-from .private_file import write_private
-from .rank import TARGET, RankStart, run_rank
 from .ranks import warm_up
-from .references import main_is_importable
 from .rendezvous import rendezvous_for
-from .signals import ForwardedSignals
 from .targets import FactoryTarget, Target, to_tree
 
 logger = logging.getLogger("dalsegno")

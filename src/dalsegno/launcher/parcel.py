@@ -5,27 +5,31 @@ is its importable name; a callback is how it was constructed, its state, and the
 
     ["callback", {"make": "my_hooks:Beat", "args": [["value", 10]], "kwargs": {}, "state": …, "attributes": {…}}]
 
-Nothing is pickled. Unpacking imports the modules that the names refer to, and calls constructors.
-"""
+Nothing is pickled. Unpacking imports the modules that the names refer to, and calls constructors."""
 
 from __future__ import annotations
 
 import enum
+import importlib
+import json
+import os
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
-from dalsegno.checkpoint.codec import encode
-from dalsegno.errors import CannotSave, ConfigurationError
-from dalsegno.events.callback import Callback
-from dalsegno.stateful.component import Stateful
+import numpy as np
+import safetensors.torch
+import torch
 
-from .references import reference_to, resolve
-from .sameness import same, same_state
+from dalsegno.checkpoint.format.codec import decode, encode
+from dalsegno.errors import CannotSave, ConfigurationError, DamagedCheckpoint
+from dalsegno.events.callback import Callback
+from dalsegno.stateful.component import State, Stateful
 
 Node = list[Any]
 
@@ -166,3 +170,123 @@ def _made(content: Mapping[str, Any]) -> Any:
     make = resolve(content["make"])
     args = [unpack(each) for each in content["args"]]
     return make(*args, **{name: unpack(each) for name, each in content["kwargs"].items()})
+
+
+_REMEDY = "define it at the top level of a module that the ranks can import, or launch with start='fork'"
+
+
+def reference_to(thing: Any, where: str) -> str:
+    """The name under which another process finds this class or function: ``module:outer.inner``.
+
+    Args:
+        where: what refers to it, for the message.
+
+    Raises:
+        ConfigurationError: if no import leads to it: a lambda, something inside a function, in a notebook or on
+            standard input.
+    """
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise ConfigurationError(f"{where}: a {type(thing).__name__} cannot be sent to other processes; {_REMEDY}")
+    if "<lambda>" in name:
+        raise ConfigurationError(f"{where}: a lambda has no name that another process could import; {_REMEDY}")
+    if "<locals>" in name:
+        raise ConfigurationError(f"{where}: {name} is defined inside a function; {_REMEDY}")
+    if module == "__main__" and not main_is_importable():
+        raise ConfigurationError(f"{where}: {name} is defined in a notebook or on standard input; {_REMEDY}")
+    for path in (name, f"{name}.function"):  # a function that ds.on decorates is an attribute of the callback
+        reference = f"{module}:{path}"
+        try:
+            if resolve(reference) is thing:
+                return reference
+        except (ImportError, AttributeError):
+            continue
+    raise ConfigurationError(f"{where}: {module}.{name} is not what is found under that name; {_REMEDY}")
+
+
+def resolve(reference: str) -> Any:
+    """Import what :func:`reference_to` named.
+
+    Raises:
+        ImportError, AttributeError: if it is not there.
+    """
+    module, _, path = reference.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def main_is_importable() -> bool:
+    """Whether multiprocessing can import the program in another process: it is a file or a module."""
+    main = sys.modules["__main__"]
+    return getattr(main, "__spec__", None) is not None or Path(getattr(main, "__file__", "")).is_file()
+
+
+def same(one: Any, other: Any, _seen: frozenset[int] = frozenset()) -> bool:
+    """Whether both contain equal values.
+
+    What only a constructor can make (locks, files) counts as equal if it is of the same type.
+    """
+    if one is other or id(one) in _seen:
+        return True
+    if type(one) is not type(other):
+        return False
+    seen = _seen | {id(one)}
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, (bool, int, float, complex, str, bytes, set, frozenset, type)):
+        return one == other or (one != one and other != other)  # NaN
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(same(*pair, seen) for pair in zip(one, other, strict=True))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key], seen) for key in one)
+    if isinstance(one, types.FunctionType):
+        return one.__code__ is other.__code__
+    if isinstance(one, types.MethodType):
+        return same(one.__func__, other.__func__, seen)
+    return same(vars(one), vars(other), seen) if hasattr(one, "__dict__") else True
+
+
+def same_state(one: Any, other: Any) -> bool:
+    """Whether two states are saved as the same bytes."""
+    (json, arrays), (other_json, other_arrays) = encode(one, "state"), encode(other, "state")
+    return bool(json == other_json) and same(arrays, other_arrays)
+
+
+def write_private(path: Path, tree: State) -> None:
+    """Write ``tree`` as ``path`` and, if it has tensors, a file of tensors beside it. Replaces neither atomically."""
+    content, arrays = encode(tree, path.stem)
+    _write(path, json.dumps(content, allow_nan=False).encode())
+    whole = {name: each.contiguous().cpu().clone() for name, each in arrays.items()}
+    _write(_tensors(path), safetensors.torch.save(whole))
+
+
+def read_private(path: Path) -> State:
+    """Read what :func:`write_private` wrote.
+
+    Raises:
+        FileNotFoundError: if nothing was.
+    """
+    content = json.loads(path.read_bytes())
+    stored = safetensors.torch.load(_tensors(path).read_bytes())
+
+    def read_array(name: str, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+        found = stored.get(name)
+        if found is None or found.dtype != dtype or list(found.shape) != shape:
+            raise DamagedCheckpoint(f"{path}: the tensor {name!r} is missing")
+        return found
+
+    return decode(content, read_array, path.stem)
+
+
+def _tensors(path: Path) -> Path:
+    return path.with_suffix(".safetensors")
+
+
+def _write(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)

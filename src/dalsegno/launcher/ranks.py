@@ -1,4 +1,4 @@
-"""Ranks: the processes of one leg on this host."""
+"""Ranks: the processes of one leg on this host, and the life of each from its start to its exit status."""
 
 from __future__ import annotations
 
@@ -6,16 +6,117 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
+import threading
 import time
-from collections.abc import Sequence
-from multiprocessing import forkserver
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import forkserver, parent_process
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
-from dalsegno.distributed import forked
+import torch.distributed as dist
 
+from dalsegno.distributed import accelerator, forked
+from dalsegno.distributed.forked import settle_after_fork
+from dalsegno.errors import ConfigurationError, DalsegnoError
+from dalsegno.events.registration import register_global_callback
+from dalsegno.launcher.hangs import HeartbeatCallback, Heartbeats, write_stacks_at_signal
+from dalsegno.launcher.parcel import read_private
+from dalsegno.launcher.targets import write_outcome
+from dalsegno.system.exit_status import ExitStatus, exit_status_of
+from dalsegno.training.stopping import SIGNALS
+
+from .findings import RankError
 from .options import Start
-from .rank import RankStart, run_rank
+from .targets import Target, from_tree
+
+TARGET = "target.json"
+HEARTBEATS = "heartbeats"
+
+
+@dataclass(frozen=True, slots=True)
+class RankStart:
+    """What a rank's process is started with."""
+
+    local_rank: int
+    environment: Mapping[str, str]
+    folder: str
+    """Private folder of the launch: holds the target, and what ranks report."""
+    threads: int | None
+    """Threads of each operation; None: torch's own choice."""
+    ignored: Sequence[int]
+    """Signals that the launcher ignores."""
+    launched: float
+    """UTC seconds at which the launch began."""
+    needs_gpu: bool
+    """Whether the launcher sees a GPU, so that not seeing one here is an error."""
+    target: Target | None = None
+    """Given to a process that is forked from the launcher itself; otherwise it is in the folder."""
+
+
+def run_rank(start: RankStart) -> None:
+    """Run the target; exits with its status."""
+    _settle(start)
+    folder = Path(start.folder)
+    register_global_callback(HeartbeatCallback(Heartbeats(folder / HEARTBEATS), start.local_rank))
+    status: int
+    try:
+        _check_gpu(start)
+        target = start.target or from_tree(read_private(folder / TARGET))
+        ended = target.run(start.launched)
+        if start.local_rank == 0:
+            write_outcome(folder, ended.result, ended.callbacks)
+        status = ended.status
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except BaseException as error:
+        status = exit_status_of(error)
+        RankError.write(folder, start.local_rank, error)
+        _print(error, start.environment["RANK"])
+    sys.exit(status)
+
+
+def _settle(start: RankStart) -> None:
+    settle_after_fork(start.environment, start.threads)
+    os.setsid()  # a terminal's Ctrl-C reaches the launcher only, which forwards it
+    for number in (*SIGNALS, signal.SIGHUP):
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in start.ignored else default)
+    write_stacks_at_signal(Path(start.folder), start.local_rank)
+    threading.Thread(target=_end_with_launcher, name="dalsegno-launcher", daemon=True).start()
+
+
+def _end_with_launcher() -> None:
+    """Kill this process once the launcher is gone: the server it was forked from lives as long as its ranks."""
+    launcher = parent_process()
+    if launcher is not None:
+        wait([launcher.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _check_gpu(start: RankStart) -> None:
+    """Raises ConfigurationError if CUDA was used before the fork; training would otherwise run on the CPU without a
+    word."""
+    if start.needs_gpu and accelerator.kind() is None:
+        raise ConfigurationError(
+            "start='fork': CUDA was initialized before the launch (torch.cuda.is_available() is enough), so the ranks "
+            "cannot use it; restart the notebook and launch first, or use start='forkserver'"
+        )
+
+
+def _print(error: BaseException, rank: str) -> None:
+    if isinstance(error, KeyboardInterrupt):
+        return
+    if isinstance(error, DalsegnoError) and exit_status_of(error) is ExitStatus.WRONG_USE:
+        text = f"dalsegno: {error}"
+    else:
+        text = "".join(traceback.format_exception(error)).rstrip()
+    prefix = f"[rank {rank}] "
+    print(prefix + text.replace("\n", f"\n{prefix}"), file=sys.stderr, flush=True)
+
 
 _REAP_SECONDS = 30.0  # a process in uninterruptible sleep cannot be killed
 
@@ -65,7 +166,7 @@ def warm_up(threads: int | None) -> None:
 
     ``threads``: of each operation; libraries read the number when they are imported.
     """
-    forkserver.set_forkserver_preload(["dalsegno.launcher.template", *forked.PRELOADED, "dalsegno.launcher.rank"])
+    forkserver.set_forkserver_preload(["dalsegno.launcher.template", *forked.PRELOADED, "dalsegno.launcher.ranks"])
     is_given = "OMP_NUM_THREADS" in os.environ
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)

@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING
 from dalsegno.system.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from dalsegno.logs.run_file import Leg as Leg
+    from dalsegno.logs.run_file import PreviousLeg as PreviousLeg
+    from dalsegno.logs.run_file import RunFile as RunFile
+    from dalsegno.logs.run_file import RunRecord as RunRecord
+    from dalsegno.logs.values import drop_wall_clock as drop_wall_clock
+    from dalsegno.logs.values import is_wall_clock as is_wall_clock
+
     from .event_files import EventPosition as EventPosition
-    from .legs import Leg as Leg
-    from .legs import RunFile as RunFile
-    from .legs import RunRecord as RunRecord
-    from .previous_leg import PreviousLeg as PreviousLeg
     from .reader import ReadReport as ReadReport
     from .reader import read_records as read_records
     from .rewind import Position as Position
     from .rewind import RewindReport as RewindReport
-    from .wall_clock import drop_wall_clock as drop_wall_clock
-    from .wall_clock import is_wall_clock as is_wall_clock
     from .writer import RecordLog as RecordLog
 
 _HOMES = {
-    "wall_clock": ("is_wall_clock", "drop_wall_clock"),
     "event_files": ("EventPosition",),
-    "legs": ("Leg", "RunFile", "RunRecord"),
-    "previous_leg": ("PreviousLeg",),
     "reader": ("ReadReport", "read_records"),
     "rewind": ("Position", "RewindReport"),
+    "run_file": ("Leg", "PreviousLeg", "RunFile", "RunRecord"),
+    "values": ("drop_wall_clock", "is_wall_clock"),
     "writer": ("RecordLog",),
 }
 

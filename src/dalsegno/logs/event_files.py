@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+from dalsegno.logs.rewind import archive_file, archive_tail, free_path
 from dalsegno.stateful import schema
 from dalsegno.system import durability, filesystem
-
-from .archive import archive_file, archive_tail, free_path
 
 logger = logging.getLogger("dalsegno")
 

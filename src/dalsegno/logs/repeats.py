@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .formats import strip_line
+from dalsegno.logs.reader import strip_line
+from dalsegno.logs.values import drop_wall_clock, sounds_measured
+
 from .values import decode, step_of
-from .wall_clock import drop_wall_clock, sounds_measured
 
 _MISSING = "nothing"
 _END_BYTES = 1 << 20

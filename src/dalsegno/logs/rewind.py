@@ -1,14 +1,14 @@
 """Rewind: decides where a log continues after a restart.
 
 Nothing here truncates a file. What follows the checkpoint's position is first copied into ``rewound/`` and fsynced;
-the writer truncates afterwards. So a kill at any time leaves the bytes in at least one place, and repeating is safe.
-"""
+the writer truncates afterwards. So a kill at any time leaves the bytes in at least one place, and repeating is safe."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, TypedDict
@@ -16,12 +16,38 @@ from typing import Annotated, Any, Literal, TypedDict
 import xxhash
 
 from dalsegno.errors import ConfigurationError, StateMismatch
+from dalsegno.logs.reader import format_of, strip_line
 from dalsegno.stateful import schema
 from dalsegno.system import filesystem
 
-from .archive import archive_file, archive_tail, free_path
-from .formats import format_of, strip_line
 from .values import decode, step_of
+
+COPY_BYTES = 1 << 20
+
+
+def free_path(directory: Path, name: str) -> Path:
+    """Return an unused path in ``directory/rewound``, creating that folder."""
+    rewound = directory / "rewound"
+    filesystem.make_directory(rewound)
+    return filesystem.numbered(rewound, name)
+
+
+def archive_file(path: Path, target: Path) -> None:
+    """Move a file into the archive."""
+    filesystem.rename(path, target)
+    filesystem.fsync_directory(path.parent)
+
+
+def archive_tail(descriptor: int, offset: int, target: Path) -> None:
+    """Copy what follows ``offset`` in an open file. After a kill ``target`` contains all of it, or does not exist."""
+    filesystem.replace_durably_in_pieces(target, _pieces(descriptor, offset))
+
+
+def _pieces(descriptor: int, offset: int) -> Iterator[bytes]:
+    while piece := os.pread(descriptor, COPY_BYTES, offset):
+        yield piece
+        offset += len(piece)
+
 
 logger = logging.getLogger("dalsegno")
 

@@ -1,13 +1,13 @@
-"""Values of a record, and their JSON encoding.
+"""Values of a record, and their JSON encoding; which of them depend on the wall clock.
 
 JSON has no NaN or infinity: such floats are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, and
-read back as floats. A string of exactly that spelling is therefore read as a float.
-"""
+read back as floats. A string of exactly that spelling is therefore read as a float."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -90,3 +90,30 @@ def from_json(value: Any) -> Any:
 def _refuse_key(key: object, where: str) -> NoReturn:
     place = f"in {where!r}" if where else "of the record"
     raise CannotSave(f"key {key!r} {place}: JSON keys are strings, this is a {type(key).__name__}; use str(key)")
+
+
+WALL_CLOCK = ("timestamp", "tok_per_sec", "mfu", "peak_mem", "rank_peak_mem")
+WALL_CLOCK_BEGINNING = "memory/"
+WALL_CLOCK_ENDINGS = ("_runtime", "_per_second")
+
+
+def is_wall_clock(key: str) -> bool:
+    """Whether this field may differ between two equal runs."""
+    return key in WALL_CLOCK or key.startswith(WALL_CLOCK_BEGINNING) or key.endswith(WALL_CLOCK_ENDINGS)
+
+
+_MEASURED = re.compile(
+    r"(^|[^a-z])(time|times|seconds|secs?|ms|duration|elapsed|eta|latency|speed|throughput|fps|it_s|memory|mem|vram|util|"
+    r"utilization|temperature|temp|power|watts?|cpu|gpu|mfu)([^a-z]|$)|per_?sec|/s$",
+    re.IGNORECASE,
+)
+
+
+def sounds_measured(key: str) -> bool:
+    """Whether this metric of the user's own may, by its name, be measured by a clock or a counter of the machine."""
+    return _MEASURED.search(key) is not None
+
+
+def drop_wall_clock(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``record`` without its wall-clock fields."""
+    return {key: value for key, value in record.items() if not is_wall_clock(key)}

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 from dalsegno.errors import ConfigurationError
+from dalsegno.logs.reader import format_of
 from dalsegno.system import durability, filesystem
 
-from .formats import format_of
 from .repeats import RecordDifference, Repeats
 from .rewind import Position, RewindReport, rewind, tail_hash
 from .values import encode, step_of

@@ -3,11 +3,12 @@
 Start with ``assert_resume_equivalent(factory, kill_at=[...])``.
 """
 
+from dalsegno.testing.thorough_check import BRIEF, THOROUGH, Break, Pattern
+
 from .compare import Row, RunComparison, compare_runs
 from .data_order import DataOrder
 from .equivalence import assert_resume_equivalent, check_resume
 from .faults import FaultPlan
-from .interruptions import BRIEF, THOROUGH, Break, Pattern
 from .processes import Outcome, Ranks, run_ranks, start_ranks
 from .thorough_check import Trial, Verdict, check_resume_thoroughly
 from .tiny import TinyLanguageModel, TinyRegression, tiny_regression_data

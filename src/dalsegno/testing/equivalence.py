@@ -10,10 +10,10 @@ from typing import Protocol, cast
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs import RunFile
+from dalsegno.testing.faults import EventRecorder, EventTrace
 from dalsegno.training.result import TrainResult
 
 from .compare import RunComparison, compare_runs
-from .event_trace import EventRecorder, EventTrace
 from .faults import FaultPlan
 from .processes import start_ranks, values
 

@@ -24,8 +24,8 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.errors import SaveFailed
 from dalsegno.logs import RunFile
-from dalsegno.logs.legs import RolledBack
 from dalsegno.logs.recoveries import RecoveryFile
+from dalsegno.logs.run_file import RolledBack
 from dalsegno.policies.recovery import RecoveryPolicy, Rollback, RollbackRequest, recovery_of
 from dalsegno.state import ControlRequests
 from dalsegno.system import filesystem

@@ -11,7 +11,7 @@ import torch
 
 from dalsegno.testing import Pattern, Trial, check_resume_thoroughly
 from dalsegno.testing.equivalence import Trains
-from dalsegno.testing.interruptions import How
+from dalsegno.testing.thorough_check import How
 
 SHOWN = Path(__file__).with_name("shown.json")
 

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from dalsegno.errors import ConfigurationError
-from dalsegno.logs.formats import numbered
+from dalsegno.logs.reader import numbered
 
 from .json_array import JsonArray, TrainerState, decode_array
 from .json_lines import JsonLines, decode_lines

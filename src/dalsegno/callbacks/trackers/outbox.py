@@ -35,7 +35,7 @@ from dalsegno.callbacks.trackers.tracker import (
     to_line,
 )
 from dalsegno.errors import StateMismatch
-from dalsegno.logs.archive import archive_tail, free_path
+from dalsegno.logs.rewind import archive_tail, free_path
 from dalsegno.system import filesystem
 
 logger = logging.getLogger("dalsegno")

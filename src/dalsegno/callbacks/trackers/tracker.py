@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from dalsegno.errors import StateMismatch
-from dalsegno.logs.values import encode, from_json
-from dalsegno.logs.wall_clock import drop_wall_clock
+from dalsegno.logs.values import drop_wall_clock, encode, from_json
 
 TIMELINE = "dalsegno/timeline"
 """Series that marks returns: the number of the timeline, from the first point of each on."""

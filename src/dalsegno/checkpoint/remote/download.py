@@ -14,7 +14,7 @@ from dalsegno.checkpoint import checkpoint_dir
 from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.checkpoint.names import CHECKPOINTS, MANIFEST, checkpoint_path, partial_path
 from dalsegno.errors import DamagedCheckpoint
-from dalsegno.logs.archive import free_path
+from dalsegno.logs.rewind import free_path
 from dalsegno.system import archive, filesystem
 from dalsegno.system.byte_sizes import format_bytes
 

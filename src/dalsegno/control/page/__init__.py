@@ -16,7 +16,7 @@ from string import Template
 from dalsegno.analysis.formats.source import BOOKKEEPING, EVALUATIONS
 from dalsegno.analysis.plotting.curves import LABELS, RUNS, TOKENS
 from dalsegno.analysis.webpage import SHOWN_FIRST, inlined
-from dalsegno.logs.wall_clock import WALL_CLOCK_ENDINGS
+from dalsegno.logs.values import WALL_CLOCK_ENDINGS
 
 SCRIPTS = ("connection.js", "growing.js", "job.js", "live.js")
 

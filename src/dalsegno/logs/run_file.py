@@ -1,4 +1,7 @@
-"""RunFile: reads and writes run.json, which identifies the run of an ``output_dir`` and lists its legs."""
+"""RunFile: run.json, which identifies the run of an ``output_dir`` and lists its legs.
+
+A killed process cannot record its end. The launcher that restarts it passes what it knows as PreviousLeg, in the
+environment of the next leg, which writes it into run.json."""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, Self, TypedDict
 
 from dalsegno.errors import DamagedRunFile, StateMismatch
 from dalsegno.state import ResumeProof
@@ -19,8 +22,36 @@ from dalsegno.stateful.schema import Must, check
 from dalsegno.system import filesystem
 from dalsegno.system.machine import host_name
 
-from .previous_leg import PreviousLeg
 from .values import from_json, to_json
+
+_VARIABLE = "DALSEGNO_PREVIOUS_LEG"
+
+
+@dataclass(frozen=True, slots=True)
+class PreviousLeg:
+    """The end of a leg, identified by the process of its rank 0."""
+
+    host: str
+    pid: int
+    cause: str
+    """In words: ``rank 1 was killed by SIGKILL``."""
+
+    def is_end_of(self, host: str, pid: int) -> bool:
+        """Whether it is about the leg of this process."""
+        return (self.host, self.pid) == (host, pid)
+
+    def to_environment(self) -> dict[str, str]:
+        """The environment variable for the processes of the next leg."""
+        return {_VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
+        """None without a launcher, in the first leg of a launch, or if the variable has another content."""
+        try:
+            return cls(**json.loads(environment[_VARIABLE]))
+        except (KeyError, ValueError, TypeError):
+            return None
+
 
 logger = logging.getLogger("dalsegno")
 

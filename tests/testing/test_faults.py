@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dalsegno.events.table import Event
-from dalsegno.testing.event_trace import EventTrace
+from dalsegno.testing.faults import EventTrace
 
 
 @st.composite

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dalsegno.errors import StateMismatch
-from dalsegno.logs import RunFile
+from dalsegno.logs import PreviousLeg, RunFile
 from dalsegno.logs.recoveries import RecoveryFile
 from dalsegno.policies.recovery import Rollback
 from dalsegno.system import filesystem
@@ -112,3 +112,34 @@ def test_a_rollback_of_a_leg_that_no_file_lists_is_not_recorded(tmp_path: Path, 
 def test_no_leg_has_begun(tmp_path: Path) -> None:
     with pytest.raises(StateMismatch, match="no leg has started"):
         RunFile(tmp_path).progress(1)
+
+
+HERE = PreviousLeg(os.uname().nodename, os.getpid(), "rank 1 was killed by SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("reason", "previous", "cause"),
+    [
+        (None, HERE, HERE.cause),
+        ("exception", HERE, HERE.cause),
+        ("finished", HERE, None),
+        (None, PreviousLeg(HERE.host, HERE.pid + 1, "another's"), None),
+        (None, None, None),
+    ],
+)
+def test_the_cause_of_a_legs_end(
+    reason: str | None, previous: PreviousLeg | None, cause: str | None, tmp_path: Path
+) -> None:
+    file = RunFile(tmp_path)
+    file.begin(None, 2, 0)
+    if reason is not None:
+        file.end(reason, None, 3, {})
+    run = file.begin(None, 2, 0, previous)
+    assert [leg.cause for leg in run.legs] == [cause, None]
+    assert RunFile(tmp_path).load() == run
+
+
+def test_it_is_passed_in_the_environment() -> None:
+    assert PreviousLeg.from_environment(HERE.to_environment()) == HERE
+    for content in ({}, {"DALSEGNO_PREVIOUS_LEG": "{"}, {"DALSEGNO_PREVIOUS_LEG": "[]"}):
+        assert PreviousLeg.from_environment(content) is None
