@@ -12,7 +12,7 @@ import dalsegno as ds
 from dalsegno.callbacks import EMA, DivergenceDetector, EarlyStopping, GradHistogram, GradNormLogger, JsonLogger
 from dalsegno.checkpoint import Checkpoint, read_tensors, saved_states
 from dalsegno.logs import read_records
-from dalsegno.logs.wall_clock import drop_wall_clock
+from dalsegno.logs.values import drop_wall_clock
 from support.builtins import NAMES, build
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dalsegno.logs import Leg, ReadReport, RunFile, read_records
-from dalsegno.logs.formats import numbered
+from dalsegno.logs.reader import numbered
 from dalsegno.logs.values import Record
 from dalsegno.system.lock import DirectoryLock
 

@@ -20,8 +20,7 @@ import xxhash
 
 from dalsegno.errors import CannotSave, StateMismatch
 from dalsegno.logs import RunFile
-from dalsegno.logs.formats import strip_line
-from dalsegno.logs.reader import record_in
+from dalsegno.logs.reader import record_in, strip_line
 from dalsegno.logs.values import Record, to_json
 from dalsegno.state import TrainerState
 

@@ -5,7 +5,8 @@ is its importable name; a callback is how it was constructed, its state, and the
 
     ["callback", {"make": "my_hooks:Beat", "args": [["value", 10]], "kwargs": {}, "state": …, "attributes": {…}}]
 
-Nothing is pickled. Unpacking imports the modules that the names refer to, and calls constructors."""
+Nothing is pickled. Unpacking imports the modules that the names refer to, and calls constructors.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from dalsegno.checkpoint.format.codec import decode, encode
+from dalsegno.checkpoint.codec import decode, encode
 from dalsegno.errors import CannotSave, ConfigurationError, DamagedCheckpoint
 from dalsegno.events.callback import Callback
 from dalsegno.stateful.component import State, Stateful

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dalsegno.checkpoint.format import names
+from dalsegno.checkpoint import names
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import Context

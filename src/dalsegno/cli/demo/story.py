@@ -18,7 +18,7 @@ from dalsegno.errors import RankFailed
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import Context, LogContext, StepEndContext
 from dalsegno.testing import FaultPlan, compare_runs, start_ranks
-from dalsegno.testing.event_trace import EventRecorder, EventTrace
+from dalsegno.testing.faults import EventRecorder, EventTrace
 
 from .plot import LegSpan, draw
 from .training import build, source_files
