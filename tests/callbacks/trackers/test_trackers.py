@@ -19,9 +19,8 @@ from callbacks.trackers.tracked_runs import STEPS, trainer
 from dalsegno.analysis.formats.source import Skipped
 from dalsegno.analysis.formats.trackers import _messages, wandb_files
 from dalsegno.callbacks import MLflowLogger, TBLogger
-from dalsegno.callbacks.trackers.description import public, without_secrets
 from dalsegno.callbacks.trackers.outbox import Outbox, Sender
-from dalsegno.callbacks.trackers.tracker import Entry, Status, Text, TrackedRun, Tracker
+from dalsegno.callbacks.trackers.tracker import Entry, Status, Text, TrackedRun, Tracker, public, without_secrets
 from dalsegno.testing import start_ranks
 from support.loopback import Loopback
 from support.small import small_trainer

@@ -23,11 +23,7 @@ logger = logging.getLogger("dalsegno")
 
 
 class DivergenceCallback(Callback):
-    """Does what ``action`` names: ``"rollback"`` goes back to a checkpoint, any other ends the run.
-
-    Raises:
-        ConfigurationError: before training, for ``"rollback"`` in a run without a policy for it.
-    """
+    """Does what ``action`` names: ``"rollback"`` goes back to a checkpoint, any other ends the run."""
 
     def __init__(self, action: str) -> None:
         self._action = action

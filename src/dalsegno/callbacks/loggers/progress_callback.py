@@ -81,11 +81,7 @@ def default_final_metrics() -> dict[str, Spec]:
 
 
 def columns(argument: str, given: Specs | None, defaults: Mapping[str, Spec]) -> dict[str, Column]:
-    """Return the columns that ``given`` asks for, by name: exactly the listed names, or the merged specifications.
-
-    Raises:
-        ConfigurationError: for anything but names, or specifications by name; the message names ``argument``.
-    """
+    """Return the columns that ``given`` asks for, by name: exactly the listed names, or the merged specifications."""
     if given is None:
         specs: Mapping[str, Spec] = defaults
     elif isinstance(given, Mapping):

@@ -38,14 +38,7 @@ class TextGenerator:
     """Continues prompts, by transformers' ``generate`` where the model has it, else by :class:`Sampler`.
 
     Collective: all ranks must call it with the same arguments, since a sharded model's forward pass needs all ranks.
-
-    Args:
-        settings: settings of transformers' GenerationConfig, or such a config; for other models, of :class:`Sampling`.
-        most: maximum tokens of a continuation.
-        dtype: dtype of autocast; None: no autocast.
-
-    Raises:
-        ConfigurationError: for an object that is not a tokenizer, or settings that do not suit the model.
+    ``settings`` are those of transformers' GenerationConfig, or such a config; for other models, of :class:`Sampling`.
     """
 
     def __init__(
@@ -170,11 +163,6 @@ class Sampling:
 
     @classmethod
     def of(cls, settings: Any) -> Self:
-        """
-        Raises:
-            ConfigurationError: for anything but a mapping, or None.
-            UnknownName: for a setting of transformers only; the message names the nearest.
-        """
         if not (settings is None or isinstance(settings, Mapping)):
             raise ConfigurationError(
                 f"generation_config={type(settings).__name__}(…): the model has no generate of transformers; "

@@ -41,16 +41,8 @@ def count_flops(
 
     Does not change the model, its arguments or random generators; runs no hook, and compiles nothing. The loss is the
     model's returned loss, else the sum of what it returns, whose backward pass costs the same. Under FSDP2 the whole
-    model is counted.
-
-    Args:
-        model: in the mode (training or evaluation) to count.
-        args: positional arguments of its call.
-        kwargs: keyword arguments of its call.
-        autocast: dtype of autocast; None: no autocast.
-
-    Raises:
-        Uncountable: if the forward depends on the values of fake tensors, or uses an operation without a formula.
+    model is counted. Raises Uncountable if the forward depends on the values of fake tensors, or uses an operation
+    without a formula.
     """
     device = device_of(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -1,4 +1,4 @@
-"""ModelFlops: the model's FLOPs since the last record, shared by the callbacks that report them."""
+"""ModelFlops: the model's FLOPs since the last record, and the peaks of devices, for the callbacks that report them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from dalsegno.args import TrainingArguments
+from dalsegno.callbacks.argument_checks import number
 from dalsegno.callbacks.profiling.flops import Uncountable, count_flops
-from dalsegno.callbacks.profiling.peaks import GivenPeak
 from dalsegno.data.loader import to_device
-from dalsegno.distributed import collectives
+from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.precision import autocast_dtype
 from dalsegno.distributed.sharded_tensors import device_of
+from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (
     Context,
@@ -60,20 +64,11 @@ class ModelFlops(Callback):
     def want(
         self, given: GivenPeak, ctx: TrainBeginContext, *, always: bool = False, each_record: bool = False
     ) -> float | None:
-        """Request counting, if the peak is known. Collective; to be called in on_train_begin.
+        """Request counting, if the peak is known or ``always``. Collective; to be called in on_train_begin.
 
-        Args:
-            given: the peak that the user gives, or none: the known one.
-            ctx: the handler's context.
-            always: count without a known peak, too.
-            each_record: count again for each record, so that results do not depend on where a leg begins; counts are
-                cached by shapes.
-
-        Returns:
-            Sum of all ranks' devices' peaks, in FLOP/s; None if one is unknown.
-
-        Raises:
-            ConfigurationError: for ``peak_hardware_flops`` on several ranks.
+        ``each_record``: count again for each record; counts are cached by shapes. Returns the sum of all ranks'
+        devices' peaks in FLOP/s; None if one is unknown. Raises ConfigurationError for ``peak_hardware_flops`` on
+        several ranks.
         """
         own = given.of_this_rank(device_of(ctx.model), ctx.args)
         (total, known) = collectives.sum_floats([own or 0.0, float(own is not None)], "the peak of the devices")
@@ -176,3 +171,105 @@ def _call(model: nn.Module, batch: Any) -> tuple[list[Any], dict[str, Any]]:
     args = list(batch) if isinstance(batch, (tuple, list)) else [batch]
     by_place = [kind for kind in kinds.values() if kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
     return (args if Parameter.VAR_POSITIONAL in kinds.values() else args[: len(by_place)]), {}
+
+
+_B200, _H100, _H100_PCIE, _NVL, _A100 = 2250e12, 989e12, 756e12, 835e12, 312e12
+
+KNOWN_PEAKS: Mapping[str, float] = {
+    # NVIDIA's data sheets of each data center product. They give most figures with sparsity, which is twice this.
+    "NVIDIA GB300": 2500e12,
+    "NVIDIA GB200": 2500e12,
+    "NVIDIA B300 SXM6 AC": _B200,
+    "NVIDIA B200": _B200,
+    "NVIDIA H200": _H100,
+    "NVIDIA H200 NVL": _NVL,
+    "NVIDIA GH200 480GB": _H100,
+    "NVIDIA GH200 144G HBM3e": _H100,
+    "NVIDIA H100 80GB HBM3": _H100,
+    "NVIDIA H100 PCIe": _H100_PCIE,
+    "NVIDIA H100 NVL": _NVL,
+    "NVIDIA H800": _H100,
+    "NVIDIA H800 PCIe": _H100_PCIE,
+    "NVIDIA H20": 148e12,
+    "NVIDIA A100-SXM4-40GB": _A100,
+    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA A100-PCIE-40GB": _A100,
+    "NVIDIA A100 80GB PCIe": _A100,
+    "NVIDIA A800-SXM4-80GB": _A100,
+    "NVIDIA A800 80GB PCIe": _A100,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L40": 181e12,
+    "NVIDIA L20": 119.5e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA A40": 149.7e12,
+    "NVIDIA A30": 165e12,
+    "NVIDIA A10G": 70e12,
+    "NVIDIA A10": 125e12,
+    # NVIDIA's white papers of RTX Blackwell, Ada and Ampere GA102, appendix A, "Peak BF16 Tensor TFLOPS with FP32
+    # Accumulate": on a GeForce half of those with FP16 accumulate, which PyTorch does not use by default.
+    "NVIDIA GeForce RTX 5090": 209.5e12,
+    "NVIDIA GeForce RTX 5080": 112.6e12,
+    "NVIDIA GeForce RTX 4090": 165.2e12,
+    "NVIDIA GeForce RTX 4080": 97.5e12,
+    "NVIDIA GeForce RTX 3090": 71e12,
+    "NVIDIA RTX 6000 Ada Generation": 364.2e12,
+    "NVIDIA RTX A6000": 154.8e12,
+    # AMD's data sheets of Instinct accelerators. An MI250X is two devices, each with half of its peak of 383 TFLOP/s.
+    "AMD Instinct MI355X": 2516.6e12,
+    "AMD Instinct MI325X": 1307.4e12,
+    "AMD Instinct MI300X": 1307.4e12,
+    "AMD Instinct MI300X OAM": 1307.4e12,
+    "AMD Instinct MI250X": 191.5e12,
+}
+"""By the device's exact name in torch: an L40 is not an L4, an A1000 not an A100, a laptop's RTX 4090 not a desktop's,
+a MIG slice not a whole device."""
+
+ONLY_FP16: Mapping[str, float] = {
+    "Tesla V100-SXM2-16GB": 125e12,
+    "Tesla V100-SXM2-32GB": 125e12,
+    "Tesla V100-PCIE-16GB": 112e12,
+    "Tesla V100-PCIE-32GB": 112e12,
+    "Tesla T4": 65e12,
+}
+"""Devices without matrix units for bf16."""
+
+
+def known_peak(device: torch.device, args: TrainingArguments) -> float | None:
+    """Return one device's peak FLOP/s in 16-bit matrix products; None if unknown, or if the run is not in 16 bits."""
+    if device.type in ("cpu", "meta") or not (args.bf16 or args.fp16):
+        return None
+    name = accelerator.name_of(device)
+    return KNOWN_PEAKS.get(name) or (ONLY_FP16.get(name) if args.fp16 else None)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenPeak:
+    """The peak that the user gives to a callback, in FLOP/s, in at most one of three ways."""
+
+    owner: str
+    peak_hardware_flops: float | None = None
+    """Refused on several ranks: it means one device to some programs, and all of them to others."""
+    peak_flops_per_device: float | None = None
+    peak_flops_in_total: float | None = None
+
+    def __post_init__(self) -> None:
+        names = ("peak_hardware_flops", "peak_flops_per_device", "peak_flops_in_total")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        for name, value in given.items():
+            number(self.owner, name, value, over=0)
+        if len(given) > 1:
+            raise ConfigurationError(f"{self.owner}: {' and '.join(given)} are given; give only one")
+
+    def of_this_rank(self, device: torch.device, args: TrainingArguments) -> float | None:
+        """Return this rank's share of the peak; None if it is unknown."""
+        ranks = collectives.world_size()
+        if self.peak_hardware_flops is not None and ranks > 1:
+            value = f"{self.peak_hardware_flops:g}"
+            raise ConfigurationError(
+                f"{self.owner}: peak_hardware_flops={value} is ambiguous on {ranks} ranks; give "
+                f"peak_flops_per_device={value} if it is the peak of one device, or peak_flops_in_total={value} if it "
+                "is that of all devices together"
+            )
+        if self.peak_flops_in_total is not None:
+            return self.peak_flops_in_total / ranks
+        return self.peak_hardware_flops or self.peak_flops_per_device or known_peak(device, args)

@@ -9,8 +9,7 @@ import torch
 
 from dalsegno.callbacks.argument_checks import number, whole
 from dalsegno.callbacks.profiling.memory import peak_memory
-from dalsegno.callbacks.profiling.model_flops import ModelFlops
-from dalsegno.callbacks.profiling.peaks import GivenPeak
+from dalsegno.callbacks.profiling.model_flops import GivenPeak, ModelFlops
 from dalsegno.distributed import collectives
 from dalsegno.distributed.collectives import Gathered
 from dalsegno.distributed.sharded_tensors import device_of
@@ -71,10 +70,8 @@ class DefaultMetrics(UtilizationCallback):
       memory.
 
     Args:
-        peak_hardware_flops: peak of the device in FLOP/s, for the training's dtype. On several ranks it is refused,
-            since it could be the peak of one device or of all; use one of the next two.
-        peak_flops_per_device: peak of each rank's device. None of the three: the known peak of the device, if the run
-            is in bf16 or fp16.
+        peak_hardware_flops: peak of the only device in FLOP/s, for the training's dtype; refused on several ranks.
+        peak_flops_per_device: peak of each rank's device. None of the three: the known peak, in bf16 or fp16.
         peak_flops_in_total: peak of all ranks' devices together.
 
     Raises:
@@ -137,10 +134,8 @@ class FlopUtilization(UtilizationCallback):
       ``DefaultMetrics`` adds.
 
     Args:
-        peak_hardware_flops: peak of the device in FLOP/s, for the training's dtype. On several ranks it is refused,
-            since it could be the peak of one device or of all; use one of the next two.
-        peak_flops_per_device: peak of each rank's device. None of the three: the known peak of the device, if the run
-            is in bf16 or fp16.
+        peak_hardware_flops: peak of the only device in FLOP/s, for the training's dtype; refused on several ranks.
+        peak_flops_per_device: peak of each rank's device. None of the three: the known peak, in bf16 or fp16.
         peak_flops_in_total: peak of all ranks' devices together.
 
     Raises:
@@ -179,10 +174,8 @@ class ComputeBudget(UtilizationCallback):
         parameters: number of parameters, e.g. those active per token in a mixture of experts. None: all of the model, a
             tied one once.
         tokens_per_parameter: ratio of tokens to parameters that counts as 1.
-        peak_hardware_flops: peak of the device in FLOP/s, for the training's dtype. On several ranks it is refused,
-            since it could be the peak of one device or of all; use one of the next two.
-        peak_flops_per_device: peak of each rank's device. None of the three: the known peak of the device, if the run
-            is in bf16 or fp16.
+        peak_hardware_flops: peak of the only device in FLOP/s, for the training's dtype; refused on several ranks.
+        peak_flops_per_device: peak of each rank's device. None of the three: the known peak, in bf16 or fp16.
         peak_flops_in_total: peak of all ranks' devices together.
         name: the key of its state in checkpoints; None: the class's name.
 

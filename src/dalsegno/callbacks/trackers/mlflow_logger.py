@@ -118,7 +118,7 @@ class MLflowLogger(TrackerLogger):
         ConfigurationError: if mlflow is not installed, or for an invalid value.
     """
 
-    package, extra = "mlflow", "mlflow"
+    package = "mlflow"
 
     def __init__(
         self,

@@ -22,7 +22,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from dalsegno.callbacks.trackers.description import without_secrets
 from dalsegno.callbacks.trackers.tracker import (
     Card,
     Entry,
@@ -33,6 +32,7 @@ from dalsegno.callbacks.trackers.tracker import (
     from_line,
     replays,
     to_line,
+    without_secrets,
 )
 from dalsegno.errors import StateMismatch
 from dalsegno.logs.rewind import archive_tail, free_path
@@ -57,14 +57,7 @@ class Batch(NamedTuple):
 
 
 class Outbox:
-    """Written by the training thread, read by the sender's.
-
-    Args:
-        directory: of ``outbox.jsonl`` and ``sent.json``; created.
-
-    Raises:
-        OSError: if the file cannot be opened.
-    """
+    """Written by the training thread, read by the sender's. The directory has ``outbox.jsonl`` and ``sent.json``."""
 
     def __init__(self, directory: Path) -> None:
         filesystem.make_directory(directory)
@@ -124,11 +117,7 @@ class Outbox:
         self._expect_next()
 
     def add(self, entry: Entry) -> None:
-        """Append ``entry``, unless it is the next one of the replay.
-
-        Raises:
-            OSError: if it cannot be written; the file is as before.
-        """
+        """Append ``entry``, unless it is the next one of the replay. After an OSError the file is as before."""
         if isinstance(entry, Card):
             if entry.step not in self._cards:
                 self._append(entry)
@@ -314,12 +303,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class Sender:
-    """Runs from construction to :meth:`close`.
-
-    Args:
-        name: of the callback, for messages.
-        describe: returns the run's description, within seconds; called on the thread.
-    """
+    """Runs from construction to :meth:`close`. ``describe`` takes seconds, so the thread calls it."""
 
     def __init__(self, name: str, tracker: Tracker, outbox: Outbox, describe: Callable[[], TrackedRun]) -> None:
         self._name, self._tracker, self._outbox, self._describe = name, tracker, outbox, describe

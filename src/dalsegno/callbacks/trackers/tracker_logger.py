@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypedDict
 from dalsegno.callbacks.argument_checks import number
 from dalsegno.callbacks.loggers.summary_writer import RewoundWriter
 from dalsegno.callbacks.trackers.outbox import Sender
+from dalsegno.callbacks.trackers.tracker import code_versions, model_card, public
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.contexts import LogContext, SaveContext, TrainBeginContext, TrainEndContext
@@ -19,7 +20,6 @@ from dalsegno.policies.triggers import SaveTrigger, save_trigger
 from dalsegno.stateful import schema
 from dalsegno.system.extras import require_extra
 
-from .description import code_versions, model_card, public
 from .outbox import OUTBOXES, Outbox
 from .tracker import Card, Entry, Histogram, Points, Status, Text, TrackedRun, Tracker
 
@@ -46,8 +46,7 @@ class TrackerLogger(RewoundWriter):
     """
 
     package: ClassVar[str]
-    extra: ClassVar[str]
-    """Of dalsegno, which installs the package."""
+    """Of the client; dalsegno's extra of the same name installs it."""
 
     ranks = "zero"
     sets_control_flags = False
@@ -58,21 +57,12 @@ class TrackerLogger(RewoundWriter):
     def __init__(
         self, new_tracker: Callable[[], Tracker], *, cards: SaveTrigger | str | None, wait_s: float, name: str | None
     ) -> None:
-        """
-        Args:
-            new_tracker: returns a tracker, for each call of ``train()``.
-            cards: of which checkpoints a model card is sent: ``OnBest()``, ``Every(steps=1000)``, or that as text.
-            wait_s: seconds that the end of training waits for the tracker.
-            name: the key of its state in checkpoints; None: the class's name.
-
-        Raises:
-            ConfigurationError: for an invalid value, or a missing package.
-        """
+        """``new_tracker`` is called for each call of ``train()``; the other arguments are those of the subclasses."""
         self.name = name
         self._new_tracker = new_tracker
         self._cards = None if cards is None else self._trigger(cards)
         self._wait_s = number(type(self).__name__, "wait_s", wait_s, least=0)
-        require_extra(self.extra, self.package, type(self).__name__)
+        require_extra(self.package, self.package, type(self).__name__)
         self._outbox: Outbox | None = None  # on rank 0, while training runs
         self._sender: Sender | None = None
         self._saved: TrackerState | None = None

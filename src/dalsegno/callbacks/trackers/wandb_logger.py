@@ -151,7 +151,7 @@ class WandbLogger(TrackerLogger):
         ConfigurationError: if wandb is not installed, or for an invalid value.
     """
 
-    package, extra = "wandb", "wandb"
+    package = "wandb"
 
     def __init__(
         self,

@@ -193,11 +193,7 @@ class LoadSums:
         self._experts: dict[str, int] = {}  # of each router of all ranks, in the same order on all
 
     def __call__(self, loads: Mapping[str, Tensor]) -> dict[str, list[int]]:
-        """Return each router's load by expert, of all ranks. Collective.
-
-        Args:
-            loads: those of this rank, int64, by router.
-        """
+        """Return each router's load by expert, of all ranks, from those of this rank (int64). Collective."""
         if not self._experts:
             self._tell(loads)
         while (totals := self._summed(loads))[0]:
@@ -237,14 +233,8 @@ def experts_of_a_token(router: nn.Module, config: Any) -> int:
 def routed(router: nn.Module, outputs: Any, top_k: int) -> Tensor:
     """Return which tokens go to which experts: bool, shape (..., experts), where "..." are the tokens.
 
-    Args:
-        router: the module.
-        outputs: its output, which contains the experts of each token, as integers (..., experts per token) or as a mask
-            (..., experts); or else the experts' scores (..., experts).
-        top_k: number of experts per token.
-
-    Raises:
-        ValueError: if the outputs do not determine it; the message gives the reason.
+    ``outputs`` contain the experts of each token, as integers (..., experts per token) or as a mask (..., experts); or
+    else the experts' scores (..., experts). Raises ValueError, with the reason, if they do not determine it.
     """
     tensors = [each.detach() for each in tensors_in(outputs)]
     scores = [each for each in tensors if each.is_floating_point() and each.dim()]
