@@ -123,6 +123,10 @@ def test_a_submission_out_of_turn_is_refused(scene: Scene, other: dict[str, Any]
         {"loss": float("nan")},
         {"worker_id": "../w0"},
         {"seconds": -1.0},
+        {"seconds": 5e-324},
+        {"steps": 10**400},
+        {"samples": 2**62},
+        {"loss": 1e308},
     ],
 )
 def test_a_description_that_cannot_be_is_refused(scene: Scene, other: dict[str, Any]) -> None:

@@ -14,8 +14,16 @@ from .signature import Specs, TensorJson, as_sent, fragments_of, specs_from_json
 
 _WORKER_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
+# What the server computes from a submission (a mean weighted by samples, steps per second) must stay finite.
+LARGEST_LOSS = 1e100
+_MOST = 2**53
+_LEAST_SECONDS = 1e-9
+
 Positive = Annotated[int, Must("1 or more", lambda count: count >= 1)]
-Seconds = Annotated[float, Must("0 or more", lambda seconds: 0 <= seconds < math.inf)]
+_Samples = Annotated[int, Must(f"1 to {_MOST}", lambda count: 1 <= count <= _MOST)]
+_Steps = Annotated[int, Must(f"0 to {_MOST}", lambda count: 0 <= count <= _MOST)]
+_Seconds = Annotated[float, Must("0, or 1e-9 or more", lambda time: time == 0 or _LEAST_SECONDS <= time < math.inf)]
+_Loss = Annotated[float, Must(f"at most {LARGEST_LOSS:g} in size", lambda loss: abs(loss) <= LARGEST_LOSS)]
 WorkerId = Annotated[str, Must("1 to 128 letters, digits, '.', '_' or '-'", _WORKER_ID.fullmatch)]
 
 
@@ -50,12 +58,12 @@ class Submission:
     """Version of the global parameters that it is relative to."""
     fragment: Count
     bf16: bool
-    samples: Positive
+    samples: _Samples
     """Trained on for it: its weight in the mean."""
-    steps: Count
-    seconds: Seconds
+    steps: _Steps
+    seconds: _Seconds
     """Duration of these steps."""
-    loss: Finite | None
+    loss: _Loss | None
     """Of the worker's last step."""
     saved: Count
     """Number of the newest submission that a checkpoint of the worker contains: it never asks for older results."""

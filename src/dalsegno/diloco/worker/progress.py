@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, NotRequired, TypedDict, cast
 
-from dalsegno.diloco.wire.messages import Positive, Submission, WorkerId
+from dalsegno.diloco.wire.messages import LARGEST_LOSS, Positive, Submission, WorkerId
 from dalsegno.stateful.schema import Count
 
 from .options import WorkerOptions
@@ -91,7 +90,7 @@ class WorkerProgress:
             samples=max(1, self.samples),
             steps=steps,
             seconds=seconds,
-            loss=loss if loss is not None and math.isfinite(loss) else None,
+            loss=loss if loss is not None and abs(loss) <= LARGEST_LOSS else None,
             saved=saved,
             int8=options.int8_comm,
         )
