@@ -54,7 +54,7 @@ def test_a_moment_that_the_optimizer_does_not_list_is_refused(tmp_path: Path) ->
     dropped: list[str] = []
     outcome = forged(tmp_path, lambda optimizer: dropped.append(optimizer["sharded"]["exp_avg"].pop()))
     assert outcome.startswith("refused: ")
-    assert f"needs 'exp_avg', which is not saved for {dropped[0]}" in outcome
+    assert f"tensor that is not listed: {dropped[0]}.exp_avg" in outcome
 
 
 def test_a_count_of_the_loaders_that_is_none_is_refused(tmp_path: Path) -> None:

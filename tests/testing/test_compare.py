@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,32 +36,6 @@ def difference_of(tensor: torch.Tensor, other: torch.Tensor, folder: Path) -> st
         small_trainer(path, Keeper(each), max_steps=2, save_steps=2).train()
     rows = compare_runs(*paths).rows
     return next((row.difference for row in rows if row.difference), None)
-
-
-def quantized(scale: float) -> torch.Tensor:
-    return torch.quantize_per_tensor(torch.zeros(4), scale, 0, torch.qint8)
-
-
-@pytest.mark.filterwarnings("ignore:.*(quantized|Sparse).*:UserWarning")
-@pytest.mark.parametrize(
-    ("tensor", "other", "where"),
-    [
-        (lambda: torch.eye(3).to_sparse(), lambda: 2 * torch.eye(3).to_sparse(), "tensor[1].values: 3 of 3 elements"),
-        (
-            lambda: torch.eye(3).to_sparse(),
-            lambda: torch.eye(3),
-            "sparse_coo of float32 [3, 3] and float32 [3, 3]",
-        ),
-        (lambda: torch.eye(3), lambda: torch.eye(3).to_sparse_csr(), "float32 [3, 3] and sparse_csr of float32 [3, 3]"),
-        (lambda: quantized(0.5), lambda: quantized(0.25), "tensor[1].scale: 0.5 and 0.25"),
-    ],
-    ids=["sparse", "one is sparse", "the other is sparse", "quantized"],
-)
-def test_sparse_and_quantized_tensors_are_compared_by_their_values(
-    tensor: Callable[[], torch.Tensor], other: Callable[[], torch.Tensor], where: str, tmp_path: Path
-) -> None:
-    assert difference_of(tensor(), tensor(), tmp_path / "equal") is None
-    assert where in (difference_of(tensor(), other(), tmp_path / "different") or "")
 
 
 class Registered(ds.Callback):

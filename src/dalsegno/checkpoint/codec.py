@@ -4,8 +4,7 @@ Values that JSON has are stored as they are. Any other value is an object whose 
 ``{"$tuple": [1, 2]}`` or ``{"$tensor": "history[3]", "dtype": "float32", "shape": [3]}``; the tensor's bytes are stored
 under that name in the file of tensors beside the JSON. Unusual ``strides`` are named there, too. Tensors are decoded on
 the CPU. Tensors that share memory, such as one under two names, are stored once, as bytes, and decoded as views of it:
-``{"$view": {"$tensor": …}, "offset": 0, "bytes": 48}``. Of a sparse or quantized tensor the values are stored that it
-consists of: ``{"$composite": "sparse_coo", "shape": [2, 2], "values": {"indices": …}}``.
+``{"$view": {"$tensor": …}, "offset": 0, "bytes": 48}``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from dalsegno.checkpoint import composites
 from dalsegno.checkpoint.strides import (
     Value,
     are_strides,
@@ -193,13 +191,9 @@ def _encode_tensor(value: torch.Tensor, where: str, found: _Found, depth: int) -
             f"{where}: cannot save a {_class(value)}, only plain tensors; take its full_tensor() or to_local() first"
         )
     if not is_plain(value):
-        if composites.is_composite(value) and is_shape(list(value.shape)):
-            kind, values = composites.take_apart(value)
-            encoded = _encode_dict(values, where, found, depth)
-            return {"$composite": kind, "shape": list(value.shape), "values": encoded}
         raise CannotSave(
             f"{where}: cannot save a tensor with {value.layout}, {value.dtype} on {value.device}; "
-            f"it must be dense, sparse or quantized, and of one of {', '.join(DTYPES)}"
+            f"it must be dense (.to_dense(), .dequantize()), and of one of {', '.join(DTYPES)}"
         )
     entry = found.add(value, value.detach(), where, "$tensor", name_of(value.dtype))
     if value.requires_grad and value.is_leaf:
@@ -353,11 +347,6 @@ def _with_gradient(tensor: torch.Tensor, json: Json) -> torch.Tensor:
     return torch.nn.Parameter(tensor, is_wanted) if json.get("parameter") else tensor.requires_grad_(is_wanted)
 
 
-def _decode_composite(json: Json, stored: _Stored, where: str, depth: int) -> torch.Tensor:
-    values = _decode(json["values"], stored, where, depth + 1)
-    return composites.put_together(json["$composite"], _shape(json["shape"]), values)
-
-
 _DECODERS: dict[str, Callable[[Any, _Stored, str, int], State]] = {
     "$str": lambda json, *_: base64.b64decode(json["$str"], validate=True).decode("utf-8", "surrogatepass"),
     "$int": lambda json, *_: int(json["$int"], 16),
@@ -374,7 +363,6 @@ _DECODERS: dict[str, Callable[[Any, _Stored, str, int], State]] = {
     "$array": _decode_array,
     "$tensor": _decode_tensor,
     "$view": _decode_view,
-    "$composite": _decode_composite,
 }
 
 

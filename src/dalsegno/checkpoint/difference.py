@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from .composites import is_composite, take_apart
 from .frozen_checksums import read_fingerprints
 from .index import Index, StoredTensor
 from .manifest import Checkpoint
@@ -161,9 +160,6 @@ def _of_tensors(component: str, path: str, one: torch.Tensor, other: torch.Tenso
     forms = _form(one.dtype, one.shape, one.layout), _form(other.dtype, other.shape, other.layout)
     if forms[0] != forms[1]:
         yield Difference(component, path, forms, is_tensor=True)
-        return
-    if is_composite(one):
-        yield from value_differences(component, take_apart(one), take_apart(other), path)
         return
     count, max_abs, max_rel = 0, 0.0, 0.0
     for here, there in zip(*(torch.split(each.reshape(-1), _CHUNK) for each in (one, other)), strict=True):

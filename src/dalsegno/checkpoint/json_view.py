@@ -196,5 +196,4 @@ _SHOWN: dict[str, Callable[[Any], Json]] = {
     "$array": lambda json: f"array {json['dtype']} {json['shape']}",
     "$tensor": lambda json: f"tensor {json['dtype']} {json['shape']}",
     "$view": lambda json: json_view(json["$view"]),
-    "$composite": lambda json: f"tensor {json['$composite']} {json['shape']}",
 }

@@ -7,31 +7,28 @@ import copy
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from dalsegno.checkpoint.composites import describe_difference, is_composite, make_room
 from dalsegno.checkpoint.contract import Captured, LoadTarget, Tensors, class_name_of, is_dense
 from dalsegno.checkpoint.index import Index, StoredTensor
 from dalsegno.checkpoint.names import MODEL
 from dalsegno.checkpoint.tensor_files import name_of
-from dalsegno.checkpoint.wrapped import Form, Parts, describe_mismatch, ends, hidden_tensors, is_form, parts_of
+from dalsegno.checkpoint.wrapped import Parts, SavedSpec, WrapperSpec, describe_mismatch, ends, hidden_tensors, parts_of
 from dalsegno.distributed.sharded_tensors import strip_wrappers, unexpanded
 from dalsegno.distributed.stage_places import is_on_other_stage, like_parameter
 from dalsegno.errors import CannotSave, StateMismatch
 from dalsegno.stateful.component import State
-from dalsegno.stateful.schema import Must, check
-
-WrappedForm = Annotated[Any, Must("the form of a wrapped tensor", is_form)]
+from dalsegno.stateful.schema import check
 
 
 class ModelRest(TypedDict):
     tied: dict[str, str]
     extra: dict[str, Any]
-    wrapped: NotRequired[dict[str, WrappedForm]]
+    wrapped: NotRequired[dict[str, SavedSpec]]
 
 
 def check_model_rest(rest: State, names: Collection[str], where: str) -> None:
@@ -76,27 +73,20 @@ class ModelState:
         tensors, tied, extra = model.tensors, model.tied, model.extra
         known = stored.known_of(self.key)
         sources = model.sources(known, rest)
-        mismatches = model.mismatches(rest)
-        in_mismatches = {part for mismatch in mismatches for part in mismatch.parts}
+        lines, in_mismatches = model.mismatches(rest)
         here = {**tensors, **{alias: tensors[name] for alias, name in tied.items()}}
         here = {name: each for name, each in here.items() if name not in in_mismatches}
         aliases = {**rest["tied"], **sources}
         there = known | {alias: known[name] for alias, name in aliases.items() if name in known}
         there = {name: each for name, each in there.items() if name not in in_mismatches}
         fitting = self._room(here, there)
-        lines = [
-            *(f"{mismatch.name}: {mismatch.difference}" for mismatch in mismatches),
-            *(f"missing in the checkpoint: {name}{_form(here[name])}" for name in here.keys() - there.keys()),
+        lines += [
+            *(f"missing in the checkpoint: {name}{_described(here[name])}" for name in here.keys() - there.keys()),
             *(f"missing in the checkpoint: {name}" for name in extra.keys() - rest["extra"].keys()),
-            *(f"unexpected in the checkpoint: {name}{_form(there[name])}" for name in there.keys() - here.keys()),
+            *(f"unexpected in the checkpoint: {name}{_described(there[name])}" for name in there.keys() - here.keys()),
             *(f"unexpected in the checkpoint: {name}" for name in rest["extra"].keys() - extra.keys()),
             *(
-                f"{name}: {difference}"
-                for name in extra.keys() & rest["extra"].keys()
-                if (difference := _composite_difference(rest["extra"][name], extra[name]))
-            ),
-            *(
-                f"{name}: saved as{_form(there[name])}, here{_form(here[name])}"
+                f"{name}: saved as{_described(there[name])}, here{_described(here[name])}"
                 for name in here.keys() & there.keys()
                 if (here[name].shape != there[name].shape and name not in fitting)
                 or (here[name].dtype != there[name].dtype and not any_dtype)
@@ -113,7 +103,7 @@ class ModelState:
         there = stored.of(self.key)
         model = self._sorted()
         sources = model.sources(stored.known_of(self.key), rest)
-        in_mismatches = {part for mismatch in model.mismatches(rest) for part in mismatch.parts}
+        _, in_mismatches = model.mismatches(rest)
         targets = {
             sources[name]: tensor
             for name, tensor in model.detached().items()
@@ -140,9 +130,8 @@ class ModelState:
                 if name in model.wrapped or raw in hidden:
                     continue
                 if name in model.extra:
-                    if name in rest["extra"] and not _composite_difference(rest["extra"][name], here):
+                    if name in rest["extra"]:
                         state[raw] = rest["extra"][name]
-                        make_room(here, state[raw])
                     continue
                 source = targets.get(sources.get(name, name))
                 if isinstance(here, torch.Tensor) and unexpanded(here).shape != here.shape:
@@ -226,28 +215,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _composite_difference(saved: object, here: object) -> str:
-    """How a saved value differs from one here that is not loaded in place, if either is a sparse or quantized tensor;
-    empty if one can replace the other."""
-    tensors = [each for each in (saved, here) if isinstance(each, torch.Tensor) and is_composite(each)]
-    if not tensors:
-        return ""
-    if isinstance(saved, torch.Tensor) and isinstance(here, torch.Tensor):
-        return describe_difference(saved, here)
-    return f"saved as a {type(saved).__name__}, here a {type(here).__name__}"
-
-
-def _form(thing: torch.Tensor | StoredTensor) -> str:
+def _described(thing: torch.Tensor | StoredTensor) -> str:
     return f" {list(thing.shape)} {name_of(thing.dtype)}"
-
-
-class FormMismatch(NamedTuple):
-    """A tensor that is wrapped here or in a checkpoint, and otherwise in the other: ``parts`` are the names of its
-    plain tensors in both."""
-
-    name: str
-    difference: str
-    parts: Collection[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,17 +226,16 @@ class NamedTensors:
     Attributes:
         tensors: by name, each once: the model's own, which may require gradients.
         tied: further name of a tied tensor to its name in ``tensors``.
-        extra: values of ``get_extra_state``, and tensors that are not loaded in place: sparse ones, and torch's own
-            quantized ones.
+        extra: values of ``get_extra_state``, and others that are not tensors.
         frozen: names of the tensors that are frozen parameters.
-        wrapped: forms of the wrapped tensors, of which ``tensors`` has the parts.
+        wrapped: specs of the wrapped tensors, of which ``tensors`` has the parts.
     """
 
     tensors: Tensors
     tied: dict[str, str]
     extra: dict[str, Any]
     frozen: set[str]
-    wrapped: dict[str, Form]
+    wrapped: dict[str, WrapperSpec]
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], component: str) -> NamedTensors:
@@ -285,7 +253,7 @@ class NamedTensors:
         for raw_name, value in raw.items():
             name = strip_wrappers(raw_name)
             is_stored_as_it_is = is_dense(value)
-            if name.endswith("_extra_state") or (not is_stored_as_it_is and _is_encoded(value)):
+            if name.endswith("_extra_state") or not isinstance(value, torch.Tensor):
                 found.extra[name] = value
                 continue
             if found.wrapped and not found.wrapped.keys().isdisjoint(_parents(name)):
@@ -295,9 +263,9 @@ class NamedTensors:
                 continue
             if id(value) not in taken_apart:
                 taken_apart[id(value)] = parts_of(value, f"{component}.{name}")
-            parts, form = taken_apart[id(value)]
-            if form is not None:
-                found.wrapped[name] = form
+            parts, spec = taken_apart[id(value)]
+            if spec is not None:
+                found.wrapped[name] = spec
             for end, part in parts.items():
                 found._add(f"{name}{end}", part, value, names)
         return found
@@ -331,19 +299,17 @@ class NamedTensors:
             sources |= {name: present[0] for name in names if present and sources[name] not in there}
         return sources
 
-    def mismatches(self, rest: State) -> list[FormMismatch]:
-        """Tensors whose saved form is another one."""
-        saved: Mapping[str, Form] = rest.get("wrapped", {})
-        return [
-            FormMismatch(name, difference, {f"{name}{end}" for form in (there, here) for end in ends(form)})
-            for name in {**self.wrapped, **saved}
-            if (difference := describe_mismatch(there := saved.get(name), here := self.wrapped.get(name)))
-        ]
-
-
-def _is_encoded(value: object) -> bool:
-    """Whether the codec takes it, which is neither stored as it is nor taken apart."""
-    return not isinstance(value, torch.Tensor) or is_composite(value)
+    def mismatches(self, rest: State) -> tuple[list[str], set[str]]:
+        """How tensors are wrapped in another way here than in the checkpoint, a line each; and the names of their plain
+        tensors in both."""
+        lines, parts = [], set()
+        saved: Mapping[str, WrapperSpec] = rest.get("wrapped", {})
+        for name in {**self.wrapped, **saved}:
+            there, here = saved.get(name), self.wrapped.get(name)
+            if difference := describe_mismatch(there, here):
+                lines.append(f"{name}: {difference}")
+                parts |= {f"{name}{end}" for spec in (there, here) for end in ends(spec)}
+        return lines, parts
 
 
 def _parents(name: str) -> Iterator[str]:

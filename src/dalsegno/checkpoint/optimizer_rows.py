@@ -6,7 +6,7 @@
      "sharded": {"exp_avg": ["weight", "bias"]}, "state": {}, "on_cpu": {}}
 
 ``sharded`` names the parameters whose state of a kind is among the sharded tensors. Of a wrapped state, such as moments
-in 8 bits, each part is a kind (``exp_avg.codes``), and ``wrapped`` has its form by parameter and kind. ``strides`` and
+in 8 bits, each part is a kind (``exp_avg.codes``), and ``wrapped`` has its spec by parameter and kind. ``strides`` and
 ``tied`` have those of sharded tensors that do not lie in memory as their parameter, or are another one. ``state``
 and ``on_cpu`` have, by parameter name, everything else, such as a step counter that parameters share.
 """
@@ -23,7 +23,7 @@ import torch
 
 from dalsegno.checkpoint.contract import Tensors
 from dalsegno.checkpoint.tensor_files import Shape, is_plain
-from dalsegno.checkpoint.wrapped import Form, ends, is_form
+from dalsegno.checkpoint.wrapped import SavedSpec, WrapperSpec, ends
 from dalsegno.distributed import collectives
 from dalsegno.distributed.stage_places import like_parameter
 from dalsegno.errors import StateMismatch
@@ -41,8 +41,8 @@ class OptimizerRows:
     """Kinds that are sharded tensors."""
     on_cpu: dict[str, list[str]] = field(default_factory=dict)
     """Kinds that are on the CPU while the parameter is not."""
-    wrapped: dict[str, dict[str, Form]] = field(default_factory=dict)
-    """Forms of the kinds that are wrapped tensors, whose parts are sharded."""
+    wrapped: dict[str, dict[str, WrapperSpec]] = field(default_factory=dict)
+    """Specs of the kinds that are wrapped tensors, whose parts are sharded."""
     strides: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     """Strides of the kinds that are sharded tensors with others than their parameter."""
     tied: dict[str, dict[str, tuple[str, str]]] = field(default_factory=dict)
@@ -138,7 +138,7 @@ def of_all_stages(
     plain: dict[str, dict[str, object]] = {}
     sharded: dict[str, list[str]] = {}
     on_cpu: dict[str, list[str]] = {}
-    wrapped: dict[str, dict[str, Form]] = {}
+    wrapped: dict[str, dict[str, WrapperSpec]] = {}
     strides: dict[str, dict[str, list[int]]] = {}
     tied: dict[str, dict[str, tuple[str, str]]] = {}
     all_forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -170,9 +170,6 @@ def _on_host(values: dict[str, object]) -> dict[str, object]:
 
 def _without_data(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-WrappedForm = Annotated[Any, Must("the form of a wrapped tensor", is_form)]
 
 
 Names = dict[str, list[str]]
@@ -212,7 +209,7 @@ class OptimizerRest(TypedDict):
     state: dict[str, Annotated[dict[str, Any], Must("a possible step count", _counts_steps)]]
     sharded: Names
     on_cpu: Names
-    wrapped: NotRequired[dict[str, dict[str, WrappedForm]]]
+    wrapped: NotRequired[dict[str, dict[str, SavedSpec]]]
     strides: NotRequired[dict[str, dict[str, Shape]]]
     tied: NotRequired[dict[str, dict[str, tuple[str, str]]]]
     other: dict[str | int, Any]
@@ -231,12 +228,13 @@ def check_optimizer_rest(rest: State, optimizer: torch.optim.Optimizer, where: s
     if len(rest["groups"]) != len(optimizer.param_groups):
         return
     optional = _optional_arguments(type(optimizer))
+    rows = OptimizerRows.of(rest)
     for number, (saved, here) in enumerate(zip(rest["groups"], optimizer.param_groups, strict=True)):
         example = {key: value for key, value in here.items() if key not in ("params", "param_names")}
         given = {key: value for key, value in saved.items() if value is not None or key not in optional}
         check_like(given, example, f"{where}.groups[{number}]")
         if any(_is_number(value) and value != example.get(key) for key, value in given.items()):
-            _check_accepted(type(optimizer), given, _moments(rest, saved["params"]), f"{where}.groups[{number}]")
+            _check_accepted(type(optimizer), given, rows, f"{where}.groups[{number}]")
 
 
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
@@ -247,19 +245,14 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float | tuple)
 
 
-def _moments(rest: State, names: list[str]) -> dict[frozenset[str], str]:
-    """The kinds of values that are saved for a parameter that has been updated, each set with one such parameter."""
-    rows = OptimizerRows.of(rest)
-    kinds = {frozenset({*rows.plain.get(name, ()), *rows.sharded.get(name, ())}): name for name in names}
-    return {each: name for each, name in kinds.items() if each}
+_READ_IF = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
+"""Hyperparameters of torch's optimizers, each with the value of a parameter that a step then reads."""
 
 
-def _check_accepted(
-    kind: type[torch.optim.Optimizer], group: dict[str, Any], moments: dict[frozenset[str], str], where: str
-) -> None:
-    """Try hyperparameters in the constructor of a torch optimizer, and in a step on a parameter of one element.
-    Otherwise, a bad one would fail only in the first step of the run. Raises StateMismatch if the constructor refuses
-    one, or a step needs a value that ``moments`` does not have."""
+def _check_accepted(kind: type[torch.optim.Optimizer], group: dict[str, Any], rows: OptimizerRows, where: str) -> None:
+    """Try hyperparameters in the constructor of a torch optimizer. Otherwise, a bad one would fail only in the first
+    step of the run. Raises StateMismatch if the constructor refuses one, or a step would read a value that is not
+    saved."""
     numbers = {key: value for key, value in group.items() if _is_number(value) and key not in _IMPLEMENTATION}
     for key, value in numbers.items():
         for number in value if isinstance(value, tuple) else (value,):
@@ -268,39 +261,17 @@ def _check_accepted(
     if not kind.__module__.startswith("torch.optim."):
         return
     known = inspect.signature(kind).parameters
-    arguments = {key: value for key, value in numbers.items() if key in known}
     try:
-        kind([torch.zeros(1, 1)], **arguments)
+        kind([torch.zeros(1, 1)], **{key: value for key, value in numbers.items() if key in known})
     except ValueError as error:
         raise StateMismatch(f"{where}: {kind.__name__} does not accept it: {error}") from error
-    for kinds, name in moments.items():
-        lacking = [_lacking(kind, arguments, kinds, shape) for shape in ((1, 1), (1,))]  # some treat vectors otherwise
-        if all(lacking):
-            raise StateMismatch(
-                f"{where}: with these, {kind.__name__} needs {lacking[0]}, which is not saved for {name}"
-            )
-
-
-def _lacking(
-    kind: type[torch.optim.Optimizer], arguments: dict[str, Any], kinds: frozenset[str], shape: tuple[int, ...]
-) -> str | None:
-    """The value that the second step on a parameter of this shape lacks, if only ``kinds`` are left of its state. None
-    if it lacks none, or needs a closure, sparse gradients or another shape."""
-    probe = torch.zeros(shape, requires_grad=True)
-    probe.grad = torch.zeros(shape)
-    try:
-        optimizer = kind([probe], **arguments)
-        step = getattr(kind.step, "__wrapped__", kind.step)  # past the hooks that the user has set on all optimizers
-        step(optimizer)
-        state = optimizer.state[probe]
-        for other in state.keys() - kinds:
-            del state[other]
-        step(optimizer)
-    except KeyError as error:
-        return str(error)
-    except (TypeError, ValueError, RuntimeError):
-        return None
-    return None
+    for needed in (needed for flag, needed in _READ_IF.items() if numbers.get(flag)):
+        for name in group["params"]:
+            kinds = {*rows.plain.get(name, ()), *rows.sharded.get(name, ())}
+            if kinds and needed not in kinds:
+                raise StateMismatch(
+                    f"{where}: with these, {kind.__name__} needs {needed!r}, which is not saved for {name}"
+                )
 
 
 def _optional_arguments(kind: type) -> set[str]:

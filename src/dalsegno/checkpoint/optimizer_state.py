@@ -20,7 +20,7 @@ from dalsegno.checkpoint.index import Index, StoredTensor
 from dalsegno.checkpoint.model_state import unwrapped
 from dalsegno.checkpoint.names import LOSS, MODEL
 from dalsegno.checkpoint.optimizer_rows import OptimizerRows, check_optimizer_rest, of_all_stages
-from dalsegno.checkpoint.wrapped import create_wrapped, is_wrapped, parts_of, wrapped_differences
+from dalsegno.checkpoint.wrapped import create_states, is_wrapped, parts_of
 from dalsegno.distributed.sharded_tensors import strip_wrappers
 from dalsegno.distributed.stage_places import is_cut, is_on_other_stage, like_parameter
 from dalsegno.errors import CannotSave
@@ -97,12 +97,12 @@ class OptimizerState:
                         rows.strides.setdefault(name, {})[kind] = [*value.stride()]
                     continue
                 if is_wrapped(value, parameter):
-                    parts, form = parts_of(value, f"{self.key}.{name}.{kind}")
+                    parts, spec = parts_of(value, f"{self.key}.{name}.{kind}")
                     for end, part in parts.items():
                         tensors[f"{name}.{kind}{end}"] = like_parameter(part.detach(), parameter)
                         rows.sharded.setdefault(name, []).append(f"{kind}{end}")
-                    if form is not None:
-                        rows.wrapped.setdefault(name, {})[kind] = form
+                    if spec is not None:
+                        rows.wrapped.setdefault(name, {})[kind] = spec
                     continue
                 plain[kind] = value
                 if isinstance(value, torch.Tensor) and value.is_cpu and not parameter.is_cpu:
@@ -148,10 +148,10 @@ class OptimizerState:
             lines += positional_names.differences(parameters, own, rows.sharded)
         if rows.wrapped and not lines:
             fitting = self._fitting(stored, rest, rows)
-            for name in (each for each in fitting if each in rows.wrapped):  # in one order: a step may have collectives
+            for name in (each for each in fitting if each in rows.wrapped):
                 parts = {kind: own[f"{name}.{kind}"] for kind in rows.parts(name)}
-                found = wrapped_differences(self.optimizer, fitting[name].parameter, rows.wrapped[name], parts)
-                lines += [f"{name}.{kind}: {difference}" for kind, difference in found]
+                *_, found = create_states(self.optimizer, fitting[name].parameter, rows.wrapped[name], parts)
+                lines += [f"{name}.{line}" for line in found]
         return sorted(lines)
 
     def prepare(self, stored: Index, rest: State) -> LoadTarget:
@@ -167,11 +167,12 @@ class OptimizerState:
         tensors: Tensors = {}
         for name, (_, parameter, _) in [*fitting.items()]:
             saved_parts = {kind: own[f"{name}.{kind}"] for kind in rows.parts(name)}
-            found = create_wrapped(self.optimizer, parameter, rows.wrapped.get(name, {}), saved_parts)
-            if found is None:  # the user allows it to be dropped
-                del fitting[name]
+            states[name], parts, lines = create_states(
+                self.optimizer, parameter, rows.wrapped.get(name, {}), saved_parts
+            )
+            if lines:  # the user allows it to be dropped
+                del fitting[name], states[name]
                 continue
-            states[name], parts = found
             tensors |= {f"{name}.{kind}": each for kind, each in parts.items()}
             tied, strides = rows.tied.get(name, {}), rows.strides.get(name, {})
             for kind in rows.whole(name):

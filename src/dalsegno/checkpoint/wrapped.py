@@ -1,87 +1,68 @@
-"""Wrapped tensors: take a quantized or wrapped tensor apart into plain tensors that share its memory.
+"""Wrapped tensors: subclasses with ``__tensor_flatten__``, such as quantized weights, as the plain tensors inside them.
 
-A checkpoint contains these parts, named below the tensor, and its :class:`Form`. A load writes into the parts of the
-live tensor, whose form must be the saved one.
+A checkpoint contains these parts, named below the tensor, and a :class:`WrapperSpec`: class and context as text, which
+a load compares with those of the live tensor. A load writes into the parts of the live tensor. Its class comes from the
+program; nothing that a checkpoint names is imported or called.
 
-Four ways to take a tensor apart:
+A tensor is taken apart by torch's protocol for wrapper subclasses, ``__tensor_flatten__`` (torchao, float8,
+``NestedTensor``). The module ``dalsegno.interop.<library>`` may have, for the classes of that library:
 
-* ``take_apart(tensor)`` in ``dalsegno.interop.<library>``, for a class of that library without the protocol;
-* torch's protocol for wrapper subclasses, ``__tensor_flatten__``: torchao, float8, ``NestedTensor``;
-* a wrapper subclass without that has the tensors among its attributes, and the other attributes as context;
-* a subclass that wraps nothing has its own elements, and its attributes as context.
-
-The module of the first way also has ``hidden_tensors(module)``.
+* ``take_apart(tensor)``: its parts and context, instead of the protocol's;
+* ``hidden_tensors(module)``: tensors of a module that its state dict does not have;
+* ``new_state(optimizer, parameter, class_name, context)``: a tensor to load a wrapped state of its optimizers into.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import enum
 import functools
 import importlib
 import math
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple, TypedDict
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-from torch.nn.parameter import is_lazy
 
-from dalsegno.checkpoint.composites import is_composite
 from dalsegno.checkpoint.contract import Tensors, class_name_of, is_dense, is_shaped_like, short_class_name
 from dalsegno.checkpoint.index import StoredTensor
-from dalsegno.distributed.rng import preserved_generators
 from dalsegno.distributed.stage_places import like_parameter
 from dalsegno.errors import CannotSave
+from dalsegno.stateful.schema import Must
 
 DEEPEST = 16
 """Levels of wrappers, and of a context."""
 
 Json = Any
 
-Form = TypedDict("Form", {"class": str, "shape": list[Any], "dtype": str, "context": Any, "parts": dict[str, Any]})
-"""Of a wrapped tensor: ``parts`` has the form of each part that is wrapped itself, None of the others, by the end of
-its name."""
+WrapperSpec = TypedDict(
+    "WrapperSpec", {"class": str, "shape": list[Any], "dtype": str, "context": Any, "parts": dict[str, Any]}
+)
+"""``parts`` has the spec of each part that is wrapped itself, None of the others, by the end of its name."""
 
 
 class Parts(NamedTuple):
     """A tensor as a checkpoint contains it.
 
     ``tensors``: plain ones that share its memory, by the end of their names: ``.scale``, or nothing for the tensor's
-    own elements. ``form``: None for a plain tensor, which is its only part.
+    own elements. ``spec``: None for a plain tensor, which is its only part.
     """
 
     tensors: Tensors
-    form: Form | None
+    spec: WrapperSpec | None
 
 
 SHARDED = "sharded "
 """Before the class of a tensor whose parts only as many ranks can load."""
 
 
-def form_of(tensor: torch.Tensor, context: object, parts: dict[str, Form | None], where: str) -> Form:
-    """Form of a wrapped tensor. ``context``: what its parts do not contain; ``where``: its full name, for errors.
-
-    Raises:
-        CannotSave: for a context that cannot be compared.
-    """
-    return {
-        "class": class_name_of(tensor),
-        "shape": [size if type(size) is int else "ragged" for size in tensor.shape],
-        "dtype": str(tensor.dtype),
-        "context": _described(context, f"{where}: the context of its {type(tensor).__qualname__}", 0),
-        "parts": parts,
-    }
-
-
 def describe_mismatch(saved: Mapping[str, Any] | None, here: Mapping[str, Any] | None) -> str:
-    """How a saved form differs from the live one; empty if a tensor of one can be loaded into the other.
+    """How a saved spec differs from the live one; empty if a tensor of one can be loaded into the other.
 
     Modules between a class's package and its name do not count, since libraries move classes.
     """
@@ -99,24 +80,28 @@ def describe_mismatch(saved: Mapping[str, Any] | None, here: Mapping[str, Any] |
     return next(filter(None, inner), "")
 
 
-def is_form(value: object) -> bool:
-    """Whether ``value``, possibly read from disk, is a form."""
-    if not isinstance(value, dict) or value.keys() != Form.__annotations__.keys():
+def is_spec(value: object) -> bool:
+    """Whether ``value``, possibly read from disk, is a spec."""
+    if not isinstance(value, dict) or value.keys() != WrapperSpec.__annotations__.keys():
         return False
     parts = value["parts"]
     return (
         isinstance(value["class"], str)
         and isinstance(parts, dict)
-        and all(isinstance(end, str) and (each is None or is_form(each)) for end, each in parts.items())
+        and all(isinstance(end, str) and (each is None or is_spec(each)) for end, each in parts.items())
     )
 
 
-def ends(form: Mapping[str, Any] | None) -> Iterator[str]:
+SavedSpec = Annotated[Any, Must("the form of a wrapped tensor", is_spec)]
+"""A spec that was read from disk."""
+
+
+def ends(spec: Mapping[str, Any] | None) -> Iterator[str]:
     """The ends of the names of a tensor's plain parts."""
-    if form is None:
+    if spec is None:
         yield ""
         return
-    for end, inner in form["parts"].items():
+    for end, inner in spec["parts"].items():
         yield from (f"{end}{further}" for further in ends(inner))
 
 
@@ -127,13 +112,13 @@ def _first_difference(where: str, saved: Json, here: Json) -> str:
     return f"{where} {saved}, here {here}"
 
 
-def _hint(*forms: Form | Mapping[str, Any]) -> str:
-    is_sharded = any(form["class"].startswith(SHARDED) for form in forms)
+def _hint(*specs: WrapperSpec | Mapping[str, Any]) -> str:
+    is_sharded = any(spec["class"].startswith(SHARDED) for spec in specs)
     return "; the shards of a tensor that is quantized in blocks fit as many ranks as saved it" if is_sharded else ""
 
 
-def _shown(form: Mapping[str, Any] | None) -> str:
-    return "a plain tensor" if form is None else str(form["class"])
+def _shown(spec: Mapping[str, Any] | None) -> str:
+    return "a plain tensor" if spec is None else str(spec["class"])
 
 
 def _described(value: object, where: str, depth: int) -> Json:
@@ -178,17 +163,6 @@ def _fields(value: Any) -> dict[str, object] | None:
     return dict(vars(value)) if hasattr(value, "__dict__") else None
 
 
-class TakenApart(NamedTuple):
-    """One level of a wrapped tensor: its parts by the end of their names, and what they do not contain."""
-
-    parts: Mapping[str, torch.Tensor]
-    context: object
-
-
-OfLibrary = Callable[[torch.Tensor], tuple[Mapping[str, torch.Tensor], object] | None]
-"""Returns the fields of a :class:`TakenApart`; None for a tensor of another class."""
-
-
 _WITHOUT_KERNELS = {
     getattr(torch, name): torch.int16 if name == "bits16" else torch.uint8
     for name in (*(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), "bits8", "bits16", "bits1x8",
@@ -213,41 +187,37 @@ def parts_of(tensor: torch.Tensor, where: str, depth: int = 0) -> Parts:
         raise CannotSave(
             f"{where}: cannot save a {type(tensor).__qualname__} with {tensor.layout}, {tensor.dtype} on "
             f"{tensor.device}; it must be a dense tensor or DTensor, or a subclass with __tensor_flatten__. "
-            "Convert it (.to_dense(), .dequantize()), or register it with persistent=False if it is a buffer"
+            "Convert it (.to_dense(), .dequantize(), .as_subclass(torch.Tensor)), or register it with persistent=False "
+            "if it is a buffer"
         )
     tensors: Tensors = {}
-    inner: dict[str, Form | None] = {}
-    for end, part in taken.parts.items():
+    inner: dict[str, WrapperSpec | None] = {}
+    parts, context = taken
+    for end, part in parts.items():
         tensors_of_part, inner[end] = parts_of(like_parameter(part, tensor), f"{where}{end}", depth + 1)
         tensors |= {f"{end}{further}": each for further, each in tensors_of_part.items()}
-    return Parts(tensors, form_of(tensor, taken.context, inner, where))
+    spec: WrapperSpec = {
+        "class": class_name_of(tensor),
+        "shape": [size if type(size) is int else "ragged" for size in tensor.shape],
+        "dtype": str(tensor.dtype),
+        "context": _described(context, f"{where}: the context of its {type(tensor).__qualname__}", 0),
+        "parts": inner,
+    }
+    return Parts(tensors, spec)
 
 
-def _take_apart(tensor: torch.Tensor) -> TakenApart | None:
-    of_library: OfLibrary | None = getattr(_library_of(type(tensor)), "take_apart", None)
-    if of_library is not None and (found := of_library(tensor)) is not None:
-        return TakenApart(*found)
+def _take_apart(tensor: torch.Tensor) -> tuple[Mapping[str, torch.Tensor], object] | None:
+    """One level of a wrapped tensor: its parts by the end of their names, and what they do not contain."""
+    library: Any = _library_of(type(tensor))
+    if library is not None and (found := library.take_apart(tensor)) is not None:
+        parts, context = found
+        return parts, context
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
-        return TakenApart({f".{name}": getattr(tensor, name) for name in names}, context)
-    if type(tensor) in (torch.Tensor, nn.Parameter):
-        if tensor.dtype in _WITHOUT_KERNELS:
-            return TakenApart({"": tensor.detach().view(_WITHOUT_KERNELS[tensor.dtype])}, None)
-    elif type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and not is_lazy(tensor):
-        return TakenApart({"": tensor.detach().as_subclass(torch.Tensor)}, vars(tensor))
-    else:
-        return _attributes_of(tensor)
+        return {f".{name}": getattr(tensor, name) for name in names}, context
+    if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.dtype in _WITHOUT_KERNELS:
+        return {"": tensor.detach().view(_WITHOUT_KERNELS[tensor.dtype])}, None
     return None
-
-
-def _attributes_of(tensor: torch.Tensor) -> TakenApart | None:
-    """What ``torch.save`` would pickle of a wrapper; None without tensors in it, or if a slot may hide one."""
-    attributes = vars(tensor)
-    parts = {f".{name}": each for name, each in attributes.items() if isinstance(each, torch.Tensor)}
-    bases = type(tensor).__mro__[: type(tensor).__mro__.index(torch.Tensor)]
-    if not parts or any("__slots__" in vars(base) for base in bases):
-        return None
-    return TakenApart(parts, {name: each for name, each in attributes.items() if f".{name}" not in parts})
 
 
 def _library_of(kind: type) -> ModuleType | None:
@@ -288,15 +258,15 @@ def of_all_ranks(whole: DTensor, shard: Parts, where: str) -> Parts:
     Raises:
         CannotSave: on a rank at least, if the ranks have shards of different sizes whose parts are not rows.
     """
-    assert shard.form is not None, "it is wrapped"
+    assert shard.spec is not None, "it is wrapped"
     cuts = [number for number, placement in enumerate(whole.placements) if not placement.is_replicate()]
     dimensions = [_cut_dimension(whole.placements[number], where) for number in cuts]
     if not cuts:
-        return Parts({end: _joined(whole, part, part.shape) for end, part in shard.tensors.items()}, shard.form)
+        return Parts({end: _joined(whole, part, part.shape) for end, part in shard.tensors.items()}, shard.spec)
     if dimensions == [0] and _has_parts_of_rows(shard, whole._local_tensor):
         rows = whole.shape[0]
         tensors = {end: _joined(whole, part, (rows, *part.shape[1:])) for end, part in shard.tensors.items()}
-        return Parts(tensors, {**shard.form, "shape": [*whole.shape]})
+        return Parts(tensors, {**shard.spec, "shape": [*whole.shape]})
     sizes = [whole.device_mesh.size(number) for number in cuts]
     for dimension in {*dimensions}:
         count = math.prod(size for size, cut in zip(sizes, dimensions, strict=True) if cut == dimension)
@@ -310,14 +280,14 @@ def of_all_ranks(whole: DTensor, shard: Parts, where: str) -> Parts:
     for end, part in shard.tensors.items():
         part = part if part.dim() else part.view(1)
         tensors[end] = _joined(whole, part, (part.shape[0] * math.prod(sizes), *part.shape[1:]))
-    form: Form = {
-        "class": f"{SHARDED}{shard.form['class']}",
+    spec: WrapperSpec = {
+        "class": f"{SHARDED}{shard.spec['class']}",
         "shape": [*whole.shape],
-        "dtype": shard.form["dtype"],
+        "dtype": shard.spec["dtype"],
         "context": {"mesh": [*whole.device_mesh.shape], "placements": [str(each) for each in whole.placements]},
-        "parts": {"": shard.form},
+        "parts": {"": shard.spec},
     }
-    return Parts(tensors, form)
+    return Parts(tensors, spec)
 
 
 def _cut_dimension(placement: Placement, where: str) -> int:
@@ -330,7 +300,7 @@ def _cut_dimension(placement: Placement, where: str) -> int:
 
 def _has_parts_of_rows(shard: Parts, local: torch.Tensor) -> bool:
     return all(part.dim() and part.shape[0] == local.shape[0] for part in shard.tensors.values()) and not any(
-        shard.form["parts"].values() if shard.form else ()
+        shard.spec["parts"].values() if shard.spec else ()
     )
 
 
@@ -343,81 +313,53 @@ def _joined(whole: DTensor, part: torch.Tensor, shape: Sequence[int]) -> torch.T
     return DTensor(part.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-Forms = Mapping[str, Form]
+# --- states of optimizers -----------------------------------------------------------------------------------------
+
+Specs = Mapping[str, WrapperSpec]
 """Of a parameter's wrapped states, by kind."""
 
 Stored = Mapping[str, StoredTensor]
 """Of a parameter: the saved tensors, by kind; those of wrapped states by the kinds of their parts."""
 
 
-_OWN_OF_A_TWIN = ("state", "param_groups", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-
-
 def is_wrapped(value: object, parameter: torch.Tensor) -> bool:
     """Whether an optimizer's value that is not dense has an element for each of its parameter's."""
-    return isinstance(value, torch.Tensor) and is_shaped_like(value, parameter) and not is_composite(value)
+    return isinstance(value, torch.Tensor) and is_shaped_like(value, parameter)
 
 
-def wrapped_differences(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, forms: Forms, stored: Stored
-) -> Iterator[tuple[str, str]]:
-    """How the states that the optimizer creates for a parameter differ from the saved ones, by kind."""
-    return _differences(_first_states(optimizer, parameter), forms, stored)
+def create_states(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, specs: Specs, stored: Stored
+) -> tuple[dict[str, torch.Tensor], Tensors, list[str]]:
+    """Tensors to load the wrapped states of a parameter into. An optimizer has none before its first step.
 
-
-def create_wrapped(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, forms: Forms, stored: Stored
-) -> tuple[dict[str, torch.Tensor], Tensors] | None:
-    """States to load into, and their parts, by kind; None if there are :func:`wrapped_differences`."""
-    if not forms:
-        return {}, {}
-    states = _first_states(optimizer, parameter)
-    if any(_differences(states, forms, stored)):
-        return None
-    created = {kind: states[kind] for kind in forms}
-    taken = {kind: parts_of(state, kind).tensors for kind, state in created.items()}
-    return created, {f"{kind}{end}": part for kind, parts in taken.items() for end, part in parts.items()}
-
-
-def _differences(states: Mapping[str, Any], forms: Forms, stored: Stored) -> Iterator[tuple[str, str]]:
-    for kind, form in forms.items():
-        if not isinstance(states.get(kind), torch.Tensor):
-            yield kind, f"saved as {form['class']}, here there is none"
+    Returns:
+        The states by kind; their parts by kind; and how the saved states differ from them, a line each.
+    """
+    states: dict[str, torch.Tensor] = {}
+    tensors: Tensors = {}
+    lines = []
+    for kind, spec in specs.items():
+        states[kind] = _new_state(optimizer, parameter, spec)
+        parts, here = parts_of(states[kind], kind)
+        tensors |= {f"{kind}{end}": part for end, part in parts.items()}
+        if difference := describe_mismatch(spec, here):
+            lines.append(f"{kind}: {difference}")
             continue
-        parts = parts_of(states[kind], kind)
-        if difference := describe_mismatch(form, parts.form):
-            yield kind, difference
-            continue
-        for end, part in parts.tensors.items():
+        for end, part in parts.items():
             there = stored[f"{kind}{end}"]
             if (there.shape, there.dtype) != (part.shape, part.dtype):
-                yield f"{kind}{end}", f"saved as {[*there.shape]} {there.dtype}, here {[*part.shape]} {part.dtype}"
+                found = f"{[*there.shape]} {there.dtype}, here {[*part.shape]} {part.dtype}"
+                lines.append(f"{kind}{end}: saved as {found}")
+    return states, tensors, lines
 
 
-def _first_states(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
-    """What the optimizer's first step creates for such a parameter, by kind. That step leaves the optimizer and
-    random generators as they were, and runs no hooks of the optimizer."""
-    probe = nn.Parameter(torch.zeros_like(parameter.detach()))
-    probe.grad = torch.zeros_like(probe)
-    twin = object.__new__(type(optimizer))
-    # copy.copy() leaves out what Optimizer.__getstate__ does.
-    vars(twin).update({name: _apart(value) for name, value in vars(optimizer).items() if name not in _OWN_OF_A_TWIN})
-    twin.state = defaultdict(dict)
-    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    twin.param_groups = [
-        {name: _apart(value) for name, value in group.items()} | {"params": [probe]}
-        for group in optimizer.param_groups
-        if any(each is parameter for each in group["params"])
-    ]
-    step = type(optimizer).step
-    with preserved_generators(), torch.compiler.set_stance("force_eager"):  # a compiler takes seconds for a step
-        getattr(step, "__wrapped__", step)(twin)  # past the hooks that the user has set on all optimizers
-    states: dict[str, Any] = twin.state[probe]
-    return states
-
-
-def _apart(value: Any) -> Any:
-    """A copy of what a step may change in place."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return copy.copy(value) if isinstance(value, dict | list | set) else value
+def _new_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, spec: WrapperSpec) -> torch.Tensor:
+    """A state as the optimizer would create it for its parameter: of the same class as the parameter, or of a class of
+    the optimizer's library."""
+    inner = spec["parts"][""] if spec["class"].startswith(SHARDED) else spec
+    new_state = getattr(_library_of(type(optimizer)), "new_state", None)
+    if new_state is not None and isinstance(inner["context"], dict):
+        state: torch.Tensor | None = new_state(optimizer, parameter, inner["class"], inner["context"])
+        if state is not None:
+            return state
+    return torch.zeros_like(parameter.detach())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 _STATES = ("OptimState8bit", "OptimState4bit", "OptimStateFp8")
 _checksums: dict[tuple[type, bool], str] = {}  # of a class's table; on a device, reading it takes a sync
@@ -33,6 +34,31 @@ def take_apart(tensor: torch.Tensor) -> tuple[Mapping[str, torch.Tensor], object
 def hidden_tensors(module: nn.Module) -> Mapping[str, torch.Tensor]:
     """None: a module of torchao has its tensors in its state dict."""
     return {}
+
+
+def new_state(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, class_name: str, context: dict[str, Any]
+) -> Any:
+    """A state of zeros of ``parameter``, in the optimizer's blocks; None if that class is none of its states, or cannot
+    have as many elements."""
+    from torchao.optim.subclass_4bit import OptimState4bit
+    from torchao.optim.subclass_8bit import OptimState8bit
+    from torchao.optim.subclass_fp8 import OptimStateFp8
+
+    known: dict[str, Any] = {each.__name__: each for each in (OptimState4bit, OptimState8bit, OptimStateFp8)}
+    kind = known.get(class_name.rpartition(".")[2])
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    block_size = getattr(optimizer, "block_size", 0)
+    if kind is None or not block_size or local.numel() % block_size:
+        return None
+    signed = {"signed": context["signed"]} if "signed" in context else {}
+    state = kind.zeros(local.shape, **signed, block_size=block_size, device=local.device, dtype=local.dtype)
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        state = DTensor.from_local(
+            state, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+    return state.to(parameter.device)  # offloaded: from_local moves it to the device of the mesh
 
 
 def _by_row(part: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -42,6 +42,8 @@ class CheckpointContents:
         self._callbacks, self._comparison = parts.callbacks, parts.comparison
         _check_saveable(parts)
         self.model = ModelState(parts.model)
+        if parts.args.saving:
+            self.model.capture()  # raises before hours of work on tensors that no checkpoint can contain
         self._loss = _loss_states(parts.loss_fn, parts.model)
         own: dict[str, Stateful] = {
             SETTINGS: settings,
