@@ -13,9 +13,10 @@ first callback is built::
 
 from __future__ import annotations
 
-from .docstrings import prose, summary
+from dalsegno.config.registry import find_named
+from dalsegno.config.signature import prose, summary
+
 from .entries import load_callbacks
-from .names import find_named
 from .registry import NamedCallback, find_callback, named_callbacks
 from .run_config import RunConfig
 from .signature import Argument, Signature, signature_of

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dalsegno.errors import ConfigurationError, NotFound, UnknownName
+from dalsegno.errors import ConfigurationError, DalsegnoError, NotFound, UnknownName
 from dalsegno.logs.values import from_json
 from dalsegno.system.extras import how_to_install
 
@@ -176,3 +177,13 @@ _READERS: dict[str, Callable[[str], Any]] = {
     ".yml": _read_yaml,
     ".json": lambda text: from_json(json.loads(text)),
 }
+
+
+@contextmanager
+def error_context(location: str) -> Iterator[None]:
+    """Prefix the message of a DalsegnoError raised inside: ``run.toml, callbacks[0] (Beat): …``."""
+    try:
+        yield
+    except DalsegnoError as error:
+        error.args = (f"{location}: {error}",)
+        raise

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from dalsegno.callbacks import default_callbacks
+from dalsegno.config.document import error_context
 from dalsegno.errors import ConfigurationError, DalsegnoError
 from dalsegno.events.adapters import adapt
 from dalsegno.events.callback import Callback
 from dalsegno.events.registration import check_callbacks
 
 from .document import Document, Source
-from .error_context import error_context
 from .registry import find_callback
 from .signature import signature_of
 

@@ -1,7 +1,12 @@
-"""Registry of callbacks for ``use``: built-in ones, those of installed packages, and ``module:Class``."""
+"""Callbacks by the name under ``use``: built-in ones, those of installed packages, and ``module:Class``.
+
+A lookup imports the module: the only code that a configuration can cause to run.
+"""
 
 from __future__ import annotations
 
+import importlib
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -10,8 +15,6 @@ from typing import Any
 from dalsegno import callbacks
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.events.callback import Callback
-
-from .names import find_named
 
 GROUP = "dalsegno.callbacks"
 """Entry-point group under which a package provides callbacks."""
@@ -77,3 +80,31 @@ def _builtins() -> Iterator[NamedCallback]:
 
 def _provided(entry: EntryPoint) -> NamedCallback:
     return NamedCallback(entry.name, entry.dist.name if entry.dist else entry.module, entry.load)
+
+
+def find_named(text: str, what: str, example: str) -> Any:
+    """The callable ``module:name`` at the top level of a module.
+
+    Args:
+        what: kind of object, for error messages.
+        example: valid ``text``, for error messages.
+
+    Raises:
+        ConfigurationError: if ``text`` is not ``module:name``, or the module cannot be imported.
+        UnknownName: if the module has no callable of that name; suggests the nearest.
+    """
+    module_name, colon, name = text.partition(":")
+    if not (module_name and colon and name):
+        raise ConfigurationError(f"{text!r}: name the {what} as module:name, such as {example}")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigurationError(
+                f"no module {error.name!r}, neither in the current directory nor installed"
+            ) from error
+        raise ConfigurationError(f"{module_name}: cannot be imported\n{traceback.format_exc()}") from error
+    found = {key: value for key, value in vars(module).items() if callable(value)}
+    if name not in found:
+        raise UnknownName(f"{what} of {module_name}", name, found)
+    return found[name]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from dalsegno.args import TrainingArguments
-from dalsegno.config.names import find_named
+from dalsegno.config.registry import find_named
 from dalsegno.distributed import collectives
 from dalsegno.distributed.blocks import outermost_blocks
 from dalsegno.distributed.sharded_tensors import named_parameters
