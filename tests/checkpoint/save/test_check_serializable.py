@@ -318,7 +318,7 @@ def test_an_evaluation_leaves_a_loss_function_as_it_is(tmp_path: Path) -> None:
 def test_a_checkpoint_without_the_loss_function_is_refused(tmp_path: Path) -> None:
     """As those from before it was saved are."""
     trainer, _ = with_learned_loss(tmp_path)
-    contents = trainer._lifecycle._checkpointer._contents
+    contents = trainer._lifecycle._checkpoints._contents
     contents._loss.clear()
     contents._optimizer._loss_fn = None
     trainer.train()
