@@ -50,7 +50,7 @@ FLOORS_WITHIN = {
     "checkpoint": [
         # the files
         ["names", "file_reading", "manifest", "checkpoint_dir", "sharding", "tensor_files", "index"],
-        ["composites", "strides", "codec", "sidecar", "format"],
+        ["strides", "codec", "sidecar", "format"],
         # what is saved
         ["contract", "dtensors", "tensor_reader", "positional_names", "wrapped"],
         ["model_state", "optimizer_rows", "optimizer_state", "callback_tensors"],
