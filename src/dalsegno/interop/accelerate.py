@@ -247,7 +247,7 @@ class Bridge:
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Log an evaluation's metrics, reduced over the ranks: ``{"eval_loss": 0.7}``. On all ranks."""
         leg, weights, self._evaluated_weights = self._followed, self._evaluated_weights, None
-        leg.record(dict(metrics), "eval", weights)
+        leg.events.fire_record(dict(metrics), "eval", weights)
         leg.evaluated(dict(metrics), "eval", weights)
         self._follow_requests(leg)
 

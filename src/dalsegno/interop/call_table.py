@@ -78,11 +78,12 @@ class TableAdapter(CallbackAdapter):
         shared, row, function = self._shared, self._table[event, method], self.method(method)
         given = [self.values[name] for name in (*self.leading, *row.given.split())]
         is_due = None if row.when is None else self.conditions[row.when]
+        is_in_record = event is Event.LOG_STEP
 
         def call(_: Any, ctx: Any) -> None:
             if is_due is None or is_due(shared, ctx):
                 function(*[value(shared, ctx) for value in given])
-                if event is Event.LOG_STEP:
+                if is_in_record:
                     shared.collected.move_into(ctx)
 
         def call_specially(adapted: Any, ctx: Any) -> None:

@@ -266,12 +266,10 @@ class Leg:
     # -- begin and end ----------------------------------------------------------------------------------------------
 
     def begin(self, folder: Path | None, timeline: str = "", *, saves: bool) -> None:
-        """Restore the callbacks' states, then fire on_train_begin.
+        """Restore the callbacks' states from their folder, if there is one; then fire on_train_begin.
 
-        Args:
-            folder: of the states; None: there are none.
-            timeline: fingerprint of the library's history, equal in the process that saved the states.
-            saves: whether the library will save checkpoints.
+        ``timeline`` is a fingerprint of the library's history, equal in the process that saved the states; ``saves``
+        tells whether the library will save checkpoints.
         """
         on, step = self.events, self.state.global_step
         on.init_end.fire_with()
@@ -348,7 +346,7 @@ class Leg:
     def record_end(self) -> None:
         """Fire on_step_done and the final record: training has come to its end, or to a requested one."""
         self.end_steps()
-        self.record({"train_runtime": self.state.elapsed(), "step": self.state.global_step}, "final")
+        self.events.fire_record({"train_runtime": self.state.elapsed(), "step": self.state.global_step}, "final")
 
     def complete(self, metrics: Mapping[str, Any] | None = None, *, is_stopped: bool) -> None:
         """Fire on_train_end, after the final record."""
@@ -456,17 +454,13 @@ class Leg:
 
     # -- records and requests ---------------------------------------------------------------------------------------
 
-    def record(self, logs: dict[str, Any], kind: str, evaluated_weights: str | None = None) -> None:
-        """Fire on_log_step, whose handlers may add to the record, and on_log."""
-        self.events.fire_record(logs, kind, evaluated_weights)
-
     def record_step(self, logs: dict[str, Any]) -> None:
-        """:meth:`record` of the step's loss, norm and learning rate, beside ``logs``. Collective."""
+        """Fire a record of the step's loss, norm and learning rate, beside ``logs``. Collective."""
         if (loss := self.loss) is not None:
             logs["loss"] = collectives.sum_floats([float(loss)], "the loss of a record")[0]
         if self.grad_norm is not None:
             logs["grad_norm"] = float(self.grad_norm)
-        self.record({**logs, "learning_rate": self._lr}, "train")
+        self.events.fire_record({**logs, "learning_rate": self._lr}, "train")
 
     def evaluated(
         self, metrics: dict[str, Any], name: str, evaluated_weights: str | None = None, *, is_last: bool = True
@@ -509,7 +503,7 @@ class Leg:
     # -- for handlers: ctx.trainer ----------------------------------------------------------------------------------
 
     def log(self, metrics: MutableMapping[str, Any], kind: str = "user") -> None:
-        self.record(dict(metrics), kind)
+        self.events.fire_record(dict(metrics), kind)
 
     def stop(self, reason: str = "ctx.trainer.stop() was called", *, save: bool = True) -> None:
         self.control.stop(reason, save=save)

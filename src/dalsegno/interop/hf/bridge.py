@@ -231,7 +231,7 @@ class Bridge(transformers.TrainerCallback):
         if kind == "final":
             leg.end_steps()
             self._metrics = logs
-        leg.record(logs, kind, leg.evaluated_weights if kind == "eval" else None)
+        leg.events.fire_record(logs, kind, leg.evaluated_weights if kind == "eval" else None)
         return self._passed_on(control)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:

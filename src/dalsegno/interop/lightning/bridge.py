@@ -226,7 +226,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         weights = leg.evaluated_weights
         leg.events.evaluate_end.fire_with("eval")
         metrics = {_as_eval(name): value for name, value in self._new_metrics().items()}
-        leg.record(metrics, "eval", weights)
+        leg.events.fire_record(metrics, "eval", weights)
         leg.evaluated(metrics, "eval", weights)
         self._pass_on()
 
