@@ -208,11 +208,7 @@ class Divergence:
         }
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore the state of :meth:`state_dict`.
-
-        Raises:
-            StateMismatch: if ``state`` is not a state of a divergence.
-        """
+        """Restore the state of :meth:`state_dict`."""
         schema.check(state, DivergenceState, "the state of a divergence")
         self._smoothed, self._best = state["smoothed"], state["best"]
         self._first, self._newest, self._step = state["first"], state["newest"], state["step"]

@@ -164,9 +164,6 @@ def summarize_legs(
         tails: tails that were cut off the run's log.
         times: UTC seconds of the records in its log, shape (n,).
         steps: steps of the same records, shape (n,).
-
-    Raises:
-        StateMismatch: if ``run.json`` is damaged, or of a newer format.
     """
     run = RunFile(output_dir).load()
     if run is None:

@@ -143,12 +143,7 @@ _SEARCHED = 10
 
 
 def read_parameters(log: Path, run: str, metric: str, skipped: Skipped) -> ParameterSeries:
-    """Read this metric from ``log`` itself, or else from the log beside it that usually has it.
-
-    Raises:
-        UnknownName: for a metric that is not in :data:`WHERE`.
-        NotFound: if there is no such log.
-    """
+    """Read this metric from ``log`` itself, or else from the log beside it that usually has it."""
     if metric not in WHERE:
         raise UnknownName("metric of parameters", metric, WHERE)
     stem, keys = WHERE[metric]

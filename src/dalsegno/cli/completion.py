@@ -18,11 +18,7 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script. ``parser``: with all commands.
-
-    Raises:
-        ConfigurationError: if shtab is not installed.
-    """
+    """The script. ``parser``: with all commands."""
     require_extra("completion", "shtab", "completion")
     import shtab
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import sys
 from pathlib import Path
 
@@ -81,6 +80,8 @@ def peak_resident_memory() -> int:
     it grows with this process's own peak; ``/proc``, which takes twenty times as long, is read only if it may have.
     """
     global _read
+    import resource  # Windows has none, and reads logs with this module
+
     process, resident = os.getpid(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if _read is not None and _read[:2] == (process, resident) and resident * 1024 <= _read[2]:
         return _read[2]

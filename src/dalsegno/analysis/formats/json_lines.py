@@ -39,9 +39,6 @@ class JsonLines(Source):
     """
     Args:
         step_key: key of the step in each record, if it is an unusual one.
-
-    Raises:
-        ConfigurationError: on reading, if the records have no step.
     """
 
     program = "JSON lines"
@@ -91,11 +88,7 @@ class JsonLines(Source):
 
 
 def read_chunks(path: Path, size: int = CHUNK) -> Iterator[bytes]:
-    """Yield complete lines, about ``size`` bytes at a time, and finally a line without an end, if there is one.
-
-    Raises:
-        NotFound: if the file does not exist.
-    """
+    """Yield complete lines, about ``size`` bytes at a time, and finally a line without an end, if there is one."""
     try:
         file = path.open("rb", buffering=0)
     except FileNotFoundError as error:

@@ -201,11 +201,7 @@ class Source(ABC):
 
 
 class Unreadable(Source):
-    """A file or directory that may be a log and cannot be opened.
-
-    Raises:
-        ConfigurationError: from each method.
-    """
+    """A file or directory that may be a log and cannot be opened."""
 
     program = "unreadable"
 

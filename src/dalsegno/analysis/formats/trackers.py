@@ -196,11 +196,7 @@ _TRACKIO_ROWS = "SELECT timestamp, step, metrics FROM metrics WHERE run_id = ? O
 
 
 class Database(Source):
-    """The newest run in a database of MLflow's or Trackio's.
-
-    Raises:
-        ConfigurationError: on reading, if the database is of another program.
-    """
+    """The newest run in a database of MLflow's or Trackio's."""
 
     program = "MLflow or Trackio"
 

@@ -136,11 +136,6 @@ def panels(logs: Sequence[Log], metrics: Sequence[str] | None, view: View, *, co
 
     Args:
         metrics: None: the loss, under each run's own name for it, or else the first metric.
-
-    Raises:
-        UnknownName: for a metric that no log has.
-        NotFound: if there is nothing to draw.
-        ConfigurationError: if a log does not have the quantity of the x axis.
     """
     chosen = [[metric] * len(logs) for metric in metrics] if metrics else [_losses(logs)]
     known = {name for log in logs for name in log.metrics()}

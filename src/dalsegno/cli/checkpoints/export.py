@@ -44,13 +44,6 @@ def describe_export(parser: Parser) -> None:
 
 
 def export(arguments: argparse.Namespace) -> int:
-    """
-    Raises:
-        NotFound: if there is no checkpoint, no best one, or no configuration file to copy.
-        UnknownName: if the checkpoint has no averages of that callback.
-        DamagedCheckpoint: if the checkpoint fails verification.
-        ConfigurationError: for an invalid size, or if the output directory contains a model.
-    """
     if arguments.program is not None:
         return _export_run(arguments)
 

@@ -51,12 +51,6 @@ def describe_import(parser: Parser) -> None:
 
 
 def import_run(arguments: argparse.Namespace) -> int:
-    """
-    Raises:
-        NotFound: if SOURCE does not exist.
-        ConfigurationError: if it is not a checkpoint of a known program, or OUTPUT_DIR contains a run.
-        StateMismatch: if a file contains more than data.
-    """
     from dalsegno.checkpoint.foreign.programs import import_checkpoint
 
     done = import_checkpoint(

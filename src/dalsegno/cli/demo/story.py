@@ -117,11 +117,7 @@ class LegEnd:
 
 
 def run_leg(job: Job, plan: FaultPlan | None, watch: Watch) -> LegEnd:
-    """Train in a new process, to the end or until ``plan`` kills it.
-
-    Raises:
-        RankFailed: if it ends in any other way.
-    """
+    """Train in a new process, to the end or until ``plan`` kills it."""
     incoming, outgoing = Pipe(duplex=False)
     leg = start_ranks(_train, 1, job, plan, outgoing)
     outgoing.close()

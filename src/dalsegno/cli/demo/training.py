@@ -34,11 +34,7 @@ _EVERY = 10  # one file in ten is for validation
 
 
 def source_files() -> list[Path]:
-    """The modules of the installed standard library without its tests, sorted by path; at most 16 MiB.
-
-    Raises:
-        EmptyDataset: if there are none, as in some stripped installations.
-    """
+    """The modules of the installed standard library without its tests, sorted by path; at most 16 MiB."""
     root = sysconfig.get_paths()["stdlib"]
     found = []
     for folder, inner, names in os.walk(root):
