@@ -59,8 +59,7 @@ def test_a_callback_a_dialect_and_a_command_as_described(tmp_path: Path) -> None
     _insert(built_ins, '\n    "loggers.highest_loss": ("HighestLoss",),', after="_HOMES = {")
     logs = package / "cli" / "logs" / "__init__.py"
     _insert(logs, "count, ", after="from . import checks, ")
-    entry = '\n    "count": Command(count.count, count.describe_count, {1: "a run has too few records"}),'
-    _insert(logs, entry, after="COMMANDS = {")
+    _insert(logs, '\n    "count": count.count,', after="COMMANDS = {")
 
     code = f"import sys; sys.path.insert(0, {str(package.parent)!r})\n{USE}"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)

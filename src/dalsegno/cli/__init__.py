@@ -1,10 +1,11 @@
 """The command line: ``dalsegno COMMAND``.
 
-A command is a module with ``describe(parser)``, ``run(arguments) -> exit status`` and optionally ``EXIT_STATUSES``, the
-meanings that are its own, and ``suggest(unknown arguments) -> hint``. Its docstring is the help. A group of commands is
-a module whose ``COMMANDS`` maps each name to a :class:`~dalsegno.cli.command.Command`. Only the command or group that
-is called is imported, or those that a help lists. Each imports what takes long inside its functions: torch takes over a
-second, and ``dalsegno --help`` must not wait for it. No other package imports inside functions for this reason.
+A command is a module with ``describe``, its arguments, ``run(arguments) -> exit status``, and optionally
+``EXIT_STATUSES``, the meanings that are its own, and ``suggest(unknown arguments) -> hint``. Its docstring is the help.
+A group of commands is a module whose ``COMMANDS`` maps each name to a :class:`~dalsegno.cli.command.Command`. Only the
+command or group that is called is imported, or those that a help lists. Each imports what takes long inside its
+functions: torch takes over a second, and ``dalsegno --help`` must not wait for it. No other package imports inside
+functions for this reason.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from dalsegno.cli.command import FAILED, Command, Parser
+from dalsegno.cli.command import FAILED, Command
 from dalsegno.errors import DalsegnoError, UnknownName
 from dalsegno.system.exit_status import ExitStatus, exit_status_of
 
@@ -60,9 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitStatus.INTERRUPTED
 
 
-def _parser(words: Sequence[str] | None) -> Parser:
+def _parser(words: Sequence[str] | None) -> argparse.ArgumentParser:
     """The parser of a command line, or, without one, of all commands."""
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="dalsegno",
         description="Train PyTorch models that resume bit by bit after a kill, and analyze their logs and checkpoints.",
         epilog="Run 'dalsegno COMMAND --help' for a command's options. Exit status: 0 success, 1 negative result (say, "
@@ -94,7 +95,7 @@ def _called(names: Iterable[str], words: Sequence[str] | None, called: str = "")
 
 
 def _add_commands(
-    parser: Parser,
+    parser: argparse.ArgumentParser,
     commands: Mapping[str, Command | ModuleType],
     words: Sequence[str] | None,
     called: str = "",
@@ -124,8 +125,8 @@ def _module(name: str) -> Command | ModuleType:
     module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
     if hasattr(module, "COMMANDS"):
         return module
-    suggest = getattr(module, "suggest", None)
-    return Command(module.run, module.describe, getattr(module, "EXIT_STATUSES", None), suggest, module.__doc__)
+    statuses, suggest = getattr(module, "EXIT_STATUSES", {}), getattr(module, "suggest", None)
+    return Command(module.run, module.describe, statuses, module.__doc__, suggest)
 
 
 class _Help(argparse.HelpFormatter):

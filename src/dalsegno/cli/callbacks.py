@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.cli.command import Command, Parser
+from dalsegno.cli.command import JSON, argument, command
 from dalsegno.cli.console import Column, print_json, print_rows, print_table
 from dalsegno.errors import ConfigurationError
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dalsegno.config import NamedCallback
 
 
+@command(JSON)
 def _list(arguments: argparse.Namespace) -> int:
     """List every callback with a short name: built-in ones, and those that installed packages provide."""
     from dalsegno.config import named_callbacks
@@ -39,13 +40,10 @@ def _row(entry: NamedCallback) -> dict[str, Any]:
     return {"name": entry.name, "origin": entry.origin, "summary": text}
 
 
-def _describe_show(parser: Parser) -> None:
-    parser.add_argument(
-        "name", metavar="NAME", help="callback, say DivergenceDetector or my_package.callbacks:MyCallback"
-    )
-    parser.json()
-
-
+@command(
+    argument("name", metavar="NAME", help="callback, say DivergenceDetector or my_package.callbacks:MyCallback"),
+    JSON,
+)
 def _show(arguments: argparse.Namespace) -> int:
     """Show the description of a callback and its arguments.
 
@@ -106,5 +104,5 @@ def _handlers(made: Any) -> list[str]:
     return [*(name for name in HANDLERS if name in found), *sorted(found - set(HANDLERS))]
 
 
-COMMANDS = {"list": Command(_list, Parser.json), "show": Command(_show, _describe_show)}
+COMMANDS = {"list": _list, "show": _show}
 """In the order of the help."""

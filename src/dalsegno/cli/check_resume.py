@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from dalsegno.cli.command import Parser
+from dalsegno.cli.command import argument, flag, option, several
 from dalsegno.errors import ConfigurationError, UnknownName
 
 from .console import print_json, redirect_output
@@ -37,11 +37,11 @@ EXIT_STATUSES = {
 }
 
 
-def describe(parser: Parser) -> None:
-    parser.add_argument(
+describe = several(
+    argument(
         "factory", metavar="FACTORY", help="function that builds the trainer, as module:function, say my_run:build"
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--kill-at",
         metavar="SPEC",
         action="append",
@@ -49,20 +49,21 @@ def describe(parser: Parser) -> None:
         help="where to kill a leg: on_step_end:12 (12th time of an event), write:3 (before the 3rd write of a file), "
         "write:3:logs (only paths that contain 'logs') or 2.5s (seconds after the start); may be repeated, one kill "
         "each; default: two at random",
-    )
-    parser.flag("--thorough", help="interrupt the run twice in each of its first four epochs")
-    parser.option("--seed", metavar="N", default=0, help="seed of the random kills")
-    parser.option(
+    ),
+    flag("--thorough", help="interrupt the run twice in each of its first four epochs"),
+    option("--seed", metavar="N", default=0, help="seed of the random kills"),
+    option(
         "--ranks",
         metavar="N",
         type=int,
         help="number of ranks, joined over gloo; default: 1, with --thorough 1 and then 2",
-    )
-    parser.option("--timeout", metavar="SECONDS", default=300.0, help="time limit of each leg")
-    parser.option(
+    ),
+    option("--timeout", metavar="SECONDS", default=300.0, help="time limit of each leg"),
+    option(
         "--keep", metavar="DIR", type=Path, help="keep the runs and their output in DIR; default: deleted afterwards"
-    )
-    parser.flag("--json", help="print the result as JSON, the progress on stderr")
+    ),
+    flag("--json", help="print the result as JSON, the progress on stderr"),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:

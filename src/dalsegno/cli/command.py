@@ -25,55 +25,83 @@ OF_TRAINING: Mapping[int, str] = {
 """Exit statuses of commands that train."""
 
 
-class Parser(argparse.ArgumentParser):
-    """The parser of one command."""
+Arguments = Callable[[Any], None]
+"""Adds arguments to a parser, or to a group within one."""
 
-    def flag(self, *names: str, help: str, dest: str | None = None) -> None:
-        """An option without a value; False by default."""
-        self.add_argument(*names, action="store_true", dest=dest, help=help)
 
-    def option(
-        self, *names: str, metavar: str, help: str, default: Any = None, type: Callable[[str], Any] | None = None
-    ) -> None:
-        """An option with a value. A default gives the type, and is added to the help unless the help mentions it."""
-        if default not in (None, "") and "default" not in help:
-            help += f"; default: %(default){'g' if isinstance(default, float) else 's'}"
-        if type is None:
-            kinds = (Path, int, float)
-            type = next((kind for kind in kinds if isinstance(default, kind)), str)
-        self.add_argument(*names, metavar=metavar, type=type, default=default, help=help)
+def argument(*names: str, **options: Any) -> Arguments:
+    """Any argument; ``options`` are those of argparse's ``add_argument``."""
+    return lambda parser: parser.add_argument(*names, **options)
 
-    def json(self) -> None:
-        self.flag("--json", help="print JSON")
+
+def flag(*names: str, help: str, dest: str | None = None) -> Arguments:
+    """An option without a value; False by default."""
+    return argument(*names, action="store_true", dest=dest, help=help)
+
+
+def option(
+    *names: str, metavar: str, help: str, default: Any = None, type: Callable[[str], Any] | None = None
+) -> Arguments:
+    """An option with a value. A default gives the type, and is added to the help unless the help mentions it."""
+    if default not in (None, "") and "default" not in help:
+        help += f"; default: %(default){'g' if isinstance(default, float) else 's'}"
+    if type is None:
+        kinds = (Path, int, float)
+        type = next((kind for kind in kinds if isinstance(default, kind)), str)
+    return argument(*names, metavar=metavar, type=type, default=default, help=help)
+
+
+def several(*arguments: Arguments) -> Arguments:
+    """Several arguments."""
+
+    def add(parser: Any) -> None:
+        for one in arguments:
+            one(parser)
+
+    return add
+
+
+def one_of(*arguments: Arguments, required: bool = False) -> Arguments:
+    """Options that exclude each other."""
+    return lambda parser: several(*arguments)(parser.add_mutually_exclusive_group(required=required))
+
+
+JSON = flag("--json", help="print JSON")
 
 
 class Command:
     """A command. A module whose ``COMMANDS`` maps names to these is a group of commands.
 
     Args:
-        run: carries the command out; returns the exit status. Its docstring is the help.
-        describe: adds the command's arguments to its parser.
+        run: carries the command out; returns the exit status.
+        describe: the command's arguments.
         exit_statuses: meanings of exit statuses that are the command's own.
+        help: its first line is shown in the list of commands.
         suggest: returns a hint for unrecognized arguments.
-        help: replaces the docstring of ``run``.
     """
 
     def __init__(
         self,
         run: Callable[[argparse.Namespace], int],
-        describe: Callable[[Parser], None],
-        exit_statuses: Mapping[int, str] | None = None,
+        describe: Arguments,
+        exit_statuses: Mapping[int, str],
+        help: str | None,
         suggest: Callable[[Sequence[str]], str] | None = None,
-        help: str | None = None,
     ) -> None:
         self.run = run
         self.describe = describe
         self.suggest = suggest
-        first, _, rest = (run.__doc__ or "" if help is None else help).partition("\n")
+        first, _, rest = (help or "").partition("\n")
         self.help = f"{first}\n{textwrap.dedent(rest)}".rstrip()
-        meanings = {0: "success", FAILED: "error", **(exit_statuses or {})}
-        meanings[ExitStatus.INTERRUPTED] = "interrupted by Ctrl-C"
+        meanings = {0: "success", FAILED: "error", **exit_statuses, ExitStatus.INTERRUPTED: "interrupted by Ctrl-C"}
         self.epilog = f"Exit status: {'; '.join(f'{status:d} {meanings[status]}' for status in sorted(meanings))}."
+
+
+def command(
+    *arguments: Arguments, statuses: Mapping[int, str] | None = None, help: str | None = None
+) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
+    """Make a command of a function, whose docstring is the help. ``statuses``: exit statuses that are its own."""
+    return lambda run: Command(run, several(*arguments), statuses or {}, help or run.__doc__)
 
 
 def place(text: str) -> Path:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dalsegno.cli.command import OF_TRAINING, Command, Parser
+from dalsegno.cli.command import JSON, OF_TRAINING, argument, command, flag, one_of, option, several
 from dalsegno.cli.console import Column, number, print_facts, print_json, print_table, text, visible
 from dalsegno.errors import ConfigurationError
 
@@ -21,15 +21,12 @@ if TYPE_CHECKING:
     from dalsegno.diloco.worker.options import WorkerOptions
 
 
-def add_server(parser: Parser) -> None:
-    """How to reach the server; what is not given is taken from the environment."""
-    parser.option("--server", metavar="HOST:PORT", help="or https://HOST:PORT (default: $DILOCO_SERVER)")
-    parser.option(
-        "--token-file", metavar="FILE", type=Path, help="the server's FOLDER/auth_token (default: $DILOCO_TOKEN)"
-    )
-    parser.option(
-        "--certificate", metavar="FILE", type=Path, help="the server's certificate (default: $DILOCO_CERTIFICATE)"
-    )
+SERVER = several(
+    option("--server", metavar="HOST:PORT", help="or https://HOST:PORT (default: $DILOCO_SERVER)"),
+    option("--token-file", metavar="FILE", type=Path, help="the server's FOLDER/auth_token (default: $DILOCO_TOKEN)"),
+    option("--certificate", metavar="FILE", type=Path, help="the server's certificate (default: $DILOCO_CERTIFICATE)"),
+)
+"""How to reach the server; what is not given is taken from the environment."""
 
 
 def environment_of(arguments: argparse.Namespace) -> dict[str, str]:
@@ -55,44 +52,43 @@ def _options(variables: Mapping[str, str]) -> WorkerOptions:
 DEFAULT_PORT = 8512
 
 
-def _describe_serve(parser: Parser) -> None:
-    parser.add_argument("-o", "--output-dir", metavar="FOLDER", type=Path, required=True, help="folder of the run")
-    parser.add_argument(
+@command(
+    argument("-o", "--output-dir", metavar="FOLDER", type=Path, required=True, help="folder of the run"),
+    argument(
         "-n", "--num-workers", metavar="N", type=int, required=True, help="workers that the first round waits for"
-    )
-    parser.flag("--async", help="apply each submission when it arrives; no rounds", dest="asynchronous")
-    parser.add_argument(
+    ),
+    flag("--async", help="apply each submission when it arrives; no rounds", dest="asynchronous"),
+    argument(
         "--dn-buffer-size",
         metavar="N",
         type=int,
         default=0,
         help="with --async: change the momentum at every N-th submission only (delayed Nesterov); 0: at each",
-    )
-    parser.flag("--dylu", help="adapt each worker's local steps to its speed (DyLU)")
-    parser.option(
+    ),
+    flag("--dylu", help="adapt each worker's local steps to its speed (DyLU)"),
+    option(
         "--dylu-base-sync-every",
         metavar="H",
         default=500,
         help="with --dylu: local steps of the fastest worker (default: 500)",
-    )
-    parser.option(
+    ),
+    option(
         "--heartbeat-timeout",
         metavar="SECONDS",
         default=120.0,
         help="rounds do not wait for a worker silent for this long; 0: they always wait (default: 120)",
-    )
-    parser.option("--min-workers", metavar="N", default=1, help="submissions that a round needs (default: 1)")
-    parser.option("--save-every", metavar="N", default=10, help="outer steps between checkpoints (default: 10)")
-    parser.option("--outer-lr", metavar="LR", default=0.7, help="outer learning rate (default: 0.7)")
-    parser.option("--outer-momentum", metavar="M", default=0.9, help="default: 0.9")
-    parser.flag("--no-nesterov", help="momentum without Nesterov")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"default: {DEFAULT_PORT}; 0: a free one")
-    parser.flag("--disable-auth", help="no token; only on addresses of this machine")
-    parser.option("--certfile", metavar="FILE", type=Path, help="TLS certificate in PEM")
-    parser.option("--keyfile", metavar="FILE", type=Path, help="private key of --certfile, in PEM")
-
-
+    ),
+    option("--min-workers", metavar="N", default=1, help="submissions that a round needs (default: 1)"),
+    option("--save-every", metavar="N", default=10, help="outer steps between checkpoints (default: 10)"),
+    option("--outer-lr", metavar="LR", default=0.7, help="outer learning rate (default: 0.7)"),
+    option("--outer-momentum", metavar="M", default=0.9, help="default: 0.9"),
+    flag("--no-nesterov", help="momentum without Nesterov"),
+    argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)"),
+    argument("--port", type=int, default=DEFAULT_PORT, help=f"default: {DEFAULT_PORT}; 0: a free one"),
+    flag("--disable-auth", help="no token; only on addresses of this machine"),
+    option("--certfile", metavar="FILE", type=Path, help="TLS certificate in PEM"),
+    option("--keyfile", metavar="FILE", type=Path, help="private key of --certfile, in PEM"),
+)
 def _serve(arguments: argparse.Namespace) -> int:
     """Serve the global parameters of a DiLoCo run until SIGTERM or Ctrl-C.
 
@@ -170,34 +166,31 @@ RUN = ("train", "launch")
 """Commands that may follow."""
 
 
-def _describe_worker(parser: Parser) -> None:
-    add_server(parser)
-    parser.option(
+@command(
+    SERVER,
+    option(
         "--worker-id", metavar="NAME", help="the worker's name in all its legs (default: made from host and output_dir)"
-    )
-    parser.option("--sync-every", metavar="H", type=int, help="local steps between synchronizations")
-    parser.option("--num-fragments", metavar="N", type=int, help="synchronize the model in N parts, one at a time")
-    wire = parser.add_mutually_exclusive_group()
-    wire.add_argument("--fp32-comm", action="store_true", help="send float32, not bfloat16")
-    wire.add_argument("--int8-comm", action="store_true", help="send int8 with scales, half the bytes of bfloat16")
-    parser.flag("--dylu", help="let the server choose the number of local steps")
-    parser.option(
-        "--overlap-steps", metavar="N", type=int, help="local steps during which a submission travels (default: 0)"
-    )
-    parser.option(
+    ),
+    option("--sync-every", metavar="H", type=int, help="local steps between synchronizations"),
+    option("--num-fragments", metavar="N", type=int, help="synchronize the model in N parts, one at a time"),
+    one_of(
+        flag("--fp32-comm", help="send float32, not bfloat16"),
+        flag("--int8-comm", help="send int8 with scales, half the bytes of bfloat16"),
+    ),
+    flag("--dylu", help="let the server choose the number of local steps"),
+    option("--overlap-steps", metavar="N", type=int, help="local steps during which a submission travels (default: 0)"),
+    option(
         "--mixing-factor",
         metavar="SHARE",
         type=float,
         help="with --overlap-steps: weight of the worker's own parameters beside the result (default: 0.5)",
-    )
-    parser.option("--heartbeat-interval", metavar="SECONDS", type=float, help="time between two heartbeats")
-    parser.option("--timeout", metavar="SECONDS", type=float, help="time to wait for the other workers (default: 600)")
-    parser.option(
-        "--max-sync-retries", metavar="N", type=int, help="further attempts of a synchronization (default: 3)"
-    )
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=f"{' or '.join(RUN)} …")
-
-
+    ),
+    option("--heartbeat-interval", metavar="SECONDS", type=float, help="time between two heartbeats"),
+    option("--timeout", metavar="SECONDS", type=float, help="time to wait for the other workers (default: 600)"),
+    option("--max-sync-retries", metavar="N", type=int, help="further attempts of a synchronization (default: 3)"),
+    argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=f"{' or '.join(RUN)} …"),
+    statuses=OF_TRAINING,
+)
 def _worker(arguments: argparse.Namespace) -> int:
     """Run a training as a worker of a DiLoCo server.
 
@@ -231,11 +224,10 @@ def _worker(arguments: argparse.Namespace) -> int:
     return cli.main(words)
 
 
-def _describe_status(parser: Parser) -> None:
-    add_server(parser)
-    parser.json()
-
-
+@command(
+    SERVER,
+    JSON,
+)
 def _status(arguments: argparse.Namespace) -> int:
     """Show a DiLoCo server's version and workers."""
     from dalsegno.diloco.worker.client import connect
@@ -270,9 +262,5 @@ def _status(arguments: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = {
-    "serve": Command(_serve, _describe_serve),
-    "worker": Command(_worker, _describe_worker, OF_TRAINING),
-    "status": Command(_status, _describe_status),
-}
+COMMANDS = {"serve": _serve, "worker": _worker, "status": _status}
 """In the order of the help."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
-from dalsegno.cli.command import Command, Parser
+from dalsegno.cli.command import JSON, Command, argument, command, flag, option, several
 from dalsegno.cli.console import (
     Column,
     moment,
@@ -42,26 +42,18 @@ if TYPE_CHECKING:
 TOKEN_VARIABLE = "DALSEGNO_TOKEN"
 
 
-def add_job(parser: Parser) -> None:
-    """``JOB`` as ``arguments.job``, and how to reach it elsewhere."""
-    parser.add_argument("job", metavar="JOB", nargs="?", help="id, beginning of an id, or output_dir")
-    add_remote(parser)
-
-
-def add_job_and_json(parser: Parser) -> None:
-    add_job(parser)
-    parser.json()
-
-
-def add_remote(parser: Parser) -> None:
-    parser.option(
+REMOTE = several(
+    option(
         "--remote",
         metavar="HOST:PORT",
         help=f"a job on another machine, by its server's address; its token is read from ${TOKEN_VARIABLE}, from "
         "--token-file, or from the terminal",
-    )
-    parser.option("--token-file", metavar="FILE", type=Path, help="file with the token of --remote")
-    parser.option("--certificate", metavar="FILE", type=Path, help="certificate of --remote in PEM; implies TLS")
+    ),
+    option("--token-file", metavar="FILE", type=Path, help="file with the token of --remote"),
+    option("--certificate", metavar="FILE", type=Path, help="certificate of --remote in PEM; implies TLS"),
+)
+JOB = several(argument("job", metavar="JOB", nargs="?", help="id, beginning of an id, or output_dir"), REMOTE)
+"""``JOB`` as ``arguments.job``, and how to reach it elsewhere."""
 
 
 def remote_client(arguments: argparse.Namespace) -> JobClient:
@@ -114,11 +106,10 @@ def _token(arguments: argparse.Namespace) -> str | None:
 STYLES = {"running": "green", "dead": "yellow", "unreadable": "red"}
 
 
-def _describe_list(parser: Parser) -> None:
-    add_remote(parser)
-    parser.json()
-
-
+@command(
+    REMOTE,
+    JSON,
+)
 def _list(arguments: argparse.Namespace) -> int:
     """List this user's jobs on this machine, or those of --remote: the newest first.
 
@@ -164,6 +155,7 @@ PLACE = {"job_id", "status", "timestamp", "logged_at", "global_step", "max_steps
 """Keys of a status that are not logged values."""
 
 
+@command(JOB, JSON)
 def _status(arguments: argparse.Namespace) -> int:
     """Show a job's step, epoch, and the last values of what it logs."""
     with client_of(arguments) as client:
@@ -196,12 +188,11 @@ AT_ONCE = 8
 """Jobs that are asked at the same time: one that does not answer must not hold up the others."""
 
 
-def _describe_watch(parser: Parser) -> None:
-    parser.option("--interval", metavar="SECONDS", default=1.0, help="time between two updates")
-    parser.option("--updates", metavar="N", type=int, help="end after N updates")
-    parser.json()
-
-
+@command(
+    option("--interval", metavar="SECONDS", default=1.0, help="time between two updates"),
+    option("--updates", metavar="N", type=int, help="end after N updates"),
+    JSON,
+)
 def _watch(arguments: argparse.Namespace) -> int:
     """Watch all jobs of this user on this machine, in a table that is redrawn every second, until Ctrl-C.
 
@@ -297,12 +288,11 @@ class _Watched:
         return (now[1] - before[1]) / (now[0] - before[0]) if before and now[0] > before[0] else None
 
 
-def _describe_open(parser: Parser) -> None:
-    add_job(parser)
-    parser.add_argument("--port", type=int, default=0, help="port of the page, on 127.0.0.1; default: a free one")
-    parser.flag("--print", help="print the private file's address; open no browser")
-
-
+@command(
+    JOB,
+    argument("--port", type=int, default=0, help="port of the page, on 127.0.0.1; default: a free one"),
+    flag("--print", help="print the private file's address; open no browser"),
+)
 def _open(arguments: argparse.Namespace) -> int:
     """Open the live page in the browser: of all jobs of this user on this machine, or of one, until Ctrl-C.
 
@@ -356,21 +346,19 @@ def _show(place: Path, only_print: bool) -> None:
         print(place.as_uri(), flush=True)
 
 
-WAIT = 60.0
-"""Seconds that a command waits for its effect, by default."""
-
-
-def add_sending(parser: Parser) -> None:
-    """The arguments of a command that is sent."""
-    add_job(parser)
-    parser.option(
+SENDING = several(
+    JOB,
+    option(
         "--wait",
         metavar="SECONDS",
-        default=WAIT,
-        type=float,
+        default=60.0,
         help="wait this long for the effect, which comes at the end of a step; 0: only until the command is accepted",
-    )
-    parser.json()
+    ),
+    JSON,
+)
+"""The arguments of a command that is sent."""
+
+_NO_EFFECT = {1: "the command had no effect"}
 
 
 def send(arguments: argparse.Namespace, command: str, data: Mapping[str, Any] | None = None) -> int:
@@ -395,11 +383,11 @@ def send(arguments: argparse.Namespace, command: str, data: Mapping[str, Any] | 
     return 1 if answer.get("error") else 0
 
 
-def _describe_abort(parser: Parser) -> None:
-    add_sending(parser)
-    parser.flag("--force", help="do not ask")
-
-
+@command(
+    SENDING,
+    flag("--force", help="do not ask"),
+    statuses=_NO_EFFECT,
+)
 def _abort(arguments: argparse.Namespace) -> int:
     """End a job without a checkpoint: what was trained since the last one is lost.
 
@@ -417,11 +405,11 @@ def _is_confirmed(job: str) -> bool:
     return input(f"end {job} without a checkpoint? [y/N] ").strip().lower() in ("y", "yes")
 
 
-def _describe_set(parser: Parser) -> None:
-    add_sending(parser)
-    parser.add_argument("settings", metavar="NAME=VALUE", nargs="*", help="say learning_rate=3e-4")
-
-
+@command(
+    SENDING,
+    argument("settings", metavar="NAME=VALUE", nargs="*", help="say learning_rate=3e-4"),
+    statuses=_NO_EFFECT,
+)
 def _set(arguments: argparse.Namespace) -> int:
     """Change settings of a job from the end of a step on.
 
@@ -452,6 +440,7 @@ def _setting(name: str, text: str) -> Any:
     return {"factor": value} if is_factor else value
 
 
+@command(JOB, JSON)
 def _callbacks(arguments: argparse.Namespace) -> int:
     """List the callbacks of a job."""
     with client_of(arguments) as client:
@@ -465,11 +454,11 @@ def _callbacks(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _describe_switch(parser: Parser) -> None:
-    add_sending(parser)
-    parser.add_argument("words", metavar="KEY on|off", nargs="*", help="the callback, and on or off")
-
-
+@command(
+    SENDING,
+    argument("words", metavar="KEY on|off", nargs="*", help="the callback, and on or off"),
+    statuses=_NO_EFFECT,
+)
 def _switch(arguments: argparse.Namespace) -> int:
     """Switch a callback that only observes off, or on again.
 
@@ -483,11 +472,10 @@ def _switch(arguments: argparse.Namespace) -> int:
     return send(arguments, "switch", {"callback": words[0], "on": words[1] == "on"})
 
 
-def _describe_cleanup(parser: Parser) -> None:
-    parser.flag("--unreadable", help="also those whose file cannot be read")
-    parser.json()
-
-
+@command(
+    flag("--unreadable", help="also those whose file cannot be read"),
+    JSON,
+)
 def _cleanup(arguments: argparse.Namespace) -> int:
     """Remove the files of jobs that were killed.
 
@@ -504,27 +492,25 @@ def _cleanup(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _sends(command: str, help: str) -> Command:
+def _sends(name: str, help: str) -> Command:
     """A command without data."""
-    return Command(lambda arguments: send(arguments, command), add_sending, _NO_EFFECT, help=help)
+    return command(SENDING, statuses=_NO_EFFECT, help=help)(lambda arguments: send(arguments, name))
 
-
-_NO_EFFECT = {1: "the command had no effect"}
 
 COMMANDS = {
-    "list": Command(_list, _describe_list),
-    "status": Command(_status, add_job_and_json),
-    "watch": Command(_watch, _describe_watch),
-    "open": Command(_open, _describe_open),
+    "list": _list,
+    "status": _status,
+    "watch": _watch,
+    "open": _open,
     "save": _sends("save_checkpoint", "Save a checkpoint at the end of a step."),
     "stop": _sends("graceful_stop", "Save a checkpoint and end; the next start of the job resumes."),
     "save-stop": _sends("save_and_stop", "Save a checkpoint and end, as 'dalsegno jobs stop' does."),
-    "abort": Command(_abort, _describe_abort, _NO_EFFECT),
+    "abort": _abort,
     "evaluate": _sends("evaluate", "Evaluate on every evaluation set at the end of a step."),
     "log": _sends("log", "Log a training record at the end of a step."),
-    "set": Command(_set, _describe_set, _NO_EFFECT),
-    "callbacks": Command(_callbacks, add_job_and_json),
-    "switch": Command(_switch, _describe_switch, _NO_EFFECT),
-    "cleanup": Command(_cleanup, _describe_cleanup),
+    "set": _set,
+    "callbacks": _callbacks,
+    "switch": _switch,
+    "cleanup": _cleanup,
 }
 """In the order of the help."""

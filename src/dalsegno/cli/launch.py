@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dalsegno.cli.command import OF_TRAINING, Parser
+from dalsegno.cli.command import OF_TRAINING, argument, option, several
 from dalsegno.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -31,32 +31,33 @@ EXIT_STATUSES = OF_TRAINING
 _CONFIGURATIONS = (".toml", ".yaml", ".yml", ".json")
 
 
-def describe(parser: Parser) -> None:
-    parser.option(
+describe = several(
+    option(
         "--nproc", metavar="N", default="auto", help="ranks on this host; auto: one per GPU, or one (default: auto)"
-    )
-    parser.option(
+    ),
+    option(
         "--nnodes",
         metavar="N|MIN:MAX",
         default="1",
         help="number of hosts, on each of which this command runs (default: 1)",
-    )
-    parser.option(
+    ),
+    option(
         "--rdzv-endpoint", metavar="HOST:PORT", help="one of the hosts and a free port there; the same on all hosts"
-    )
-    parser.option("--rdzv-id", metavar="ID", help="name of the job at that address (default: Slurm's job id)")
-    parser.option("--max-restarts", metavar="R", type=int, help="restarts after a failure (default: 3)")
-    parser.option(
+    ),
+    option("--rdzv-id", metavar="ID", help="name of the job at that address (default: Slurm's job id)"),
+    option("--max-restarts", metavar="R", type=int, help="restarts after a failure (default: 3)"),
+    option(
         "--hang-timeout",
         metavar="SECONDS",
         type=float,
         help="ranks that train but make no step for this long are restarted; must exceed the longest step, evaluation "
         "or save; inf: never (default: 1800)",
-    )
-    parser.add_argument("what", metavar="CONFIG|MODULE:FACTORY|SCRIPT.py", help="what to run: see above")
-    parser.add_argument(
+    ),
+    argument("what", metavar="CONFIG|MODULE:FACTORY|SCRIPT.py", help="what to run: see above"),
+    argument(
         "arguments", nargs=argparse.REMAINDER, metavar="...", help="options of 'train', or arguments of the script"
-    )
+    ),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -86,7 +87,7 @@ def _target(what: str, words: list[str]) -> Target:
     from . import train
 
     if Path(what).suffix in _CONFIGURATIONS:
-        parser = Parser(prog="dalsegno launch", usage="%(prog)s … FILE [options of 'dalsegno train']")
+        parser = argparse.ArgumentParser(prog="dalsegno launch", usage="%(prog)s … FILE [options of 'dalsegno train']")
         train.describe(parser)
         given = parser.parse_args([what, *words])
         if given.check:

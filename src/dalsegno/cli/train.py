@@ -28,14 +28,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dalsegno.cli.command import OF_TRAINING, Parser
+from dalsegno.cli.command import OF_TRAINING, argument, flag, one_of, several
 
 EXIT_STATUSES = OF_TRAINING
 
 
-def describe(parser: Parser) -> None:
-    parser.add_argument("config", type=Path, metavar="FILE", help="configuration: .toml, .yaml or .json")
-    parser.add_argument(
+describe = several(
+    argument("config", type=Path, metavar="FILE", help="configuration: .toml, .yaml or .json"),
+    argument(
         "--set",
         metavar="KEY=VALUE",
         action="append",
@@ -43,22 +43,22 @@ def describe(parser: Parser) -> None:
         help="override a value of the file, such as args.max_steps=100, factory.width=64, "
         "callbacks.JsonLogger.run=baseline or callbacks.ProgressCallback.enabled=false; VALUE is TOML, otherwise text; "
         "may be repeated",
-    )
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--from",
-        dest="checkpoint",
-        metavar="CHECKPOINT",
-        help="resume from this checkpoint; default: the newest that verifies",
-    )
-    where.add_argument(
-        "--start-over", action="store_true", help="move the run in output_dir into its rewound/ and start from scratch"
-    )
-    parser.flag(
+    ),
+    one_of(
+        argument(
+            "--from",
+            dest="checkpoint",
+            metavar="CHECKPOINT",
+            help="resume from this checkpoint; default: the newest that verifies",
+        ),
+        flag("--start-over", help="move the run in output_dir into its rewound/ and start from scratch"),
+    ),
+    flag(
         "--continue-stopped",
         help="continue a run that a callback ended for good (early stopping, divergence); default: do nothing",
-    )
-    parser.flag("--check", help="check the file and print every setting as JSON; no training")
+    ),
+    flag("--check", help="check the file and print every setting as JSON; no training"),
+)
 
 
 def suggest(unknown: Sequence[str]) -> str:

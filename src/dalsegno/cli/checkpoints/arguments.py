@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dalsegno.cli.command import Parser, place
+from dalsegno.cli.command import argument, place
 
-
-def add_place(parser: Parser) -> None:
-    """``DIR``, as ``arguments.place``."""
-    parser.add_argument(
-        "place",
-        metavar="DIR",
-        nargs="?",
-        type=place,
-        default=Path(),
-        help="run directory or checkpoint; default: the current directory",
-    )
+PLACE = argument(
+    "place",
+    metavar="DIR",
+    nargs="?",
+    type=place,
+    default=Path(),
+    help="run directory or checkpoint; default: the current directory",
+)

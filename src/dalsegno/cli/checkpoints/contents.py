@@ -7,29 +7,29 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.cli.command import Parser, place
+from dalsegno.cli.command import JSON, argument, command, flag, place
 from dalsegno.cli.console import Column, number, print_json, print_table, size, visible
 from dalsegno.errors import UnknownName
 
-from .arguments import add_place
+from .arguments import PLACE
 
 if TYPE_CHECKING:
     from dalsegno.checkpoint import Checkpoint
     from dalsegno.checkpoint.difference import Difference
 
 
-def describe_show(parser: Parser) -> None:
-    add_place(parser)
-    parser.add_argument(
+@command(
+    PLACE,
+    argument(
         "--component",
         metavar="KEY",
         action="append",
         help="show only this component, say callbacks.JsonLogger; may be repeated; default: all",
-    )
-    parser.flag("--full", help="do not shorten lists and strings")
-    parser.json()
-
-
+    ),
+    flag("--full", help="do not shorten lists and strings"),
+    JSON,
+    statuses={1: "a file of the checkpoint cannot be read"},
+)
 def show(arguments: argparse.Namespace) -> int:
     """Show the contents of a checkpoint: components, their states as JSON, and every tensor.
 
@@ -149,13 +149,13 @@ def _span(span: list[int] | None) -> str:
     return "?" if span is None else f"{span[0]}-{span[1]}"
 
 
-def describe_diff(parser: Parser) -> None:
-    parser.add_argument("first", metavar="A", type=place, help="checkpoint, or run directory for its newest one")
-    parser.add_argument("second", metavar="B", type=place, help="checkpoint or run directory to compare with A")
-    parser.flag("--tensors", help="compare tensors only: model, optimizer")
-    parser.json()
-
-
+@command(
+    argument("first", metavar="A", type=place, help="checkpoint, or run directory for its newest one"),
+    argument("second", metavar="B", type=place, help="checkpoint or run directory to compare with A"),
+    flag("--tensors", help="compare tensors only: model, optimizer"),
+    JSON,
+    statuses={1: "the checkpoints differ"},
+)
 def diff(arguments: argparse.Namespace) -> int:
     """Compare two checkpoints: tensors that differ and by how much, states side by side.
 

@@ -10,11 +10,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.cli.command import Parser
+from dalsegno.cli.command import JSON, argument, command, flag, option
 from dalsegno.cli.console import Column, number, print_json, print_rows, print_table, size
 from dalsegno.errors import ConfigurationError
 
-from .arguments import add_place
+from .arguments import PLACE
 
 if TYPE_CHECKING:
     from dalsegno.checkpoint import Checkpoint
@@ -36,13 +36,13 @@ STYLES = {
 }
 
 
-def describe_list(parser: Parser) -> None:
-    add_place(parser)
-    parser.flag("--verify", help="read every byte and check it against its checksum")
-    parser.json()
-
-
-def list_(arguments: argparse.Namespace) -> int:
+@command(
+    PLACE,
+    flag("--verify", help="read every byte and check it against its checksum"),
+    JSON,
+    statuses={1: "a checkpoint is damaged"},
+)
+def list_all(arguments: argparse.Namespace) -> int:
     """List checkpoints: step, time, size, ranks, metrics, the rules that keep each, and its condition.
 
     "on disk" leaves out the files that a checkpoint shares with an older one: frozen parameters that have not changed.
@@ -132,12 +132,12 @@ THREADS = 8
 """Files read in parallel: hashing one file takes one core, and many disks are faster with several readers."""
 
 
-def describe_verify(parser: Parser) -> None:
-    add_place(parser)
-    parser.option("--threads", metavar="N", default=THREADS, type=int, help="files read in parallel")
-    parser.json()
-
-
+@command(
+    PLACE,
+    option("--threads", metavar="N", default=THREADS, type=int, help="files read in parallel"),
+    JSON,
+    statuses={1: "a checkpoint is damaged"},
+)
 def verify(arguments: argparse.Namespace) -> int:
     """Check every byte of checkpoints against its checksum.
 
@@ -217,19 +217,18 @@ def _problem_with(checkpoint: Checkpoint, name: str) -> str | None:
     return None
 
 
-def describe_prune(parser: Parser) -> None:
-    add_place(parser)
-    parser.flag("--dry-run", help="print what would be deleted; delete nothing")
-    parser.option("--keep-latest", metavar="N", type=int, help="keep the N newest")
-    parser.option("--keep-best", metavar="N", type=int, help="keep the N best by --metric")
-    parser.option("--metric", metavar="NAME", help="metric of --keep-best; default: the evaluation loss")
-    parser.add_argument(
+@command(
+    PLACE,
+    flag("--dry-run", help="print what would be deleted; delete nothing"),
+    option("--keep-latest", metavar="N", type=int, help="keep the N newest"),
+    option("--keep-best", metavar="N", type=int, help="keep the N best by --metric"),
+    option("--metric", metavar="NAME", help="metric of --keep-best; default: the evaluation loss"),
+    argument(
         "--mode", choices=("min", "max"), help="best is the lowest or highest metric; default: min if it ends in 'loss'"
-    )
-    parser.option("--every", metavar="STEPS", type=int, help="keep those whose step is a multiple of STEPS")
-    parser.json()
-
-
+    ),
+    option("--every", metavar="STEPS", type=int, help="keep those whose step is a multiple of STEPS"),
+    JSON,
+)
 def prune(arguments: argparse.Namespace) -> int:
     """Delete the checkpoints of a run that no retention rule keeps.
 
@@ -322,12 +321,11 @@ def _print_prune(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> N
     print(f"{size(sum(row['freed'] for row in rows))} {'would be freed' if arguments.dry_run else 'freed'}")
 
 
-def describe_clean(parser: Parser) -> None:
-    parser.add_argument("runs", metavar="DIR", nargs="*", type=Path, help="only of these runs; default: of all")
-    parser.flag("--yes", help="remove them")
-    parser.json()
-
-
+@command(
+    argument("runs", metavar="DIR", nargs="*", type=Path, help="only of these runs; default: of all"),
+    flag("--yes", help="remove them"),
+    JSON,
+)
 def clean(arguments: argparse.Namespace) -> int:
     """Free the shared memory that runs on this host have left for their next leg.
 

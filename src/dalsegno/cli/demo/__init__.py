@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dalsegno.cli.command import Parser
+from dalsegno.cli.command import option, several
 from dalsegno.errors import ConfigurationError
 from dalsegno.system.extras import require_extra
 
@@ -22,10 +22,11 @@ EXIT_STATUSES = {1: "the runs differ"}
 LEAST_STEPS = 12
 
 
-def describe(parser: Parser) -> None:
-    parser.option("--out", metavar="DIR", default=Path("demo-run"), help="output directory")
-    parser.option("--steps", metavar="N", default=1200, help="optimizer steps of the run")
-    parser.option("--seed", metavar="N", default=7, help="seed of the training and the kills")
+describe = several(
+    option("--out", metavar="DIR", default=Path("demo-run"), help="output directory"),
+    option("--steps", metavar="N", default=1200, help="optimizer steps of the run"),
+    option("--seed", metavar="N", default=7, help="seed of the training and the kills"),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from dalsegno.cli.command import FAILED, Parser, expect_directory_of, place
+from dalsegno.cli.command import FAILED, Arguments, argument, expect_directory_of, flag, option, place, several
 from dalsegno.errors import ConfigurationError, DalsegnoError
 
 if TYPE_CHECKING:
@@ -21,17 +21,21 @@ RUN = "run directory, log file, or directory of runs"
 Settings = TypeVar("Settings")
 
 
-def add_runs(parser: Parser, *, several: bool = True, optional: bool = False) -> None:
+STEP_KEY = option(
+    "--step-key", metavar="NAME", help="key of the step in the records; default: global_step, step, iteration, …"
+)
+TITLE = argument("--title", help="title above the picture; default: none")
+FORCE = flag("--force", help="overwrite an existing file")
+
+
+def run_paths(*, several_runs: bool = True, optional: bool = False) -> Arguments:
     """``RUN``, one or several, as ``arguments.runs`` (a list) or ``arguments.run_path``; and ``--step-key``.
 
     ``optional``: without one it is empty, or None; see :func:`given_runs` and :func:`given_run`.
     """
-    help_text = f"{RUN}; default: the newest run below the current directory" if optional else RUN
-    if several:
-        parser.add_argument("runs", metavar="RUN", nargs="*" if optional else "+", type=place, help=help_text)
-    else:
-        parser.add_argument("run_path", metavar="RUN", nargs="?" if optional else None, type=place, help=help_text)
-    add_step_key(parser)
+    help = f"{RUN}; default: the newest run below the current directory" if optional else RUN
+    name, count = ("runs", "*" if optional else "+") if several_runs else ("run_path", "?" if optional else None)
+    return several(argument(name, metavar="RUN", nargs=count, type=place, help=help), STEP_KEY)
 
 
 def given_runs(arguments: argparse.Namespace) -> list[TrainingLog]:
@@ -56,19 +60,13 @@ def _newest_run(step_key: str | None) -> TrainingLog:
     return max(open_logs(["."], step_key), key=lambda log: log.source.path.stat().st_mtime_ns)
 
 
-def add_step_key(parser: Parser) -> None:
-    parser.option(
-        "--step-key", metavar="NAME", help="key of the step in the records; default: global_step, step, iteration, …"
-    )
-
-
-def add_metrics(parser: Parser, default: str = "all") -> None:
+def metric_names(default: str = "all") -> Arguments:
     """``--metrics`` as ``arguments.metrics``: a list, or None."""
 
     def names(text: str) -> list[str]:
         return [name.strip() for name in text.split(",") if name.strip()]
 
-    parser.option("--metrics", metavar="A,B", type=names, help=f"metrics, separated by commas; default: {default}")
+    return option("--metrics", metavar="A,B", type=names, help=f"metrics, separated by commas; default: {default}")
 
 
 def settings_of(kind: type[Settings], arguments: argparse.Namespace) -> Settings:
@@ -81,20 +79,14 @@ def settings_of(kind: type[Settings], arguments: argparse.Namespace) -> Settings
 FORMATS = ("png", "svg", "pdf")
 
 
-def add_output(parser: Parser, default: str | None) -> None:
+def picture_file(default: str | None) -> Arguments:
     """``-o``, ``--force``, ``--format``. ``default``: file name without suffix; None: no picture unless asked for."""
     file = f"{default}.png" if default else "no picture"
-    parser.option("-o", "--output", metavar="FILE", type=Path, help=f"picture file; default: {file}")
-    add_force(parser)
-    parser.add_argument("--format", choices=FORMATS, help="picture format; default: by the suffix of FILE, else png")
-
-
-def add_title(parser: Parser) -> None:
-    parser.add_argument("--title", help="title above the picture; default: none")
-
-
-def add_force(parser: Parser) -> None:
-    parser.flag("--force", help="overwrite an existing file")
+    return several(
+        option("-o", "--output", metavar="FILE", type=Path, help=f"picture file; default: {file}"),
+        FORCE,
+        argument("--format", choices=FORMATS, help="picture format; default: by the suffix of FILE, else png"),
+    )
 
 
 def expect_free(path: Path, arguments: argparse.Namespace) -> Path:

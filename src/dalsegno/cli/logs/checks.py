@@ -7,18 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.cli.command import Parser
+from dalsegno.cli.command import JSON, argument, command, flag, option
 from dalsegno.cli.console import Column, number, print_json, print_table, text
 from dalsegno.errors import ConfigurationError
 
 from .arguments import (
     RUN,
+    STEP_KEY,
     PerRunResults,
-    add_metrics,
-    add_output,
-    add_runs,
-    add_step_key,
+    metric_names,
     output_path,
+    picture_file,
+    run_paths,
     save_picture,
     settings_of,
 )
@@ -28,19 +28,15 @@ if TYPE_CHECKING:
     from dalsegno.analysis.divergence import Firing
 
 
-def describe_compare(parser: Parser) -> None:
-    add_runs(parser)
-    add_metrics(parser, "the loss and the evaluation losses")
-    parser.option(
-        "--window", metavar="N", type=int, help="records to average; default: 1/20 of the records, at most 50"
-    )
-    parser.option(
-        "--sigmas", metavar="S", default=4.0, help="mean difference that counts as separated, in standard errors"
-    )
-    add_output(parser, None)
-    parser.json()
-
-
+@command(
+    run_paths(),
+    metric_names("the loss and the evaluation losses"),
+    option("--window", metavar="N", type=int, help="records to average; default: 1/20 of the records, at most 50"),
+    option("--sigmas", metavar="S", default=4.0, help="mean difference that counts as separated, in standard errors"),
+    picture_file(None),
+    JSON,
+    statuses={1: "a run separates from the first"},
+)
 def compare(arguments: argparse.Namespace) -> int:
     """Compare runs with the first one, step by step: where the curves separate, and their difference at the end.
 
@@ -103,25 +99,25 @@ def _comparison(first: TrainingLog, other: TrainingLog, metric: str, arguments: 
     return {"metric": metric, "run": other.name, **asdict(result)}
 
 
-def describe_spikes(parser: Parser) -> None:
-    add_runs(parser)
-    add_metrics(parser, "the loss and grad_norm")
-    parser.option("--sigmas", metavar="S", default=6.0, help="height in standard deviations")
-    parser.option(
+@command(
+    run_paths(),
+    metric_names("the loss and grad_norm"),
+    option("--sigmas", metavar="S", default=6.0, help="height in standard deviations"),
+    option(
         "--window",
         metavar="N",
         type=int,
         help="preceding records of the median; default: 1/10 of the records, from 16 to 50",
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--mode",
         choices=("min", "max"),
         default="min",
         help="max: spikes point down, as for an accuracy; default: %(default)s",
-    )
-    parser.json()
-
-
+    ),
+    JSON,
+    statuses={2: "error, or a run that cannot be read; the others are searched"},
+)
 def spikes(arguments: argparse.Namespace) -> int:
     """Find spikes: records far outside the noise of the records before them.
 
@@ -167,55 +163,60 @@ def spikes(arguments: argparse.Namespace) -> int:
     return results.status()
 
 
-def describe_detect(parser: Parser) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs="*", type=Path, help=RUN)
-    parser.add_argument(
+def _or_none(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+def _float_or_none(word: str) -> float | None:
+    return None if word.lower() == "none" else float(word)
+
+
+@command(
+    argument("runs", metavar="RUN", nargs="*", type=Path, help=RUN),
+    argument(
         "--good", metavar="RUN", nargs="+", type=Path, default=[], help="runs in which the detector should not fire"
-    )
-    parser.add_argument(
-        "--bad", metavar="RUN", nargs="+", type=Path, default=[], help="runs in which the detector should fire"
-    )
-    parser.flag("--sweep", help="search for the best settings; needs --good and --bad")
-    parser.option("--metric", metavar="NAME", help="metric the detector watches; default: the loss")
-    parser.option(
+    ),
+    argument("--bad", metavar="RUN", nargs="+", type=Path, default=[], help="runs in which the detector should fire"),
+    flag("--sweep", help="search for the best settings; needs --good and --bad"),
+    option("--metric", metavar="NAME", help="metric the detector watches; default: the loss"),
+    option(
         "--smoothing",
         metavar="A",
         default=0.3,
         help="weight of the newest value in the moving average, over 0, up to 1",
-    )
-    parser.option(
+    ),
+    option(
         "--threshold",
         metavar="T",
         type=_float_or_none,
         help="distance from the baseline, in the metric's unit; default: none",
-    )
-    parser.option(
+    ),
+    option(
         "--relative-threshold", metavar="F", type=_float_or_none, help="factor of the baseline, over 1; default: none"
-    )
-    parser.option(
+    ),
+    option(
         "--baseline-smoothing",
         metavar="B",
         type=_float_or_none,
         help="baseline is a slower moving average with this weight; default: the baseline is the best value",
-    )
-    parser.option("--patience", metavar="N", default=3, help="bad records in a row to fire")
-    parser.option("--warmup", metavar="N", default=10, help="first records, not judged")
-    parser.add_argument(
-        "--mode", choices=("min", "max"), default="min", help="max: the metric should rise; default: %(default)s"
-    )
-    parser.option(
+    ),
+    option("--patience", metavar="N", default=3, help="bad records in a row to fire"),
+    option("--warmup", metavar="N", default=10, help="first records, not judged"),
+    argument("--mode", choices=("min", "max"), default="min", help="max: the metric should rise; default: %(default)s"),
+    option(
         "--save-steps",
         metavar="N",
         type=int,
         help="steps between checkpoints: show to which one of them the run would have gone back; default: do not",
-    )
-    parser.option(
-        "--margin", metavar="N", default=50, help="with --save-steps, the margin of the RecoveryPolicy, in steps"
-    )
-    add_step_key(parser)
-    parser.json()
-
-
+    ),
+    option("--margin", metavar="N", default=50, help="with --save-steps, the margin of the RecoveryPolicy, in steps"),
+    STEP_KEY,
+    JSON,
+    statuses={
+        1: "the detector fires in an unmarked run, or is wrong about a marked one",
+        2: "error, or a run that cannot be read or lacks the metric; the others are checked",
+    },
+)
 def detect(arguments: argparse.Namespace) -> int:
     """Replay past runs through DivergenceDetector: would it have stopped them, and when?
 
@@ -346,11 +347,3 @@ def _verdict(mark: str | None, fired: bool) -> str:
     if mark == "good":
         return "false alarm" if fired else "right"
     return "right" if fired else "missed"
-
-
-def _or_none(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"
-
-
-def _float_or_none(word: str) -> float | None:
-    return None if word.lower() == "none" else float(word)

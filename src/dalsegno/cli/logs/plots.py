@@ -8,20 +8,20 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dalsegno.cli.command import Parser
+from dalsegno.cli.command import JSON, argument, command, flag, option, several
 from dalsegno.cli.console import print_json, shows_colours, size
 from dalsegno.errors import ConfigurationError
 
 from .arguments import (
-    add_force,
-    add_metrics,
-    add_output,
-    add_runs,
-    add_title,
+    FORCE,
+    TITLE,
     expect_free,
     given_run,
     given_runs,
+    metric_names,
     output_path,
+    picture_file,
+    run_paths,
     save_picture,
     settings_of,
 )
@@ -30,38 +30,53 @@ if TYPE_CHECKING:
     from dalsegno.analysis import TrainingLog
 
 
-def describe_plot(parser: Parser) -> None:
-    add_runs(parser, optional=True)
-    add_metrics(parser, "the loss")
-    parser.flag("--loss-curves", help="plot the loss, and the learning rate below it")
-    parser.flag("--compare", help="draw all runs in one panel; default: a panel each")
-    add_view(parser)
-    parser.add_argument("--labels", nargs="+", metavar="NAME", help="names of the runs, in their order")
-    add_title(parser)
-    parser.flag("--terminal", help="draw in the terminal; default: into a file")
-    add_output(parser, "plot")
-    parser.json()
+def _limits(text: str) -> tuple[float | None, float | None]:
+    low, colon, high = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a range as A:B, A: or :B")
+    try:
+        return (float(low) if low else None, float(high) if high else None)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
 
 
-def add_view(parser: Parser) -> None:
-    """The fields of a :class:`~dalsegno.analysis.View`."""
-    axes = ("step", "epoch", "time", "tokens")
-    parser.add_argument("--x", "--x-axis", choices=axes, default="step", help="x axis; default: %(default)s")
-    parser.option(
+VIEW = several(
+    argument(
+        "--x",
+        "--x-axis",
+        choices=("step", "epoch", "time", "tokens"),
+        default="step",
+        help="x axis; default: %(default)s",
+    ),
+    option(
         "--smooth",
         metavar="N",
         type=int,
         help="records in the moving mean, 1 for none; default: 1/100 of the records, none below 200",
-    )
-    parser.flag("--log", "--log-scale", help="logarithmic y axis; default: linear")
-    parser.flag("--perplexity", help="plot exp(loss) in place of the loss")
-    parser.option("--xlim", metavar="A:B", type=_limits, help="range of the x axis, either end optional; default: all")
-    parser.option(
+    ),
+    flag("--log", "--log-scale", help="logarithmic y axis; default: linear"),
+    flag("--perplexity", help="plot exp(loss) in place of the loss"),
+    option("--xlim", metavar="A:B", type=_limits, help="range of the x axis, either end optional; default: all"),
+    option(
         "--ylim", metavar="A:B", type=_limits, help="range of the y axis, either end optional, --ylim=-1:1 if negative"
-    )
-    parser.flag("--ignore-outliers", help="fit the y axis to the middle 98%% of the values; default: to all")
+    ),
+    flag("--ignore-outliers", help="fit the y axis to the middle 98%% of the values; default: to all"),
+)
+"""The fields of a :class:`~dalsegno.analysis.View`."""
 
 
+@command(
+    run_paths(optional=True),
+    metric_names("the loss"),
+    flag("--loss-curves", help="plot the loss, and the learning rate below it"),
+    flag("--compare", help="draw all runs in one panel; default: a panel each"),
+    VIEW,
+    argument("--labels", nargs="+", metavar="NAME", help="names of the runs, in their order"),
+    TITLE,
+    flag("--terminal", help="draw in the terminal; default: into a file"),
+    picture_file("plot"),
+    JSON,
+)
 def plot(arguments: argparse.Namespace) -> int:
     """Plot metrics of runs, into a file or in the terminal.
 
@@ -108,35 +123,22 @@ def _loss_curves(logs: list[TrainingLog]) -> list[str]:
     return [*losses[:1], *rates[:1]]
 
 
-def _limits(text: str) -> tuple[float | None, float | None]:
-    low, colon, high = text.partition(":")
-    if not colon:
-        raise argparse.ArgumentTypeError(f"{text!r}: write a range as A:B, A: or :B")
-    try:
-        return (float(low) if low else None, float(high) if high else None)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
-
-
 METRICS = ("grad_norm", "norm", "spectral_norm")
 
 
-def describe_heatmap(parser: Parser) -> None:
-    add_runs(parser, several=False, optional=True)
-    parser.add_argument("--metric", choices=METRICS, default="grad_norm", help="norm to draw; default: %(default)s")
-    parser.option("-f", "--filter", metavar="REGEX", help="draw only parameters whose name matches; default: all")
-    parser.option("--step-stride", metavar="N", default=1, help="draw every N-th record; default: 1")
-    parser.option("--vmin", metavar="V", type=float, help="low end of the colour scale; default: the data's")
-    parser.option("--vmax", metavar="V", type=float, help="high end of the colour scale; default: the data's")
-    parser.add_argument(
-        "--figsize", type=float, nargs=2, metavar=("W", "H"), help="size in inches; default: by the parameters"
-    )
-    parser.flag("--log-scale", help="has no effect: the colour scale is logarithmic")
-    add_title(parser)
-    add_output(parser, "heatmap")
-    parser.json()
-
-
+@command(
+    run_paths(several_runs=False, optional=True),
+    argument("--metric", choices=METRICS, default="grad_norm", help="norm to draw; default: %(default)s"),
+    option("-f", "--filter", metavar="REGEX", help="draw only parameters whose name matches; default: all"),
+    option("--step-stride", metavar="N", default=1, help="draw every N-th record; default: 1"),
+    option("--vmin", metavar="V", type=float, help="low end of the colour scale; default: the data's"),
+    option("--vmax", metavar="V", type=float, help="high end of the colour scale; default: the data's"),
+    argument("--figsize", type=float, nargs=2, metavar=("W", "H"), help="size in inches; default: by the parameters"),
+    flag("--log-scale", help="has no effect: the colour scale is logarithmic"),
+    TITLE,
+    picture_file("heatmap"),
+    JSON,
+)
 def heatmap(arguments: argparse.Namespace) -> int:
     """Draw a heatmap of each parameter's gradient or weight norm over the steps.
 
@@ -155,14 +157,13 @@ def heatmap(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def describe_report(parser: Parser) -> None:
-    add_runs(parser)
-    parser.option("-o", "--output", metavar="FILE", default=Path("report.html"), help="HTML file")
-    add_force(parser)
-    parser.add_argument("--title", help="title of the page; default: the names of the runs")
-    parser.json()
-
-
+@command(
+    run_paths(),
+    option("-o", "--output", metavar="FILE", default=Path("report.html"), help="HTML file"),
+    FORCE,
+    argument("--title", help="title of the page; default: the names of the runs"),
+    JSON,
+)
 def report(arguments: argparse.Namespace) -> int:
     """Write a report on runs as one interactive HTML file.
 

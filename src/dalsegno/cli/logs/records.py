@@ -12,12 +12,12 @@ from itertools import accumulate, islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.cli.command import Parser, expect_directory_of
+from dalsegno.cli.command import JSON, argument, command, expect_directory_of, flag, one_of, option
 from dalsegno.cli.console import Column, fitted, in_words, number, print_json, print_json_line, print_table, visible
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.logs.values import is_number
 
-from .arguments import add_force, add_metrics, add_runs, add_step_key, expect_free
+from .arguments import FORCE, STEP_KEY, expect_free, metric_names, run_paths
 
 if TYPE_CHECKING:
     from dalsegno.analysis import RecordDifference, TrainingLog
@@ -29,18 +29,17 @@ ALWAYS = ("run", "timestamp", "kind", "global_step", "epoch")
 KINDS = ("train", "eval", "final", "user", "sync")
 
 
-def describe_show(parser: Parser) -> None:
-    add_runs(parser, several=False)
-    parser.option(
-        "--step", metavar="A:B", default=":", help="steps A to B, both included, either optional; default: all"
-    )
-    add_metrics(parser)
-    parser.option("--where", metavar="CONDITION", help="only records that satisfy the condition; default: all")
-    kinds = f"only records of this kind: {', '.join(KINDS)}; default: all"
-    parser.add_argument("--kind", choices=KINDS, metavar="KIND", help=kinds)
-    parser.json()
-
-
+@command(
+    run_paths(several_runs=False),
+    option("--step", metavar="A:B", default=":", help="steps A to B, both included, either optional; default: all"),
+    metric_names(),
+    option("--where", metavar="CONDITION", help="only records that satisfy the condition; default: all"),
+    argument(
+        "--kind", choices=KINDS, metavar="KIND", help=f"only records of this kind: {', '.join(KINDS)}; default: all"
+    ),
+    JSON,
+    statuses={1: "no record matches"},
+)
 def show(arguments: argparse.Namespace) -> int:
     """Show records of a run, selected by step, kind, metric or condition.
 
@@ -95,15 +94,14 @@ WIDE = 56
 """Width of a run's column in a file or pipe, in characters."""
 
 
-def describe_tail(parser: Parser) -> None:
-    add_runs(parser)
-    parser.flag("-f", "--follow", help="keep printing new records until Ctrl-C")
-    parser.option("-n", "--lines", metavar="N", default=10, help="last records to print")
-    add_metrics(parser)
-    parser.option("--interval", metavar="SECONDS", default=0.2, help="time between two reads with -f")
-    parser.json()
-
-
+@command(
+    run_paths(),
+    flag("-f", "--follow", help="keep printing new records until Ctrl-C"),
+    option("-n", "--lines", metavar="N", default=10, help="last records to print"),
+    metric_names(),
+    option("--interval", metavar="SECONDS", default=0.2, help="time between two reads with -f"),
+    JSON,
+)
 def tail(arguments: argparse.Namespace) -> int:
     """Show the last records of runs side by side, and with -f new ones as they are logged.
 
@@ -254,15 +252,15 @@ def _cell(record: Mapping[str, Any], name: str, width: int) -> str:
 DIFFERING = 10
 
 
-def describe_diff(parser: Parser) -> None:
-    for name, metavar in (("first", "A"), ("second", "B")):
-        parser.add_argument(name, metavar=metavar, type=Path, help="run directory or log file")
-    add_step_key(parser)
-    parser.flag("-q", "--quiet", help="print nothing, stop at the first difference")
-    parser.option("-n", "--most", metavar="N", default=DIFFERING, type=int, help="print at most N differing records")
-    parser.json()
-
-
+@command(
+    argument("first", metavar="A", type=Path, help="run directory or log file"),
+    argument("second", metavar="B", type=Path, help="run directory or log file"),
+    STEP_KEY,
+    flag("-q", "--quiet", help="print nothing, stop at the first difference"),
+    option("-n", "--most", metavar="N", default=DIFFERING, type=int, help="print at most N differing records"),
+    JSON,
+    statuses={1: "the logs differ"},
+)
 def diff(arguments: argparse.Namespace) -> int:
     """Compare two logs record by record, wall-clock fields aside.
 
@@ -320,21 +318,22 @@ def _exact(value: Any) -> Any:
 TARGETS = ("csv", "parquet", "json", "tensorboard")
 
 
-def describe_export(parser: Parser) -> None:
-    add_runs(parser, several=False)
-    target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--to", choices=TARGETS, help="output format")
-    target.add_argument("--json", dest="to", action="store_const", const="json", help="short for --to json")
-    parser.option(
+@command(
+    run_paths(several_runs=False),
+    one_of(
+        argument("--to", choices=TARGETS, help="output format"),
+        argument("--json", dest="to", action="store_const", const="json", help="short for --to json"),
+        required=True,
+    ),
+    option(
         "-o",
         "--output",
         metavar="PATH",
         type=Path,
         help="output file, for tensorboard a directory; default: standard output",
-    )
-    add_force(parser)
-
-
+    ),
+    FORCE,
+)
 def export(arguments: argparse.Namespace) -> int:
     """Export a log as CSV, Parquet, JSON or TensorBoard event files.
 

@@ -9,11 +9,11 @@ from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.cli.command import Parser, expect_directory_of
+from dalsegno.cli.command import JSON, argument, command, expect_directory_of, flag, option
 from dalsegno.cli.console import NOTHING, Column, moment, number, print_facts, print_json, print_rows, span
 from dalsegno.errors import ConfigurationError, NotFound
 
-from .arguments import PerRunResults, add_force, add_runs, add_step_key, expect_free, given_runs
+from .arguments import FORCE, STEP_KEY, PerRunResults, expect_free, given_runs, run_paths
 from .records import as_words
 
 if TYPE_CHECKING:
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 STYLES = {"running": "green", "diverged": "red", "failed": "red", "died": "yellow", "unreadable": "red"}
 
 
-def describe_list(parser: Parser) -> None:
-    parser.add_argument(
+@command(
+    argument(
         "folder",
         metavar="DIR",
         nargs="?",
         type=Path,
         default=Path(),
         help="directory of runs; default: the current directory",
-    )
-    add_step_key(parser)
-    parser.json()
-
-
+    ),
+    STEP_KEY,
+    JSON,
+    statuses={2: "error, or a run that cannot be read; the others are listed"},
+)
 def list_runs(arguments: argparse.Namespace) -> int:
     """List the runs in a directory: state, steps, losses, restarts, last change."""
     from dalsegno.analysis import open_log
@@ -85,20 +85,20 @@ def _name(log: TrainingLog) -> dict[str, Any]:
 SHOWN_SPIKES = 5
 
 
-def describe_summary(parser: Parser) -> None:
-    add_runs(parser, optional=True)
-    parser.flag("--all", help="summarize all runs below the current directory")
-    parser.add_argument(
+@command(
+    run_paths(optional=True),
+    flag("--all", help="summarize all runs below the current directory"),
+    argument(
         "--format",
         choices=("text", "json", "md", "one-line"),
         default="text",
         help="output format, md being a Markdown table; default: %(default)s",
-    )
-    parser.option("-o", "--output", metavar="FILE", type=Path, help="file to write; default: standard output")
-    add_force(parser)
-    parser.json()
-
-
+    ),
+    option("-o", "--output", metavar="FILE", type=Path, help="file to write; default: standard output"),
+    FORCE,
+    JSON,
+    statuses={2: "error, or a run that cannot be read; the others are summarized"},
+)
 def summary(arguments: argparse.Namespace) -> int:
     """Summarize runs: steps, losses, evaluation, gradients, throughput, time, restarts, spikes."""
     from dalsegno.analysis import TrainingLog, open_logs
@@ -228,12 +228,11 @@ def _markdown(runs: list[tuple[Summary, dict[str, str]]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
-def describe_lineage(parser: Parser) -> None:
-    add_runs(parser)
-    parser.flag("--tails", help="show the records that were cut off; default: count them")
-    parser.json()
-
-
+@command(
+    run_paths(),
+    flag("--tails", help="show the records that were cut off; default: count them"),
+    JSON,
+)
 def lineage(arguments: argparse.Namespace) -> int:
     """Show the legs (process lives) of a run: where each resumed and whether exactly, its rollbacks, and why it ended.
 
