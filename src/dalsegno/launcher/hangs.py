@@ -2,7 +2,8 @@
 
 A heartbeat writes 16 bytes to shared memory that the launcher reads: no system call, no lock, no collective.
 CLOCK_MONOTONIC is the same in all processes of a host. A hung rank writes the stacks of its threads to a file of its
-own and ends; the launcher prints them."""
+own and ends; the launcher prints them.
+"""
 
 from __future__ import annotations
 

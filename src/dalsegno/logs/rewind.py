@@ -1,7 +1,8 @@
 """Rewind: decides where a log continues after a restart.
 
 Nothing here truncates a file. What follows the checkpoint's position is first copied into ``rewound/`` and fsynced;
-the writer truncates afterwards. So a kill at any time leaves the bytes in at least one place, and repeating is safe."""
+the writer truncates afterwards. So a kill at any time leaves the bytes in at least one place, and repeating is safe.
+"""
 
 from __future__ import annotations
 

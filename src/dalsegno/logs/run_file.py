@@ -1,7 +1,8 @@
 """RunFile: run.json, which identifies the run of an ``output_dir`` and lists its legs.
 
 A killed process cannot record its end. The launcher that restarts it passes what it knows as PreviousLeg, in the
-environment of the next leg, which writes it into run.json."""
+environment of the next leg, which writes it into run.json.
+"""
 
 from __future__ import annotations
 

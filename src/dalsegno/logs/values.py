@@ -1,7 +1,8 @@
 """Values of a record, and their JSON encoding; which of them depend on the wall clock.
 
 JSON has no NaN or infinity: such floats are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, and
-read back as floats. A string of exactly that spelling is therefore read as a float."""
+read back as floats. A string of exactly that spelling is therefore read as a float.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """FaultPlan: a process sends itself a signal at a given point. EventTrace: where a run can be killed, at random.
 
-The signal is SIGKILL by default, as an out-of-memory killer would send it."""
+The signal is SIGKILL by default, as an out-of-memory killer would send it.
+"""
 
 from __future__ import annotations
 

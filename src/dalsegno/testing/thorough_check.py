@@ -1,6 +1,7 @@
 """check_resume_thoroughly: interrupt a run in each of its first epochs, by kill and by stop, on one rank and on two.
 
-A Break saves a checkpoint at a given step and ends the leg there, so that the next leg resumes from that step."""
+A Break saves a checkpoint at a given step and ends the leg there, so that the next leg resumes from that step.
+"""
 
 from __future__ import annotations
 
