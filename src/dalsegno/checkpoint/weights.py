@@ -49,11 +49,8 @@ class Weights:
 
     @classmethod
     def open(cls, path: Path) -> Weights:
-        """Read the headers at ``path``: a file, or a directory with one file, or with several and an index.
-
-        Raises:
-            NotFound: if there are no safetensors.
-            DamagedCheckpoint: if a file is truncated or does not match the index.
+        """Read the headers at ``path``: a file, or a directory with one file, or with several and an index. Raises
+        NotFound if there are no safetensors; DamagedCheckpoint if a file is truncated or does not match the index.
         """
         files, expected = _files_at(path)
         tensors: dict[str, StoredTensor] = {}

@@ -122,10 +122,8 @@ def launch(
 
 
 def run_job(target: Target, options: LaunchOptions) -> JobEnd:
-    """Run the target on all ranks of this host until it ends.
-
-    Raises:
-        ConfigurationError: before anything starts, if the target is invalid or cannot travel.
+    """Run the target on all ranks of this host until it ends. Raises ConfigurationError before anything starts, if the
+    target is invalid or cannot travel.
     """
     if options.start == "fork":
         _check_forkable()

@@ -177,14 +177,12 @@ _REMEDY = "define it at the top level of a module that the ranks can import, or 
 
 
 def reference_to(thing: Any, where: str) -> str:
-    """The name under which another process finds this class or function: ``module:outer.inner``.
+    """The name under which another process finds this class or function: ``module:outer.inner``. Raises
+    ConfigurationError if no import leads to it: a lambda, something inside a function, in a notebook or on standard
+    input.
 
     Args:
         where: what refers to it, for the message.
-
-    Raises:
-        ConfigurationError: if no import leads to it: a lambda, something inside a function, in a notebook or on
-            standard input.
     """
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str):
@@ -206,11 +204,7 @@ def reference_to(thing: Any, where: str) -> str:
 
 
 def resolve(reference: str) -> Any:
-    """Import what :func:`reference_to` named.
-
-    Raises:
-        ImportError, AttributeError: if it is not there.
-    """
+    """Import what :func:`reference_to` named. Raises ImportError, AttributeError if it is not there."""
     module, _, path = reference.partition(":")
     found: Any = importlib.import_module(module)
     for name in path.split("."):
@@ -266,11 +260,7 @@ def write_private(path: Path, tree: State) -> None:
 
 
 def read_private(path: Path) -> State:
-    """Read what :func:`write_private` wrote.
-
-    Raises:
-        FileNotFoundError: if nothing was.
-    """
+    """Read what :func:`write_private` wrote. Raises FileNotFoundError if nothing was."""
     content = json.loads(path.read_bytes())
     stored = safetensors.torch.load(_tensors(path).read_bytes())
 

@@ -47,11 +47,7 @@ class EventPosition:
 
     @classmethod
     def from_state(cls, state: Any) -> EventPosition:
-        """Parse a checkpoint's state.
-
-        Raises:
-            StateMismatch: if it is malformed.
-        """
+        """Parse a checkpoint's state. Raises StateMismatch if it is malformed."""
         schema.check(state, EventState, "the saved state of a writer of event files")
         return cls(**state)
 
@@ -62,10 +58,8 @@ def lengths(folder: Path, suffix: str) -> dict[str, int]:
 
 
 def make_durable(folder: Path, suffix: str) -> None:
-    """Fsync these files, as far as they are written, and their names.
-
-    Raises:
-        NotDurable: if an fsync of a directory fails, or has failed in this process: the name of a file may be lost.
+    """Fsync these files, as far as they are written, and their names. Raises NotDurable if an fsync of a directory
+    fails, or has failed in this process: the name of a file may be lost.
     """
     own = _event_files(folder, suffix).values()
     for path in own:

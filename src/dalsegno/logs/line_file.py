@@ -77,13 +77,11 @@ class LineFile(Generic[T]):
         self._named: tuple[int, int] | None = None  # the file whose name this object has flushed
 
     def read(self, *, strict: bool = False) -> Iterator[T]:
-        """Yield what the lines mean. A damaged line is skipped with a warning.
+        """Yield what the lines mean. A damaged line is skipped with a warning. Raises StateMismatch for a damaged line,
+        if ``strict``.
 
         Args:
             strict: skip only a torn last line.
-
-        Raises:
-            StateMismatch: for a damaged line, if ``strict``.
         """
         try:
             data = self.path.read_bytes()
@@ -103,10 +101,9 @@ class LineFile(Generic[T]):
     def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append and fsync. Does nothing without lines.
 
-        Raises:
-            OSError: say on a full disk; no part of the lines stays in the file.
-            NotDurable: if an fsync of the directory fails. Each later call raises it too, also of another LineFile:
-                another fsync would return, whether the name is on disk or not.
+        After an OSError, say on a full disk, no part of the lines stays in the file. NotDurable, if an fsync of the
+        directory fails, is raised by each later call too, also of another LineFile: another fsync would return, whether
+        the name is on disk or not.
         """
         text = b"".join(encode(line) + b"\n" for line in lines)
         if not text:
@@ -129,11 +126,9 @@ class LineFile(Generic[T]):
             os.close(descriptor)
 
     def replace(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the content, atomically.
+        """Replace the content, atomically. Raises OSError, say on a full disk, with the content unchanged.
 
-        Raises:
-            OSError: say on a full disk, with the content unchanged.
-            NotDurable: as :meth:`append`. The content is the former or the new one.
+        Raises NotDurable as :meth:`append` does; the content is the former or the new one then.
         """
         durability.replace_durably(self.path, b"".join(encode(line) + b"\n" for line in lines))
         self._named = _identity(self.path.stat())

@@ -37,10 +37,8 @@ _BY_SUFFIX = {".jsonl": JSON_LINES, ".json": JSON_ARRAY}
 
 
 def format_of(path: Path) -> Format:
-    """Return JSON lines for ``.jsonl``; for ``.json`` one JSON array, which is valid after every append.
-
-    Raises:
-        ConfigurationError: for any other suffix.
+    """Return JSON lines for ``.jsonl``; for ``.json`` one JSON array, which is valid after every append. Raises
+    ConfigurationError for any other suffix.
     """
     try:
         return _BY_SUFFIX[path.suffix]
@@ -103,10 +101,8 @@ def read_records(path: Path, report: ReadReport | None = None) -> Iterator[Recor
 
 
 def record_in(line: bytes) -> Record | None:
-    """Return the record in a line; None for a blank line or an array's bracket.
-
-    Raises:
-        ValueError: for any other content, such as a part of a record.
+    """Return the record in a line; None for a blank line or an array's bracket. Raises ValueError for any other
+    content, such as a part of a record.
     """
     if not (text := strip_line(line)):
         return None

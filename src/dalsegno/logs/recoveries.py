@@ -67,10 +67,8 @@ class RecoveryFile:
         self.path = self._file.path
 
     def read(self) -> list[Rollback]:
-        """Return the rollbacks in the order of their decision; only the last one may not be done.
-
-        Raises:
-            StateMismatch: for a damaged line other than a torn last one: the run could not skip the same data again.
+        """Return the rollbacks in the order of their decision; only the last one may not be done. Raises StateMismatch
+        for a damaged line other than a torn last one: the run could not skip the same data again.
         """
         found: dict[int, Rollback] = {}
         for kind, line in self._file.read(strict=True):

@@ -1,7 +1,7 @@
-"""Rewind: decides where a log continues after a restart.
+"""Rewind: cuts a log back to a checkpoint's position after a restart.
 
-Nothing here truncates a file. What follows the checkpoint's position is first copied into ``rewound/`` and fsynced;
-the writer truncates afterwards. So a kill at any time leaves the bytes in at least one place, and repeating is safe.
+:func:`rewind` decides where the log continues, and copies what follows into ``rewound/``, with an fsync. :func:`cut`
+truncates the file afterwards. So a kill at any time leaves the bytes in at least one place, and repeating is safe.
 """
 
 from __future__ import annotations
@@ -84,11 +84,7 @@ class Position:
 
     @classmethod
     def from_state(cls, state: Any) -> Position:
-        """Parse a checkpoint's state.
-
-        Raises:
-            StateMismatch: if it is malformed.
-        """
+        """Parse a checkpoint's state. Raises StateMismatch if it is malformed."""
         schema.check(state, PositionState, "a log's saved state")
         return cls(**{**state, "last_step": step_of(state["last_step"])})
 
@@ -111,13 +107,10 @@ class RewindReport:
 
 
 def rewind(root: Path, configured: PurePosixPath, saved: Position | None) -> RewindReport:
-    """Determine where the log continues, and archive what must not stay in it.
+    """Determine where the log continues, and archive what must not stay in it. Raises StateMismatch if the state
+    belongs to another log; ConfigurationError if a folder, a pipe or another special file has the log's name.
 
     ``configured``: the path of a new run's log, relative to ``root``.
-
-    Raises:
-        StateMismatch: if the state belongs to another log.
-        ConfigurationError: if a folder, a pipe or another special file has the log's name.
     """
     if saved is None:
         _check_regular_file(root / configured)
@@ -148,6 +141,26 @@ def rewind(root: Path, configured: PurePosixPath, saved: Position | None) -> Rew
     return RewindReport(
         "rewound" if archived else "unchanged", path, saved.offset, saved.records, saved.last_step, archived
     )
+
+
+def cut(descriptor: int, path: Path, offset: int, *, is_empty: bool) -> None:
+    """Cut an open log off after ``offset``, the end of its last record, and end it with the format's foot.
+
+    What is cut off is in the archive, or is a record that was not written completely. Writes nothing if the file
+    already ends there.
+
+    Args:
+        is_empty: whether the log has no record, so that its head may be missing.
+    """
+    head, foot = (shape := format_of(path)).head, shape.foot
+    if is_empty and os.pread(descriptor, len(head), 0) != head:
+        filesystem.write_all(descriptor, head, path)
+    if os.pread(descriptor, len(foot) + 1, offset) == foot:
+        return
+    if foot:  # before the truncation: a last line without its newline would look torn
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        filesystem.write_all(descriptor, foot, path)
+    filesystem.truncate(descriptor, offset + len(foot), path)
 
 
 def _check_regular_file(path: Path) -> None:

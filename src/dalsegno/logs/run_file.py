@@ -146,11 +146,8 @@ class RunFile:
         self._changing = threading.Lock()  # a save that is published records that on its own thread
 
     def load(self) -> RunRecord | None:
-        """Return the run so far; None before its first leg.
-
-        Raises:
-            DamagedRunFile: if the file is damaged.
-            StateMismatch: if its format is newer.
+        """Return the run so far; None before its first leg. Raises DamagedRunFile if the file is damaged; StateMismatch
+        if its format is newer.
         """
         try:
             data = self.path.read_bytes()
@@ -159,19 +156,13 @@ class RunFile:
         return _parse(data, self.path)
 
     def legs(self) -> list[Leg]:
-        """Return all legs so far.
-
-        Raises:
-            DamagedRunFile, StateMismatch: as :meth:`load` does.
-        """
+        """Return all legs so far. Raises DamagedRunFile, StateMismatch as :meth:`load` does."""
         run = self.load()
         return [] if run is None else run.legs
 
     def last_leg(self) -> Leg | None:
-        """Return the newest leg; None if there is none, or the file is damaged (the next leg replaces it).
-
-        Raises:
-            StateMismatch: if the file's format is newer.
+        """Return the newest leg; None if there is none, or the file is damaged (the next leg replaces it). Raises
+        StateMismatch if the file's format is newer.
         """
         try:
             legs = self.legs()

@@ -22,20 +22,14 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
-    """Encode ``record`` as one line of JSON, without the newline.
-
-    Raises:
-        CannotSave: if JSON cannot represent a value; names the key.
+    """Encode ``record`` as one line of JSON, without the newline. Raises CannotSave if JSON cannot represent a value;
+    names the key.
     """
     return _ENCODER.encode(to_json(record)).encode()
 
 
 def decode(line: bytes) -> Any:
-    """Decode the output of :func:`encode`, non-finite floats included.
-
-    Raises:
-        ValueError: if it is not JSON.
-    """
+    """Decode the output of :func:`encode`, non-finite floats included. Raises ValueError if it is not JSON."""
     try:
         value = json.loads(line.decode())
     except RecursionError as error:

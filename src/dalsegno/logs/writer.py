@@ -14,7 +14,7 @@ from dalsegno.logs.reader import format_of
 from dalsegno.system import durability, filesystem
 
 from .repeats import RecordDifference, Repeats
-from .rewind import Position, RewindReport, rewind, tail_hash
+from .rewind import Position, RewindReport, cut, rewind, tail_hash
 from .values import encode, step_of
 
 
@@ -174,7 +174,7 @@ class RecordLog:
         self._close_file()
         self._path, self._descriptor = report.path, descriptor
         self._offset, self._records, self._last_step = report.offset, report.records, report.last_step
-        self._end_after_offset()
+        cut(self._opened(), self._path, self._offset, is_empty=self._records == 0)
         durability.flush_name(self._path)
         return report
 
@@ -195,7 +195,7 @@ class RecordLog:
                 self._repeats.compare(record)
         except BaseException:
             if self._offset != end:  # a full disk, or Ctrl-C between two writes: remove the partial record
-                self._end_after_offset()
+                cut(self._opened(), self._path, self._offset, is_empty=self._records == 0)
             raise
 
     def _claim(self) -> None:
@@ -208,15 +208,3 @@ class RecordLog:
         if self._descriptor is None:
             raise ValueError(f"{self._path}: the log is closed; open() it first")
         return self._descriptor
-
-    def _end_after_offset(self) -> None:
-        """Truncate the file after the last record and the foot. Writes nothing if it already ends there."""
-        descriptor, head, foot = self._opened(), self._format.head, self._format.foot
-        if self._records == 0 and os.pread(descriptor, len(head), 0) != head:
-            filesystem.write_all(descriptor, head, self._path)
-        if os.pread(descriptor, len(foot) + 1, self._offset) == foot:
-            return
-        if foot:  # before the truncation: a last line without its newline would look torn
-            os.lseek(descriptor, self._offset, os.SEEK_SET)
-            filesystem.write_all(descriptor, foot, self._path)
-        filesystem.truncate(descriptor, self._offset + len(foot), self._path)

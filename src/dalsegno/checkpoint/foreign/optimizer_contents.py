@@ -33,17 +33,14 @@ class OptimizerContents:
     def of_state_dict(
         cls, saved: Mapping[str, Any], class_name: str | None, rename: Callable[[str], str], where: str
     ) -> OptimizerContents:
-        """Convert the result of ``optimizer.state_dict()``, by number or (as DCP's) by FQN.
+        """Convert the result of ``optimizer.state_dict()``, by number or (as DCP's) by FQN. Raises StateMismatch if
+        ``saved`` is not an optimizer's state; ConfigurationError if the class is unknown.
 
         Args:
             saved: ``state`` and ``param_groups``.
             class_name: the optimizer's class; None: inferred from its hyperparameters, if it is one of torch's.
             rename: applied to FQNs.
             where: the file, for messages.
-
-        Raises:
-            StateMismatch: if ``saved`` is not an optimizer's state.
-            ConfigurationError: if the class is unknown.
         """
         try:
             groups = [dict(group) for group in saved["param_groups"]]

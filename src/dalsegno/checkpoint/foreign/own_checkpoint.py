@@ -51,11 +51,8 @@ class _Tensors:
 
 
 def write(run: RunState, output_dir: Path) -> Path:
-    """Write the log and then the checkpoint, which is published last; returns its path.
-
-    Raises:
-        CannotSave: if the state contains what a checkpoint cannot.
-        SaveFailed: if the disk refuses it.
+    """Write the log and then the checkpoint, which is published last; returns its path. Raises CannotSave if the state
+    contains what a checkpoint cannot; SaveFailed if the disk refuses it.
     """
     sharded = [_Tensors(MODEL, f"imported.{run.program}", dict(run.model), {"tied": dict(run.tied), "extra": {}})]
     if run.optimizer is not None:
@@ -76,11 +73,8 @@ def write(run: RunState, output_dir: Path) -> Path:
 
 
 def read(checkpoint: Checkpoint) -> RunState:
-    """The state in a verified checkpoint, and the run's log up to it.
-
-    Raises:
-        ConfigurationError: if it is not that of a whole run, was saved without its frozen parameters, or contains
-            quantized or wrapped weights.
+    """The state in a verified checkpoint, and the run's log up to it. Raises ConfigurationError if it is not that of a
+    whole run, was saved without its frozen parameters, or contains quantized or wrapped weights.
     """
     if missing := [
         key for key in (MODEL, "trainer", "loader", "rng", "meter") if key not in checkpoint.manifest.components

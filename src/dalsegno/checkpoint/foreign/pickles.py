@@ -37,10 +37,8 @@ _SAFE: list[Any] = [
 
 
 def load(path: Path) -> Any:
-    """
-    Raises:
-        NotFound: if there is no such file.
-        StateMismatch: if it contains more than data, or ``torch.save`` did not write it.
+    """Raises NotFound if there is no such file; StateMismatch if it contains more than data, or ``torch.save`` did not
+    write it.
     """
     if not path.exists():
         raise NotFound(f"{path}: does not exist")

@@ -80,7 +80,8 @@ class Source:
         unknown: Iterable[object] = (),
         callbacks: Iterable[object] = (),
     ) -> RunState:
-        """The state that these parts make, as far as the caller has not given others.
+        """The state that these parts make, as far as the caller has not given others. Raises StateMismatch if
+        ``optimizer`` is not an optimizer's state.
 
         Args:
             program: its name in messages.
@@ -92,10 +93,6 @@ class Source:
             scaler: the gradient scaler's.
             unknown: names of other parts.
             callbacks: names of callbacks with a state.
-
-        Raises:
-            StateMismatch: if ``optimizer`` is not an optimizer's state.
-            ConfigurationError: if no tensor's name begins with ``strip_prefix``, or step or optimizer class is unknown.
         """
         saved, where = optimizer
         contents = (
