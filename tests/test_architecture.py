@@ -79,6 +79,7 @@ MUST_NOT_KNOW = {
 WITHOUT_TORCH = [
     "errors",
     "state",
+    "stateful.annotations",
     "stateful.component",
     "stateful.schema",
     "policies",

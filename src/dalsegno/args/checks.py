@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from numbers import Integral, Real
 from os import PathLike
-from types import NoneType
-from typing import Any, TypeVar
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.stateful.annotations import Checker, Mismatch, Rules, checker_of, hints_of
 
 Converted = TypeVar("Converted")
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "lr_scheduler_type": ("linear", "cosine", "constant", "wsd"),
-    "logging_strategy": ("no", "steps", "epoch"),
-    "eval_strategy": ("no", "steps", "epoch"),
-    "save_strategy": ("no", "steps", "epoch"),
-    "save_frozen": ("once", "never"),
-    "on_resume": ("warn", "stop", "ignore"),
-}
+_SCHEDULES = ("linear", "cosine", "constant", "wsd")
 OPTIMIZERS = ("adamw", "adamw_fused", "adafactor", "sgd", "muon")
 _OTHER_OPTIMIZERS = {
     "adam": "adamw",
@@ -68,26 +64,45 @@ _AT_LEAST: dict[str, float] = {
     "max_failed_saves": 1,
     "dataloader_num_workers": 0,
 }
-_TYPES: dict[str, tuple[Any, str]] = {
-    "bool": (bool, "True or False"),
-    "int": (Integral, "an integer"),
-    "float": (Real, "a number"),
-    "str": (str, "a string"),
-    "Path": (PathLike, "a path"),
-    "None": (NoneType, "None"),
+_TYPES: dict[Any, tuple[Any, str]] = {
+    bool: (bool, "True or False"),
+    int: (Integral, "an integer"),
+    float: (Real, "a number"),
+    str: (str, "a string"),
+    Path: (PathLike, "a path"),
+    NoneType: (NoneType, "None"),
 }
-"""By its name in an annotation: the type, and its description. A bool is neither integer nor number here."""
+"""By the type in an annotation: the accepted type, and its description. A bool is neither integer nor number here."""
 
 
-def _checked(name: str, value: object, kinds: Sequence[str]) -> object:
-    """Return the value; a number of NumPy as Python's."""
-    accepted = [kind for kind in kinds if isinstance(value, _TYPES[kind][0])]
-    if not accepted or (isinstance(value, bool) and "bool" not in accepted):
-        bound = f" of at least {_AT_LEAST[name]:g}" if name in _AT_LEAST else ""
-        raise ConfigurationError(f"{name}={value!r}; needs {' or '.join(_TYPES[kind][1] for kind in kinds)}{bound}")
-    if isinstance(value, bool | int) or type(value) is float:
-        return value
-    return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
+def _scalar(kind: Any) -> Checker:
+    """Of a setting, which may be a number of NumPy: it becomes Python's."""
+    accepted, words = _TYPES[kind]
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+            raise Mismatch(value, words)
+        if isinstance(value, bool | int) or type(value) is float:
+            return value
+        return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
+
+    return check
+
+
+def _hints(cls: Any) -> dict[str, Any]:
+    hints = hints_of(cls.__init__)
+    return {each.name: hints.get(each.name, Any) for each in fields(cls)}
+
+
+@functools.cache
+def _checkers(cls: type) -> dict[str, Checker]:
+    """By setting; without those that take objects, which their own conversions check."""
+    found = {}
+    for name, form in _hints(cls).items():
+        kinds = get_args(form) if get_origin(form) in (Union, UnionType) else (form,)
+        if get_origin(form) is Literal or _TYPES.keys() >= {*kinds}:
+            found[name] = checker_of(form, Rules(_scalar, listing="allowed are "))
+    return found
 
 
 def check_each(args: Any, cls: type) -> None:
@@ -101,19 +116,22 @@ def check_each(args: Any, cls: type) -> None:
         UnknownName: for an unknown optimizer; the message suggests the nearest known one.
         ConfigurationError: for a value that cannot work; the message lists the allowed values.
     """
-    for name, allowed in _CHOICES.items():
-        value = getattr(args, name)
-        if value not in allowed:
-            raise ConfigurationError(f"{name}={value!r}; allowed are {', '.join(map(repr, allowed))}")
-    annotations = {field.name: str(field.type).split(" | ") for field in fields(cls)}
-    for name, kinds in annotations.items():
-        if _TYPES.keys() >= set(kinds):  # else it takes objects, which its own conversion checks
-            setattr(args, name, _checked(name, getattr(args, name), kinds))
+    if args.lr_scheduler_type not in _SCHEDULES:
+        allowed = ", ".join(map(repr, _SCHEDULES))
+        raise ConfigurationError(f"lr_scheduler_type={args.lr_scheduler_type!r}; allowed are {allowed}")
+    for name, check in _checkers(cls).items():
+        least = _AT_LEAST.get(name)
+        value, bound = getattr(args, name), "" if least is None else f" of at least {least:g}"
+        try:
+            setattr(args, name, check(value))
+        except Mismatch as mismatch:
+            complaint = mismatch.complaint or f"needs {mismatch.wanted}{bound}"
+            raise ConfigurationError(f"{name}={value!r}; {complaint}") from None
     for name, least in _AT_LEAST.items():
         value = getattr(args, name)
         if not least <= value < math.inf:
-            kind = _TYPES[annotations[name][0]][1]
-            raise ConfigurationError(f"{name}={value!r}; needs {kind} of at least {least:g}")
+            words = "an integer" if _hints(cls)[name] is int else "a number"
+            raise ConfigurationError(f"{name}={value!r}; needs {words} of at least {least:g}")
     for beta in ("adam_beta1", "adam_beta2"):
         if not 0 <= getattr(args, beta) < 1:
             raise ConfigurationError(f"{beta}={getattr(args, beta)!r}; needs a number from 0 to below 1")

@@ -14,8 +14,9 @@ from docstring_parser.common import DocstringParam
 from docstring_parser.google import parse
 
 from dalsegno.config.document import error_context
-from dalsegno.config.values import Mismatch, coerce, describe, hints_of
+from dalsegno.config.values import coerce, complaint, describe
 from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.stateful.annotations import Mismatch, hints_of
 
 _PLAIN = (bool, int, float, str, type(None))
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -84,7 +85,7 @@ class Signature(dict[str, Argument]):
         try:
             return coerce(value, self[name].annotation if name in self else self.others)
         except Mismatch as mismatch:
-            raise ConfigurationError(f"{location}: {name}{mismatch}") from mismatch
+            raise ConfigurationError(f"{location}: {name}{complaint(mismatch)}") from mismatch
 
 
 def signature_of(made: Callable[..., Any]) -> Signature:
