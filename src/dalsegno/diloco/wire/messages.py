@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.schema import Count, Finite, Must, check
@@ -25,6 +25,14 @@ _Steps = Annotated[int, Must(f"0 to {_MOST}", lambda count: 0 <= count <= _MOST)
 _Seconds = Annotated[float, Must("0, or 1e-9 or more", lambda time: time == 0 or _LEAST_SECONDS <= time < math.inf)]
 _Loss = Annotated[float, Must(f"at most {LARGEST_LOSS:g} in size", lambda loss: abs(loss) <= LARGEST_LOSS)]
 WorkerId = Annotated[str, Must("1 to 128 letters, digits, '.', '_' or '-'", _WORKER_ID.fullmatch)]
+
+
+def check_fields(given: Any, where: str) -> None:
+    """Raises ConfigurationError for a field of a dataclass whose value its type does not allow; never shows a token."""
+    for name, form in get_type_hints(type(given), include_extras=True).items():
+        if name != "token":
+            value = getattr(given, name)
+            check(value, form, f"{where}: {name}={value!r}", ConfigurationError)
 
 
 def check_worker_id(worker_id: object) -> str:

@@ -7,11 +7,15 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from dalsegno.diloco.wire.messages import check_worker_id
+from dalsegno.diloco.wire.messages import Positive, WorkerId, check_fields
 from dalsegno.errors import ConfigurationError
+from dalsegno.stateful.schema import Count, Must
 from dalsegno.web.security import read_certificate
+
+_Seconds = Annotated[float, Must("seconds, more than 0", lambda seconds: 0 < seconds < math.inf)]
+_Share = Annotated[float, Must("a number from 0 to below 1", lambda share: 0 <= share < 1)]
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -22,21 +26,21 @@ class WorkerOptions:
 
     server_addr: str | None = None
     """``HOST:PORT`` or ``https://HOST:PORT``; None: no DiLoCo."""
-    sync_every: int = 500
+    sync_every: Positive = 500
     """Local steps between two synchronizations of a parameter."""
-    worker_id: str | None = None
+    worker_id: WorkerId | None = None
     """The worker's name, the same in all its legs; None: made from the host and the run's directory."""
     bf16_comm: bool = True
     """Send pseudo-gradients as bfloat16, not float32."""
     dylu: bool = False
     """Let the server choose ``sync_every`` by the worker's speed."""
-    heartbeat_interval: float = 30.0
+    heartbeat_interval: _Seconds = 30.0
     """Seconds between two signs of life."""
-    num_fragments: int = 1
+    num_fragments: Positive = 1
     """Synchronize the model in this many parts, one after the other."""
-    timeout: float = 600.0
+    timeout: _Seconds = 600.0
     """Seconds to wait for the other workers, and for each part of a transfer."""
-    max_sync_retries: int = 3
+    max_sync_retries: Count = 3
     """Further attempts of a synchronization, after 2, 4, 8 … seconds; then it is skipped."""
     token: str | None = None
     """Bearer token of the server."""
@@ -44,27 +48,14 @@ class WorkerOptions:
     """PEM of the server's certificate."""
     int8_comm: bool = False
     """Send pseudo-gradients as int8 with a scale per 256 elements, and what this loses with the next ones."""
-    overlap_steps: int = 0
+    overlap_steps: Count = 0
     """Local steps during which a submission travels; then its result is taken. 0: training waits for it."""
-    mixing_factor: float = 0.5
+    mixing_factor: _Share = 0.5
     """Share of the worker's own parameters when a result is taken after ``overlap_steps``; the rest is the global
     ones', which have not seen these steps."""
 
     def __post_init__(self) -> None:
-        for name, least in (("sync_every", 1), ("num_fragments", 1), ("max_sync_retries", 0), ("overlap_steps", 0)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ConfigurationError(f"DiLoCo: {name}={value!r}; needs an integer of at least {least}")
-        for name in ("heartbeat_interval", "timeout"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise ConfigurationError(f"DiLoCo: {name}={value!r}; needs seconds, more than 0")
-        for name in ("bf16_comm", "int8_comm", "dylu"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"DiLoCo: {name}={getattr(self, name)!r}; allowed are True and False")
-        factor = self.mixing_factor
-        if not isinstance(factor, (int, float)) or isinstance(factor, bool) or not 0 <= factor < 1:
-            raise ConfigurationError(f"DiLoCo: mixing_factor={factor!r}; needs a number from 0 to below 1")
+        check_fields(self, "DiLoCo")
         if self.overlap_steps >= self.sync_every // self.num_fragments and self.overlap_steps:
             raise ConfigurationError(
                 f"DiLoCo: overlap_steps={self.overlap_steps} with sync_every={self.sync_every} and num_fragments="
@@ -76,8 +67,6 @@ class WorkerOptions:
                 f"DiLoCo: num_fragments={self.num_fragments} with sync_every={self.sync_every}; "
                 "there is at most one fragment per step"
             )
-        if self.worker_id is not None:
-            check_worker_id(self.worker_id)
 
     def with_environment(self, environment: Mapping[str, str] = os.environ) -> WorkerOptions:
         """These options; one that has its default is taken from ``DILOCO_SYNC_EVERY`` and the like, unless that is
