@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .loggers.record_entries import SamplesStreamedInfo as SamplesStreamedInfo
     from .loggers.summary_writer import ResumableSummaryWriter as ResumableSummaryWriter
     from .loggers.tb_logger import TBLogger as TBLogger
+    from .loggers.tb_logger import default_tb_scalars as default_tb_scalars
     from .loggers.textgen_callback import TextgenCallback as TextgenCallback
     from .norms.grad_histogram import GradHistogram as GradHistogram
     from .norms.grad_norm_logger import GradNormLogger as GradNormLogger
@@ -80,7 +81,7 @@ _HOMES = {
     "loggers.progress_callback": ("ProgressCallback",),
     "loggers.record_entries": ("LogInputSummaries", "LogOptimizerParamGroup", "SamplesStreamedInfo"),
     "loggers.summary_writer": ("ResumableSummaryWriter",),
-    "loggers.tb_logger": ("TBLogger",),
+    "loggers.tb_logger": ("TBLogger", "default_tb_scalars"),
     "loggers.textgen_callback": ("TextgenCallback",),
     "norms.grad_histogram": ("GradHistogram",),
     "norms.grad_norm_logger": ("GradNormLogger",),

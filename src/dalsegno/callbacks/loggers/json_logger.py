@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from dalsegno.callbacks.argument_checks import folder
 from dalsegno.errors import ConfigurationError
@@ -16,6 +17,16 @@ from dalsegno.logs import RecordLog
 from dalsegno.logs.rewind import PositionState
 
 logger = logging.getLogger("dalsegno")
+
+
+_has_warned: WeakSet[Callback] = WeakSet()
+
+
+def warn_not_writing(callback: Callback) -> None:
+    """Warn, once for each callback, that it writes nothing now."""
+    if callback not in _has_warned:
+        _has_warned.add(callback)
+        logger.warning("%s writes while training runs; what is logged before or after is not kept", callback.key)
 
 
 class RecordCallback(Callback):
@@ -141,7 +152,6 @@ class JsonLogger(RecordCallback):
         if taken:
             raise ConfigurationError(f"JsonLogger: {taken[0]}= is part of every record; use another key")
         self._header = header
-        self._warned_not_writing = False
 
     def header(self) -> Mapping[str, Any]:
         return {"kind": "header", **self._header}
@@ -151,6 +161,5 @@ class JsonLogger(RecordCallback):
             kind = {} if ctx.kind == "train" else {"kind": ctx.kind}
             weights = {"evaluated_weights": ctx.evaluated_weights} if ctx.evaluated_weights else {}
             self.write(ctx, {**kind, **weights, **ctx.logs})
-        elif not self._warned_not_writing:
-            self._warned_not_writing = True
-            logger.warning("%s writes while training runs; what is logged before or after is not kept", self.key)
+        else:
+            warn_not_writing(self)

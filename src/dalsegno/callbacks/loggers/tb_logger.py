@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from dalsegno.callbacks.argument_checks import Spec, mapping, merge_specs
+from dalsegno.callbacks.loggers.json_logger import warn_not_writing
 from dalsegno.callbacks.loggers.summary_writer import ResumableSummaryWriter, check_rewound, checked_writer
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Binder, Callback
@@ -18,9 +18,6 @@ from dalsegno.events.contexts import LogContext, TrainBeginContext, TrainEndCont
 from dalsegno.events.table import Event
 from dalsegno.logs.event_files import EventState
 from dalsegno.state import Handler
-
-logger = logging.getLogger("dalsegno")
-
 
 Transform = Callable[[float, Mapping[str, Any]], float | None]
 """``transform(value, metrics)``: the point to draw for a value of a record; None: no point."""
@@ -100,7 +97,7 @@ class TBLogger(Callback):
         info: Any = {} if experiment_info is None else experiment_info
         self._texts = {"experiment": info} if isinstance(info, str) else mapping("TBLogger", "experiment_info", info)
         self._has_described = False
-        self._is_training = self._has_warned = False
+        self._is_training = False
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
         own = [] if self._own is None else self._own.bound_handlers(binder)
@@ -112,7 +109,7 @@ class TBLogger(Callback):
 
     def on_log(self, ctx: LogContext) -> None:
         if not self._is_training:
-            self._warn_not_writing()
+            warn_not_writing(self)
             return
         if not self._has_described:  # not earlier: a kill before the first record would lose the texts
             self._has_described = True
@@ -125,11 +122,6 @@ class TBLogger(Callback):
                 point = float(value) if scalar.transform is None else scalar.transform(float(value), ctx.logs)
                 if point is not None:
                     self._writer.add_scalar(tag, point, ctx.state.global_step)
-
-    def _warn_not_writing(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning("%s writes while training runs; what is logged before or after is not kept", self.key)
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
         self._is_training = False

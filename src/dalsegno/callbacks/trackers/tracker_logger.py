@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypedDict
 
 from dalsegno.callbacks.argument_checks import number
+from dalsegno.callbacks.loggers.json_logger import warn_not_writing
 from dalsegno.callbacks.loggers.summary_writer import RewoundWriter
 from dalsegno.callbacks.trackers.outbox import Sender
 from dalsegno.callbacks.trackers.tracker import code_versions, model_card, public
@@ -66,7 +67,6 @@ class TrackerLogger(RewoundWriter):
         self._outbox: Outbox | None = None  # on rank 0, while training runs
         self._sender: Sender | None = None
         self._saved: TrackerState | None = None
-        self._has_warned = False
 
     def _trigger(self, cards: SaveTrigger | str) -> SaveTrigger:
         try:
@@ -165,9 +165,7 @@ class TrackerLogger(RewoundWriter):
         if collectives.rank() != 0:
             return
         if self._outbox is None:
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning("%s writes while training runs; what is logged before or after is not kept", self.key)
+            warn_not_writing(self)
             return
         try:
             self._outbox.add(entry)
