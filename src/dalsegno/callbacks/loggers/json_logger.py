@@ -40,9 +40,10 @@ class RecordCallback(Callback):
     state_compared = False  # the file's offset, which only rank 0 knows
     state_schema: Any = PositionState | None
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, default_path: str, path: str | Path | None = None, name: str | None = None) -> None:
         """``path`` is relative to ``output_dir``; its suffix chooses the format: see :class:`RecordLog`."""
-        self._path = path
+        self.name = name
+        self._path = default_path if path is None else folder(type(self).__name__, "path", path)
         self._log: RecordLog | None = None
         self._position: Any = None
         """RecordLog state from which the log continues when it is opened; None: from the beginning."""
@@ -146,8 +147,7 @@ class JsonLogger(RecordCallback):
     ranks = "zero"
 
     def __init__(self, *, path: str | Path | None = None, name: str | None = None, **header: Any) -> None:
-        super().__init__("logs/train.jsonl" if path is None else folder("JsonLogger", "path", path))
-        self.name = name
+        super().__init__("logs/train.jsonl", path, name)
         taken = [key for key in RESERVED if key in header]
         if taken:
             raise ConfigurationError(f"JsonLogger: {taken[0]}= is part of every record; use another key")

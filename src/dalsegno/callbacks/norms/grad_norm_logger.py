@@ -47,10 +47,7 @@ class GradNormLogger(RecordCallback):
     state_schema = GradNormState
 
     def __init__(self, pattern: str | None = None, *, path: str | Path | None = None, name: str | None = None) -> None:
-        super().__init__(
-            "logs/gradient_norms.jsonl" if path is None else argument_checks.folder("GradNormLogger", "path", path)
-        )
-        self.name = name
+        super().__init__("logs/gradient_norms.jsonl", path, name)
         self._measures = (
             None if pattern is None else argument_checks.pattern("GradNormLogger", "pattern", pattern).search
         )

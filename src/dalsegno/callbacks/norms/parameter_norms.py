@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-from dalsegno.callbacks.argument_checks import flag, folder, whole
+from dalsegno.callbacks.argument_checks import flag, whole
 from dalsegno.callbacks.loggers.json_logger import RecordCallback
 from dalsegno.callbacks.norms.spectral_norm import SpectralNorms, Vector
 from dalsegno.distributed.sharded_tensors import (
@@ -129,8 +129,7 @@ class ParameterNormLogger(RecordCallback):
         path: str | Path | None = None,
         name: str | None = None,
     ) -> None:
-        super().__init__("logs/parameter_norms.jsonl" if path is None else folder("ParameterNormLogger", "path", path))
-        self.name = name
+        super().__init__("logs/parameter_norms.jsonl", path, name)
         steps = whole("ParameterNormLogger", "power_iter_steps", power_iter_steps)
         self._log_norms = flag("ParameterNormLogger", "log_norms", log_norms)
         is_spectral = flag("ParameterNormLogger", "log_spectral_norms", log_spectral_norms)

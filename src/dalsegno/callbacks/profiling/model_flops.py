@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any
 
@@ -15,13 +14,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dalsegno.args import TrainingArguments
-from dalsegno.callbacks.argument_checks import number
 from dalsegno.callbacks.profiling.flops import Uncountable, count_flops
 from dalsegno.data.loader import to_device
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.precision import autocast_dtype
 from dalsegno.distributed.sharded_tensors import device_of
-from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (
     Context,
@@ -61,17 +58,14 @@ class ModelFlops(Callback):
         self._has_stepped = False
         self._began, self._tokens, self._samples = 0, 0, 0
 
-    def want(
-        self, given: GivenPeak, ctx: TrainBeginContext, *, always: bool = False, each_record: bool = False
-    ) -> float | None:
-        """Request counting, if the peak is known or ``always``. Collective; to be called in on_train_begin.
+    def want(self, own_peak: float | None, *, always: bool, each_record: bool) -> float | None:
+        """Request counting, if the peaks are known or ``always``. Collective; to be called in on_train_begin.
 
-        ``each_record``: count again for each record; counts are cached by shapes. Returns the sum of all ranks'
-        devices' peaks in FLOP/s; None if one is unknown. Raises ConfigurationError for ``peak_hardware_flops`` on
-        several ranks.
+        ``own_peak``: this rank's share of the peak, in FLOP/s. ``each_record``: count again for each record; counts are
+        cached by shapes. Returns the sum of all ranks' peaks; None if one is unknown.
         """
-        own = given.of_this_rank(device_of(ctx.model), ctx.args)
-        (total, known) = collectives.sum_floats([own or 0.0, float(own is not None)], "the peak of the devices")
+        of_rank = [own_peak or 0.0, float(own_peak is not None)]
+        (total, known) = collectives.sum_floats(of_rank, "the peak of the devices")
         is_known = known == collectives.world_size()
         self._is_wanted |= always or is_known
         self._counts_each_record |= each_record
@@ -240,36 +234,3 @@ def known_peak(device: torch.device, args: TrainingArguments) -> float | None:
         return None
     name = accelerator.name_of(device)
     return KNOWN_PEAKS.get(name) or (ONLY_FP16.get(name) if args.fp16 else None)
-
-
-@dataclass(frozen=True, slots=True)
-class GivenPeak:
-    """The peak that the user gives to a callback, in FLOP/s, in at most one of three ways."""
-
-    owner: str
-    peak_hardware_flops: float | None = None
-    """Refused on several ranks: it means one device to some programs, and all of them to others."""
-    peak_flops_per_device: float | None = None
-    peak_flops_in_total: float | None = None
-
-    def __post_init__(self) -> None:
-        names = ("peak_hardware_flops", "peak_flops_per_device", "peak_flops_in_total")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        for name, value in given.items():
-            number(self.owner, name, value, over=0)
-        if len(given) > 1:
-            raise ConfigurationError(f"{self.owner}: {' and '.join(given)} are given; give only one")
-
-    def of_this_rank(self, device: torch.device, args: TrainingArguments) -> float | None:
-        """Return this rank's share of the peak; None if it is unknown."""
-        ranks = collectives.world_size()
-        if self.peak_hardware_flops is not None and ranks > 1:
-            value = f"{self.peak_hardware_flops:g}"
-            raise ConfigurationError(
-                f"{self.owner}: peak_hardware_flops={value} is ambiguous on {ranks} ranks; give "
-                f"peak_flops_per_device={value} if it is the peak of one device, or peak_flops_in_total={value} if it "
-                "is that of all devices together"
-            )
-        if self.peak_flops_in_total is not None:
-            return self.peak_flops_in_total / ranks
-        return self.peak_hardware_flops or self.peak_flops_per_device or known_peak(device, args)

@@ -9,10 +9,11 @@ import torch
 
 from dalsegno.callbacks.argument_checks import number, whole
 from dalsegno.callbacks.profiling.memory import peak_memory
-from dalsegno.callbacks.profiling.model_flops import GivenPeak, ModelFlops
+from dalsegno.callbacks.profiling.model_flops import ModelFlops, known_peak
 from dalsegno.distributed import collectives
 from dalsegno.distributed.collectives import Gathered
 from dalsegno.distributed.sharded_tensors import device_of
+from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Binder, Callback
 from dalsegno.events.contexts import Context, LogContext, RollbackContext, TrainBeginContext
 from dalsegno.events.table import Event
@@ -36,8 +37,16 @@ class UtilizationCallback(Callback):
         peak_flops_per_device: float | None = None,
         peak_flops_in_total: float | None = None,
     ) -> None:
+        peaks = {
+            "peak_hardware_flops": peak_hardware_flops,
+            "peak_flops_per_device": peak_flops_per_device,
+            "peak_flops_in_total": peak_flops_in_total,
+        }
         owner = type(self).__name__
-        self._given_peak = GivenPeak(owner, peak_hardware_flops, peak_flops_per_device, peak_flops_in_total)
+        given = {name: number(owner, name, peak, over=0) for name, peak in peaks.items() if peak is not None}
+        if len(given) > 1:
+            raise ConfigurationError(f"{owner}: {' and '.join(given)} are given; give only one")
+        self._given_peak = given
         self._peak: float | None = None  # of all ranks' devices
         self._flops: ModelFlops | None = None
 
@@ -47,9 +56,21 @@ class UtilizationCallback(Callback):
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         if self._flops is not None:
-            self._peak = self._flops.want(
-                self._given_peak, ctx, always=self._counts_always, each_record=self._counts_each_record
-            )
+            own = self._own_peak(ctx)
+            self._peak = self._flops.want(own, always=self._counts_always, each_record=self._counts_each_record)
+
+    def _own_peak(self, ctx: Context) -> float | None:
+        """Return this rank's share of the peak; None if it is unknown."""
+        for name, peak in self._given_peak.items():
+            ranks = collectives.world_size()
+            if name == "peak_hardware_flops" and ranks > 1:  # one device to some programs, all of them to others
+                raise ConfigurationError(
+                    f"{type(self).__name__}: peak_hardware_flops={peak:g} is ambiguous on {ranks} ranks; give "
+                    f"peak_flops_per_device={peak:g} if it is the peak of one device, or peak_flops_in_total={peak:g} "
+                    "if it is that of all devices together"
+                )
+            return peak / ranks if name == "peak_flops_in_total" else peak
+        return known_peak(device_of(ctx.model), ctx.args)
 
     def _add_mfu(self, logs: dict[str, Any]) -> None:
         if self._flops is not None and self._flops.rate is not None and self._peak is not None:
