@@ -20,8 +20,7 @@ import torch
 import xxhash
 from torch import nn
 
-from dalsegno.checkpoint import MemoryCheckpoints, ModelState
-from dalsegno.checkpoint.format import memory_dir
+from dalsegno.checkpoint import MemoryCheckpoints, ModelState, memory_dir
 from dalsegno.distributed.layout import Layout
 from dalsegno.system import filesystem
 from dalsegno.system.byte_sizes import format_bytes

@@ -28,11 +28,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dalsegno.checkpoint import names
+from dalsegno.checkpoint import names, plan
 from dalsegno.checkpoint.contract import TensorsByComponent
 from dalsegno.checkpoint.index import Index
-from dalsegno.checkpoint.save import planning
-from dalsegno.checkpoint.save.planning import ShardLayout
+from dalsegno.checkpoint.plan import ShardLayout
 from dalsegno.checkpoint.tensor_reader import ChunkReader, planned_reads
 from dalsegno.testing import run_ranks
 
@@ -95,27 +94,27 @@ def run(world: int = WORLD, tensors: int = TENSORS, part: int = PART, rounds: in
 def _ours(world: int, tensors: int, rounds: int) -> dict[str, Figure]:
     """Seconds; ``read``: bytes that a rank reads before it loads."""
     of_one, of_zero = _as_rank(5, world, tensors), _as_rank(0, world, tensors)
-    before = planning.signature(of_one(dict), {})
+    before = plan.signature(of_one(dict), {})
     with tempfile.TemporaryDirectory() as directory:
         files = _Files(Path(directory), of_zero(_planned), of_one(_planned))
         return {
             "rank": of_one(lambda state: _median(lambda: _planned(state), rounds)),
             "rank 0": of_zero(lambda state: _median(lambda: _planned(state), rounds)),
-            "kept": of_one(lambda state: _median(lambda: planning.signature(state, {}) == before, rounds)),
+            "kept": of_one(lambda state: _median(lambda: plan.signature(state, {}) == before, rounds)),
             "find": of_one(lambda state: _median(lambda: files.find(state), rounds)),
             "read": figure([files.read]),
         }
 
 
-def _planned(state: TensorsByComponent) -> planning.Plan:
+def _planned(state: TensorsByComponent) -> plan.Plan:
     ShardLayout.of.cache_clear()
-    return planning.plan(state, {}, {})
+    return plan.plan(state, {}, {})
 
 
 class _Files:
     """The index, and a rank's file of tensors, without their bytes."""
 
-    def __init__(self, directory: Path, of_zero: planning.Plan, of_rank: planning.Plan) -> None:
+    def __init__(self, directory: Path, of_zero: plan.Plan, of_rank: plan.Plan) -> None:
         assert of_zero.index is not None
         (own,) = of_rank.files
         self._directory = directory

@@ -46,8 +46,8 @@ SAVE = [
     Stop("training.save_coordinator:SaveCoordinator.save", "one at a time; on_before_save"),
     Stop("training.contents:CheckpointContents.components", "what is saved: tensors and components"),
     Stop("checkpoint.manager:CheckpointManager.save_async", "the checkpoints of a run"),
-    Stop("checkpoint.save.snapshot:Snapshotter.capture", "copies into buffers while training waits"),
-    Stop("checkpoint.save.async_save:AsyncSave", "streams files to disk, with checksums", True),
+    Stop("checkpoint.snapshot:Snapshotter.capture", "copies into buffers while training waits"),
+    Stop("checkpoint.async_save:AsyncSave", "streams files to disk, with checksums", True),
     Stop("checkpoint.checkpoint_dir:publish", "writes the manifest, then renames", True),
     Stop("training.save_coordinator:SaveCoordinator.finalize", "at a later boundary: on_save"),
 ]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.checkpoint.format import memory_dir
+from dalsegno.checkpoint import memory_dir
 
 
 @pytest.fixture

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint.parts import FixedRankNotes, Notes, RankNotes, Saved
-from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState
-from dalsegno.checkpoint.save import planning
+from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState, plan
 from dalsegno.distributed import collectives
 from dalsegno.errors import DalsegnoError
 from dalsegno.stateful.component import Component
@@ -289,8 +288,8 @@ def save_notes_of(directory: Path, size: int) -> str:
 
 def save_where_one_rank_begins_anew(directory: Path) -> list[int]:
     """How often this rank planned after each of three saves, the last one with a new manager on rank 1."""
-    original, asked, counts = planning.plan, itertools.count(1), []
-    planning.plan = lambda *them: (next(asked), original(*them))[1]
+    original, asked, counts = plan.plan, itertools.count(1), []
+    plan.plan = lambda *them: (next(asked), original(*them))[1]
     saved, manager = Saved(), CheckpointManager(directory)
     for step in (1, 2, 3):
         if step == 3 and collectives.rank() == 1:

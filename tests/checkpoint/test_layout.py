@@ -16,13 +16,11 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from checkpoint.sameness import bits
+from dalsegno.checkpoint.cuda_copies import CudaCopies
+from dalsegno.checkpoint.files import PendingFile, StagedFile, StreamedFile
 from dalsegno.checkpoint.index import StoredTensor
-from dalsegno.checkpoint.save.copying import Copying
-from dalsegno.checkpoint.save.cuda_copies import CudaCopies
-from dalsegno.checkpoint.save.files import PendingFile, StagedFile, StreamedFile
-from dalsegno.checkpoint.save.staging import Buffer
-from dalsegno.checkpoint.save.window import Window
 from dalsegno.checkpoint.sharding import Box, ListedChunks, StoredChunk
+from dalsegno.checkpoint.staging import Buffer, Copying
 from dalsegno.checkpoint.tensor_files import DTYPES, FileLayout, StoredFile, TensorChunk
 from dalsegno.checkpoint.tensor_reader import ChunkReader
 from dalsegno.errors import DamagedCheckpoint, StateMismatch
@@ -40,7 +38,7 @@ def kept(layout: FileLayout, tensors: Sequence[torch.Tensor], buffer: Buffer) ->
 
 def live(layout: FileLayout, tensors: Sequence[torch.Tensor], buffer: Buffer) -> PendingFile:
     """From the tensors themselves."""
-    return StreamedFile("some.safetensors", layout, tensors, Window())
+    return StreamedFile("some.safetensors", layout, tensors)
 
 
 Source = Callable[[FileLayout, Sequence[torch.Tensor], Buffer], PendingFile]

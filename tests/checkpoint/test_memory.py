@@ -13,11 +13,9 @@ import torch
 from torch import nn
 
 import dalsegno as ds
-from dalsegno.checkpoint import ModelState, memory
-from dalsegno.checkpoint.format import memory_dir
-from dalsegno.checkpoint.save import async_save, memory_room
-from dalsegno.checkpoint.save.copying import Copying
-from dalsegno.checkpoint.save.shared_files import MappedFile
+from dalsegno.checkpoint import ModelState, async_save, in_memory, memory_dir, memory_room
+from dalsegno.checkpoint.files import MappedFile
+from dalsegno.checkpoint.staging import Copying
 from dalsegno.cli import main
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
@@ -34,7 +32,7 @@ class Leg:
 
     def __init__(self, output_dir: Path, name: str | None = None, size: int = 64) -> None:
         self.states = [ModelState(nn.ModuleList([nn.Linear(size, size) for _ in range(2)]))]
-        self.memory = memory.MemoryCheckpoints(output_dir, Layout.flat())
+        self.memory = in_memory.MemoryCheckpoints(output_dir, Layout.flat())
         self.found = self.memory.find({} if name is None else {name: None}, after=-1)
         self.memory.begin_leg(self.states, saving=True)
 

@@ -19,13 +19,13 @@ from dalsegno.checkpoint import (
     OptimizerState,
     ShardedState,
     checkpoint_dir,
-    memory,
+    in_memory,
+    memory_dir,
+    memory_room,
     read_tensors,
 )
-from dalsegno.checkpoint.format import memory_dir
-from dalsegno.checkpoint.save import memory_room
-from dalsegno.checkpoint.save.memory_save import MemoryPublication
-from dalsegno.checkpoint.save.snapshot import Snapshotter
+from dalsegno.checkpoint.memory_save import MemoryPublication
+from dalsegno.checkpoint.snapshot import Snapshotter
 from dalsegno.cli import main
 from dalsegno.distributed.layout import Layout
 from dalsegno.system import filesystem
@@ -46,7 +46,7 @@ class Leg:
         self.model = nn.Sequential(self.base, self.head)
         optimizer = torch.optim.AdamW(self.head.parameters())
         self.states: list[ShardedState] = [ModelState(self.model), OptimizerState(self.model, optimizer)]
-        self.memory = memory.MemoryCheckpoints(output_dir, Layout.flat())
+        self.memory = in_memory.MemoryCheckpoints(output_dir, Layout.flat())
         self.found = self.memory.find({} if former is None else {former: None}, after=-1)
         self.memory.begin_leg(self.states, saving=True)
         self.name = self.memory.name

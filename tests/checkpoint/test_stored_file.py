@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 from checkpoint import jobs
 from checkpoint.parts import Saved
 from dalsegno.checkpoint import CheckpointManager
-from dalsegno.checkpoint.save.files import StreamedFile
-from dalsegno.checkpoint.save.window import Window
+from dalsegno.checkpoint.files import StreamedFile
 from dalsegno.checkpoint.tensor_files import FileLayout, StoredFile, TensorChunk
 from dalsegno.system import filesystem
 from dalsegno.testing import run_ranks
 
 SIZES = st.lists(st.integers(0, 9), max_size=4)
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
-WINDOW = Window()
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +32,7 @@ def test_any_box_into_anything(folder: Path, shape: list[int], dtype: torch.dtyp
     """Whatever the shape, the box, and the target's type and strides; also where few rows are read at once."""
     whole = (torch.arange(torch.Size(shape).numel()) % 7).to(dtype).reshape(shape)
     layout = FileLayout.of([TensorChunk("other", torch.float64, (3,), (0,), (3,)), TensorChunk.entire("it", whole)])
-    file = StreamedFile("file", layout, [torch.ones(3).double(), whole], WINDOW)
+    file = StreamedFile("file", layout, [torch.ones(3).double(), whole])
     file.write_to(folder, int)
     stored = StoredFile(folder / "file")
     assert torch.equal(stored.tensor(layout.spans[1], dtype, shape), whole)

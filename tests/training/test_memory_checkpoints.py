@@ -20,9 +20,7 @@ from torch import nn
 
 import dalsegno as ds
 from dalsegno.callbacks import CheckLoss
-from dalsegno.checkpoint import ModelState, OptimizerState, memory
-from dalsegno.checkpoint.format import memory_dir
-from dalsegno.checkpoint.save import memory_room
+from dalsegno.checkpoint import ModelState, OptimizerState, in_memory, memory_dir, memory_room
 from dalsegno.cli import main
 from dalsegno.distributed.layout import Layout
 from dalsegno.logs import RunFile
@@ -303,7 +301,7 @@ def test_the_computed_size_counts_what_the_optimizer_adds_to_trained_weights_onl
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(n * 250_000)) for name, n in (("base", 4), ("lora", 1))})
     model["base"].requires_grad_(False)
     states = [ModelState(model), OptimizerState(model, torch.optim.AdamW([model["lora"]]))]
-    checkpoints = memory.MemoryCheckpoints(tmp_path, Layout.flat())
+    checkpoints = in_memory.MemoryCheckpoints(tmp_path, Layout.flat())
     checkpoints.begin_leg(states, saving=True)
     assert "4 MB of frozen parameters, and two slots of 3." in caplog.text
     checkpoints.close(remove=True)

@@ -17,9 +17,8 @@ import pytest
 
 import dalsegno as ds
 from checkpoint.remote.jobs import until
-from dalsegno.checkpoint.format import memory_dir
-from dalsegno.checkpoint.save import memory_room
-from dalsegno.checkpoint.save.memory_save import MemoryPublication
+from dalsegno.checkpoint import memory_dir, memory_room
+from dalsegno.checkpoint.memory_save import MemoryPublication
 from dalsegno.distributed import collectives, file_transfer
 from dalsegno.distributed.collectives import BackgroundGroup
 from dalsegno.distributed.file_transfer import Transfer

@@ -12,7 +12,7 @@ import torch
 
 import dalsegno as ds
 from dalsegno.callbacks import CheckLoss, DivergenceDetector, JsonLogger, NaNChecker
-from dalsegno.checkpoint.save.async_save import AsyncSave
+from dalsegno.checkpoint.async_save import AsyncSave
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.table import Event
 from dalsegno.logs import RunFile, read_records

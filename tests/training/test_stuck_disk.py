@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 import dalsegno as ds
-from dalsegno.checkpoint import CheckpointManager
-from dalsegno.checkpoint.save import async_save
+from dalsegno.checkpoint import CheckpointManager, async_save
 from dalsegno.system import filesystem, progress
 from support.listeners import Listener
 from support.small import small_trainer

@@ -2,14 +2,15 @@
 
 The files: ``names``, ``manifest``, ``index`` (sharded tensors, cut as ``sharding`` says), ``tensor_files``, and
 ``sidecar`` (all other state, encoded by ``codec``). What is saved: ``model_state``, ``optimizer_state`` and
-``callback_tensors``, which keep ``contract``. ``save/`` writes one checkpoint; ``listing``, ``json_view`` and
-``difference`` read them without a model. ``export`` and ``weights`` write and read the model as safetensors;
-``foreign/`` and ``remote/`` have runs of other programs, and a copy of the run at a URL. ``manager`` and ``memory``,
-the checkpoints of a run on disk and in shared memory, serve the training engine.
+``callback_tensors``, which keep ``contract``. ``listing``, ``json_view`` and ``difference`` read checkpoints without a
+model. ``export`` and ``weights`` write and read the model as safetensors; ``foreign/`` and ``remote/`` have runs of
+other programs, and a copy of the run at a URL. ``manager`` and ``in_memory``, the checkpoints of a run on disk and in
+shared memory, serve the training engine.
 
-A save: :meth:`CheckpointManager.save_async` → ``save/snapshot`` captures the states that ``save/planning`` assigned to
-this rank → ``save/staging`` copies tensors into buffers laid out as the files → ``save/async_save`` writes them on a
-thread → ``checkpoint_dir`` writes the manifest and publishes by a rename → unkept checkpoints are deleted.
+A save: :meth:`CheckpointManager.save_async` → ``snapshot`` has ``capture`` encode the states, and ``plan`` assign the
+tensors to ranks → ``staging`` copies tensors into buffers laid out as the files → ``async_save`` writes ``files`` on a
+thread, and links to ``unchanged_files`` → ``checkpoint_dir`` writes the manifest and publishes by a rename → unkept
+checkpoints are deleted.
 
 A load: :meth:`CheckpointManager.find` verifies every byte of the newest checkpoint → :meth:`CheckpointManager.load` →
 ``restore`` compares it with the run and prepares all states, or refuses → ``tensor_reader`` reads each rank's shards
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from dalsegno.checkpoint.foreign.programs import Imported as Imported
     from dalsegno.checkpoint.foreign.programs import export_checkpoint as export_checkpoint
     from dalsegno.checkpoint.foreign.programs import import_checkpoint as import_checkpoint
+    from dalsegno.checkpoint.in_memory import MemoryCheckpoints as MemoryCheckpoints
     from dalsegno.checkpoint.manifest import Checkpoint as Checkpoint
     from dalsegno.checkpoint.manifest import Manifest as Manifest
     from dalsegno.checkpoint.model_state import ModelState as ModelState
@@ -50,7 +52,6 @@ if TYPE_CHECKING:
     from dalsegno.checkpoint.weights import weights_are_at as weights_are_at
 
     from .manager import CheckpointManager as CheckpointManager
-    from .memory import MemoryCheckpoints as MemoryCheckpoints
 
 _HOMES = {
     "callback_tensors": ("CallbackTensors",),
@@ -59,7 +60,7 @@ _HOMES = {
     "foreign.programs": ("ExportedRun", "Imported", "export_checkpoint", "import_checkpoint"),
     "manager": ("CheckpointManager",),
     "manifest": ("Checkpoint", "Manifest"),
-    "memory": ("MemoryCheckpoints",),
+    "in_memory": ("MemoryCheckpoints",),
     "model_state": ("ModelState", "unwrapped"),
     "names": ("CALLBACKS", "LOSS", "SETTINGS"),
     "optimizer_state": ("OptimizerState",),

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from dalsegno.checkpoint import checkpoint_dir, names
+from dalsegno.checkpoint.async_save import AsyncSave, BufferPrefault, NewDirectory
+from dalsegno.checkpoint.capture import FrozenChecksums
 from dalsegno.checkpoint.compatibility import Value
 from dalsegno.checkpoint.contract import ShardedState
 from dalsegno.checkpoint.file_reading import share_of_rank
@@ -15,18 +17,14 @@ from dalsegno.checkpoint.listing import CheckpointStatus, list_checkpoints
 from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.checkpoint.restore import LoadReport, restore, unclaimed_states
 from dalsegno.checkpoint.sidecar import SavedState, SavedStates
+from dalsegno.checkpoint.snapshot import Snapshotter
+from dalsegno.checkpoint.unchanged_files import LinkableFiles
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint
 from dalsegno.policies.retention import CheckpointSummary, Keep, steps_to_keep
 from dalsegno.stateful.component import Component, State
 from dalsegno.system import filesystem
-
-from .save.async_save import AsyncSave, BufferPrefault
-from .save.base import FrozenBase
-from .save.destination import NewDirectory
-from .save.snapshot import Snapshotter
-from .save.unchanged import FormerFiles
 
 logger = logging.getLogger("dalsegno")
 
@@ -58,10 +56,10 @@ class CheckpointManager:
         self._carried: Mapping[str, SavedState] = {}
         self._has_warned_nonfinite = False
         self._trusted: Path | None = None  # the checkpoint that this process verified or wrote last
-        self._former: FormerFiles | None = None  # of a checkpoint on disk, which the next save may link
+        self._former: LinkableFiles | None = None  # of a checkpoint on disk, which the next save may link
         self._unsettled: AsyncSave | None = None
         self._has_saved = False
-        self._base: FrozenBase | None = None
+        self._base: FrozenChecksums | None = None
         self._prefault: BufferPrefault | None = None
 
     @property
@@ -70,7 +68,7 @@ class CheckpointManager:
         return self._carried
 
     @property
-    def base(self) -> FrozenBase | None:
+    def base(self) -> FrozenChecksums | None:
         """The frozen parameters of which only checksums are saved; None if all are saved."""
         return self._base
 
@@ -181,7 +179,7 @@ class CheckpointManager:
         """Save only checksums of the frozen parameters that keep their present values, which the user's script must
         rebuild: call before anything is loaded. They are compared when a checkpoint is loaded. Collective."""
         if self._base is None:
-            self._base = collectives.run_on_all_ranks(lambda: FrozenBase(sharded))
+            self._base = collectives.run_on_all_ranks(lambda: FrozenChecksums(sharded))
             self._snapshotter.leave_out(self._base)
 
     def prepare(self, sharded: Sequence[ShardedState]) -> None:
@@ -378,7 +376,7 @@ class CheckpointManager:
 
     def _find_former(self) -> None:
         """For a leg that has neither verified nor written a checkpoint, as one that resumed from memory. Collective."""
-        newest = collectives.from_rank_zero(functools.partial(FormerFiles.of_newest, self.directory))
+        newest = collectives.from_rank_zero(functools.partial(LinkableFiles.of_newest, self.directory))
         self._former = self._former or newest
 
     def _verified(self, path: Path) -> Checkpoint:
@@ -387,5 +385,5 @@ class CheckpointManager:
         collectives.run_on_all_ranks(lambda: checkpoint.verify(mine))
         self._trusted = path.resolve()
         if self._trusted == self.path_of(checkpoint.step).resolve():  # files elsewhere may be written in place
-            self._former = FormerFiles(path, checkpoint.manifest.files)
+            self._former = LinkableFiles(path, checkpoint.manifest.files)
         return checkpoint

@@ -13,15 +13,13 @@ from pathlib import Path
 
 import xxhash
 
-from dalsegno.checkpoint import checkpoint_dir, names
-from dalsegno.checkpoint.format import memory_dir
+from dalsegno.checkpoint import checkpoint_dir, memory_dir, names
 from dalsegno.checkpoint.manifest import Checkpoint, Manifest
+from dalsegno.checkpoint.multi_host import MultiHostCheckpoint
 from dalsegno.distributed import collectives
 from dalsegno.distributed.hosts import Hosts
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, RankFailed, StateMismatch
 from dalsegno.system import filesystem
-
-from .spread import SpreadCheckpoint
 
 logger = logging.getLogger("dalsegno")
 
@@ -38,7 +36,9 @@ class _Published:
     digest: str
 
 
-def newest_in_memory(output_dir: Path, candidates: Candidates, *, after: int, hosts: Hosts) -> SpreadCheckpoint | None:
+def newest_in_memory(
+    output_dir: Path, candidates: Candidates, *, after: int, hosts: Hosts
+) -> MultiHostCheckpoint | None:
     """The newest checkpoint of a step greater than ``after`` that is valid and whole on all hosts together; None if
     there is none. Every host then has a directory for it, with all but the tensors that it may not need. Collective.
 
@@ -66,7 +66,7 @@ def _published(output_dir: Path, candidates: Candidates, after: int) -> list[_Pu
     return found
 
 
-def _assembled(output_dir: Path, found: _Published, hosts: Hosts, first: int) -> SpreadCheckpoint:
+def _assembled(output_dir: Path, found: _Published, hosts: Hosts, first: int) -> MultiHostCheckpoint:
     """``first``: number of the first host that has it.
 
     Raises:
@@ -97,7 +97,7 @@ def _assembled(output_dir: Path, found: _Published, hosts: Hosts, first: int) ->
     directory = memory_dir.find(found.name, output_dir)
     assert directory is not None, "it was there, or is created"
     path = names.checkpoint_path(directory.checkpoints, found.step)
-    checkpoint = SpreadCheckpoint(path, found.step, manifest, hosts, held)
+    checkpoint = MultiHostCheckpoint(path, found.step, manifest, hosts, held)
     checkpoint.require([name for name in manifest.files if "/" not in name or name.endswith(".json")])
     return checkpoint
 

@@ -17,10 +17,10 @@ from dalsegno.checkpoint import (
     MemoryCheckpoints,
     load_parts,
     load_weights,
+    memory_dir,
     weights_are_at,
 )
 from dalsegno.checkpoint.checkpoint_dir import newest_step
-from dalsegno.checkpoint.format import memory_dir
 from dalsegno.checkpoint.remote import mirror_of
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, NotFound, UnknownName

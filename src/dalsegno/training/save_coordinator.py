@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from dalsegno.checkpoint.save.async_save import AsyncSave
+from dalsegno.checkpoint.async_save import AsyncSave
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.errors import SaveFailed

@@ -9,7 +9,7 @@ import pytest
 import dalsegno as ds
 from callbacks.scripted import trainer
 from dalsegno.callbacks import InfoCallback, JsonLogger, ProgressCallback
-from dalsegno.checkpoint.format import memory_dir
+from dalsegno.checkpoint import memory_dir
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.contexts import StepEndContext
 

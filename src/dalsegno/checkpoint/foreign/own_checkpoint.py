@@ -12,15 +12,14 @@ from typing import Any
 import torch
 
 from dalsegno.checkpoint import names
+from dalsegno.checkpoint.async_save import AsyncSave, NewDirectory
 from dalsegno.checkpoint.contract import Captured
 from dalsegno.checkpoint.export import expect_all_saved
 from dalsegno.checkpoint.index import Index
 from dalsegno.checkpoint.manifest import Checkpoint, ComponentRecord
 from dalsegno.checkpoint.names import CALLBACKS, MODEL, SETTINGS
-from dalsegno.checkpoint.save.async_save import AsyncSave
-from dalsegno.checkpoint.save.destination import NewDirectory
-from dalsegno.checkpoint.save.snapshot import Snapshotter
 from dalsegno.checkpoint.sidecar import SavedState, SavedStates
+from dalsegno.checkpoint.snapshot import Snapshotter
 from dalsegno.checkpoint.tensor_reader import read_tensors
 from dalsegno.data.loader import IMPORTED
 from dalsegno.distributed.rng import RANK, capture_generators, mix, preserved_generators, seed_generators

@@ -18,8 +18,8 @@ from .arguments import PLACE
 
 if TYPE_CHECKING:
     from dalsegno.checkpoint import Checkpoint
-    from dalsegno.checkpoint.format.memory_dir import MemoryDir
     from dalsegno.checkpoint.listing import CheckpointInfo
+    from dalsegno.checkpoint.memory_dir import MemoryDir
     from dalsegno.policies.retention import Retention
 
 
@@ -334,7 +334,7 @@ def clean(arguments: argparse.Namespace) -> int:
     directory, which must be gone. Use it for runs that will not be resumed on this host: a resumed run cleans up by
     itself.
     """
-    from dalsegno.checkpoint.format import memory_dir
+    from dalsegno.checkpoint import memory_dir
 
     wanted = [path.resolve() for path in arguments.runs]
     found = [each for each in memory_dir.find_all() if not wanted or each.output_dir in wanted]
@@ -372,7 +372,7 @@ def _row(directory: MemoryDir) -> dict[str, Any]:
 
 def _state(directory: MemoryDir) -> str:
     """Whether a process writes to it, the run's next leg can resume from it, or neither; or its run is not here."""
-    from dalsegno.checkpoint.format import memory_dir
+    from dalsegno.checkpoint import memory_dir
     from dalsegno.logs import RunFile
     from dalsegno.system.lock import DirectoryLock
 

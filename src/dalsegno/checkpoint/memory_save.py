@@ -17,17 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dalsegno.checkpoint import names
+from dalsegno.checkpoint.async_save import AsyncSave, Records, Report, described
 from dalsegno.checkpoint.file_reading import FileRecord
 from dalsegno.checkpoint.manifest import Manifest
+from dalsegno.checkpoint.snapshot import Snapshot
+from dalsegno.checkpoint.unchanged_files import LinkableFiles, UnchangedFile
 from dalsegno.distributed import collectives
 from dalsegno.distributed.file_transfer import Transfer, transfer
 from dalsegno.distributed.hosts import Hosts
 from dalsegno.system import filesystem
 from dalsegno.system.worker import lower_thread_priority
-
-from .async_save import AsyncSave, Records, Report, described
-from .snapshot import Snapshot
-from .unchanged import FormerFiles, UnchangedFile
 
 logger = logging.getLogger("dalsegno")
 
@@ -92,7 +91,7 @@ class MemorySave(AsyncSave):
         hosts: Hosts,
         *,
         copies: int,
-        former: FormerFiles | None,
+        former: LinkableFiles | None,
         step: int,
         manifest_of: Callable[[Sequence[Records]], Manifest],
     ) -> None:
@@ -107,9 +106,9 @@ class MemorySave(AsyncSave):
         super().__init__(snapshot, publication, step=step, is_best=False, manifest_of=manifest_of)
 
     @property
-    def files(self) -> FormerFiles:
+    def files(self) -> LinkableFiles:
         """Those of all ranks that are on this host, once it is published."""
-        return FormerFiles(self.path, self._records_of_all, digests=self._snapshot.digests)
+        return LinkableFiles(self.path, self._records_of_all, digests=self._snapshot.digests)
 
     def _conclude(self, report: Report) -> str | None:
         decision = self._group.gather_decide(report, self._manifest)

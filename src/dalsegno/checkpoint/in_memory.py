@@ -20,28 +20,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dalsegno.checkpoint import names
+from dalsegno.checkpoint import memory_dir, names
+from dalsegno.checkpoint.async_save import BufferPrefault
+from dalsegno.checkpoint.capture import FrozenChecksums
 from dalsegno.checkpoint.contract import ShardedState
-from dalsegno.checkpoint.format import memory_dir
 from dalsegno.checkpoint.manifest import Checkpoint
+from dalsegno.checkpoint.memory_dir import MemoryDir
+from dalsegno.checkpoint.memory_room import check_room
+from dalsegno.checkpoint.memory_save import MemoryPublication, MemorySave
+from dalsegno.checkpoint.memory_search import Candidates, newest_in_memory
+from dalsegno.checkpoint.multi_host import MultiHostCheckpoint
+from dalsegno.checkpoint.shared_files import NoRoom, SharedFiles
 from dalsegno.checkpoint.sidecar import SavedState
+from dalsegno.checkpoint.snapshot import Snapshotter
+from dalsegno.checkpoint.unchanged_files import LinkableFiles
 from dalsegno.distributed import collectives
 from dalsegno.distributed.hosts import Hosts
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
-
-from .format.memory_dir import MemoryDir
-from .memory_search import Candidates, newest_in_memory
-from .save.async_save import BufferPrefault
-from .save.base import FrozenBase
-from .save.memory_room import check_room
-from .save.memory_save import MemoryPublication, MemorySave
-from .save.shared_files import NoRoom, SharedFiles
-from .save.snapshot import Snapshotter
-from .save.unchanged import FormerFiles
-from .spread import SpreadCheckpoint
 
 logger = logging.getLogger("dalsegno")
 
@@ -69,8 +67,10 @@ class MemoryCheckpoints:
         self._hosts: Hosts | None = None
         self._copies = 0
         self._directory: MemoryDir | None = None  # of this leg, on this host
-        self._former: SpreadCheckpoint | None = None  # of a former leg, from which this one resumed
-        self._shareable: FormerFiles | None = None  # of the newest checkpoint on this host; the next one may link them
+        self._former: MultiHostCheckpoint | None = None  # of a former leg, from which this one resumed
+        self._shareable: LinkableFiles | None = (
+            None  # of the newest checkpoint on this host; the next one may link them
+        )
         self._slots: list[_Slot] = []
         self._captured: tuple[_Slot, Callable[[], MemorySave]] | None = None  # and not yet started
         self._in_progress: tuple[_Slot, MemorySave] | None = None
@@ -145,7 +145,7 @@ class MemoryCheckpoints:
     # -- a leg ------------------------------------------------------------------------------------------------------
 
     def begin_leg(
-        self, sharded: Sequence[ShardedState], *, saving: bool, copies: int = 0, base: FrozenBase | None = None
+        self, sharded: Sequence[ShardedState], *, saving: bool, copies: int = 0, base: FrozenChecksums | None = None
     ) -> None:
         """Remove what no leg resumes from any more; if ``saving``, create the slots.
 
@@ -160,7 +160,7 @@ class MemoryCheckpoints:
         """
         self._slots, self._captured, self._directory, self._has_saved, self.room = [], None, None, False, None
         former, hosts = self._former, self._known_hosts()
-        self._shareable = None if former is None else FormerFiles(former.path, former.here)
+        self._shareable = None if former is None else LinkableFiles(former.path, former.here)
         name = collectives.broadcast(memory_dir.new_name(), "name of memory checkpoints")
 
         def tidy() -> None:
@@ -206,7 +206,7 @@ class MemoryCheckpoints:
             )
         return directory
 
-    def _create_slots(self, directory: MemoryDir, hosts: Hosts, base: FrozenBase | None) -> None:
+    def _create_slots(self, directory: MemoryDir, hosts: Hosts, base: FrozenChecksums | None) -> None:
         token = collectives.broadcast(os.urandom(2).hex(), "names of memory slots")
         hidden = [directory.checkpoints / f"slot-{token}-{number}" for number in range(2)]
 

@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +17,8 @@ import torch
 import xxhash
 from torch import nn
 
-from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, read_tensors
-from dalsegno.checkpoint.save import async_save, window
-from dalsegno.checkpoint.save import checksum as checksum_module
-from dalsegno.checkpoint.save.checksum import checksum_beside
+from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, async_save, files, read_tensors
+from dalsegno.checkpoint.files import checksum_beside
 from dalsegno.errors import SaveFailed
 from dalsegno.system import filesystem
 
@@ -177,7 +176,7 @@ def test_the_thread_that_hashes_gives_way_to_training() -> None:
 def test_a_thread_that_gets_no_processor_time_is_relieved(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the lowest priority, a save of 500 MB waited 2 to 5 s for its checksum beside 15 busy processes."""
     is_relieved = threading.Event()
-    monkeypatch.setattr(checksum_module, "lower_thread_priority", lambda by: is_relieved.wait(30))
+    monkeypatch.setattr(files, "lower_thread_priority", lambda by: is_relieved.wait(30))
     with checksum_beside(memoryview(bytes([number]) * 5) for number in range(3)) as checksum:
         found = checksum.finish()
         assert not is_relieved.is_set()
@@ -195,72 +194,86 @@ def test_blocks_that_fail_have_no_checksum(is_relieved: bool) -> None:
         checksum.finish() if is_relieved else checksum.wait()
 
 
-# --- without a copy: tensors are streamed through a window ------------------------------------------------------------
+# --- without a copy: live tensors are written, block by block ---------------------------------------------------------
 
 PIECE = 2 * filesystem.PAGE
 
 
 @pytest.fixture
-def window_of_four_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filesystem, "DIRECT_PIECE", PIECE)
 
 
-def twenty_windows() -> ModelState:
+def eighty_blocks() -> ModelState:
     model = nn.Module()
     model.register_buffer("it", torch.randint(255, (80 * PIECE,), dtype=torch.uint8))
     return ModelState(model)
 
 
-@pytest.mark.usefixtures("window_of_four_pieces")
-def test_nothing_in_the_window_is_replaced_before_it_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if the thread that hashes comes late: when all that fits into the window is written."""
-    pieces = itertools.count(1)
-    is_full = threading.Event()
+@pytest.mark.usefixtures("small_blocks")
+def test_a_block_is_copied_while_the_one_before_is_written_and_replaced_once_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory holds two blocks: while the third is written, all of the fourth is copied, and nothing of the fifth."""
+    written, copied = 0, 0  # blocks that are being written or are; bytes
+    while_third_is_written: list[int] = []
+
+    def copy(place: torch.Tensor, raw: torch.Tensor, copy: Callable[..., None] = files._copy) -> None:
+        nonlocal copied
+        copy(place, raw)
+        copied += len(raw)
 
     def watch(operation: str, path: Path) -> None:
-        if operation == "write" and path.name == "shard-00000.safetensors" and next(pieces) == 4:
-            is_full.set()
+        nonlocal written
+        if operation == "write" and path.name == "shard-00000.safetensors":
+            written += 1
+            if written == 3:
+                until = time.monotonic() + 30
+                while copied < 4 * PIECE and time.monotonic() < until:
+                    time.sleep(0.001)
+                time.sleep(0.1)  # for a copy that should not come
+                while_third_is_written.append(copied)
 
-    monkeypatch.setattr(checksum_module, "lower_thread_priority", lambda by: is_full.wait(30))
+    monkeypatch.setattr(files, "_copy", copy)
     monkeypatch.setattr(filesystem, "watcher", watch)
-    path = CheckpointManager(tmp_path).save(1, [twenty_windows()], [])
+    path = CheckpointManager(tmp_path).save(1, [eighty_blocks()], [])
+    assert while_third_is_written == [4 * PIECE]
     checkpoint = Checkpoint.open(path)
     checkpoint.verify(checkpoint.manifest.files)
 
 
-@pytest.mark.usefixtures("window_of_four_pieces")
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("what", ["write", "copy", "checksum"])
 def test_a_stream_that_fails_half_way_leaves_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Whichever thread fails while the others wait for it. A checksum is computed for a window at a time."""
+    """Whichever thread fails while the other waits for it."""
     calls: Counter[str] = Counter()
-    waits_for_more = threading.Event()
 
-    def call(of: str, fails_at: int) -> None:
+    def call(of: str) -> None:
         calls[of] += 1
-        if of == "checksum" and calls[of] == 2:
-            waits_for_more.set()
-        if of == what and calls[of] == fails_at:
-            assert waits_for_more.wait(30)
+        if of == what and calls[of] == 6:
             raise OSError(errno.EIO, f"no more of it: {what}")
 
     def watch(operation: str, path: Path) -> None:
         if operation == "write" and path.name == "shard-00000.safetensors":
-            call("write", 6)
+            call("write")
 
-    def copy(*arguments: torch.Tensor, copy: Callable[..., None] = window._copy) -> None:
-        call("copy", 4)
+    def copy(*arguments: torch.Tensor, copy: Callable[..., None] = files._copy) -> None:
+        call("copy")
         copy(*arguments)
 
     before = own_threads()
     manager = CheckpointManager(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(filesystem, "watcher", watch)
-        patched.setattr(window, "_copy", copy)
-        patched.setattr(xxhash, "xxh3_128", lambda: SimpleNamespace(update=lambda block: call("checksum", 3)))
+        patched.setattr(files, "_copy", copy)
+        patched.setattr(
+            xxhash, "xxh3_128", lambda: SimpleNamespace(update=lambda block: call("checksum"), hexdigest=lambda: "")
+        )
         with pytest.raises(SaveFailed, match=f"no more of it: {what}"):
-            manager.save(1, [twenty_windows()], [])
+            manager.save(1, [eighty_blocks()], [])
+    assert calls[what] == 6
     assert not own_threads() - before
     assert not list(manager.directory.iterdir())
 

@@ -11,9 +11,8 @@ import torch
 
 from checkpoint import jobs
 from checkpoint.parts import Saved
-from dalsegno.checkpoint import Checkpoint, CheckpointManager, read_tensors
+from dalsegno.checkpoint import Checkpoint, CheckpointManager, plan, read_tensors
 from dalsegno.checkpoint.contract import TensorsByComponent
-from dalsegno.checkpoint.save import planning
 from dalsegno.testing import run_ranks
 from support.heavy import MB, growth_in_the_first_save
 from support.listeners import Listener
@@ -32,13 +31,13 @@ def test_the_first_save_finds_its_memory_ready(tmp_path: Path) -> None:
 def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """One entry for each time that it is worked out who writes what."""
     asked: list[int] = []
-    original = planning.plan
+    original = plan.plan
 
-    def counted(tensors: TensorsByComponent, *names: planning.FrozenNames) -> planning.Plan:
+    def counted(tensors: TensorsByComponent, *names: plan.FrozenNames) -> plan.Plan:
         asked.append(1)
         return original(tensors, *names)
 
-    monkeypatch.setattr(planning, "plan", counted)
+    monkeypatch.setattr(plan, "plan", counted)
     return asked
 
 

@@ -14,18 +14,21 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
 
+from dalsegno.checkpoint import checkpoint_dir, names
 from dalsegno.checkpoint.file_reading import FileRecord
+from dalsegno.checkpoint.free_space import free_disk
 from dalsegno.checkpoint.manifest import Manifest
+from dalsegno.checkpoint.snapshot import Snapshot
+from dalsegno.checkpoint.unchanged_files import LinkableFiles
 from dalsegno.distributed import collectives
 from dalsegno.errors import SaveFailed
+from dalsegno.system import filesystem
 from dalsegno.system.byte_sizes import format_bytes
 from dalsegno.system.progress import Progress
 from dalsegno.system.worker import lower_thread_priority
-
-from .destination import Destination
-from .snapshot import Snapshot
-from .unchanged import FormerFiles
 
 logger = logging.getLogger("dalsegno")
 
@@ -41,6 +44,51 @@ several ranks keep all processors busy: beside them, each message waits for a tu
 Records = Mapping[str, FileRecord]
 Report = tuple[Records, str | None]
 """Files that a rank wrote, and why it did not write all of them."""
+
+
+class Destination(Protocol):
+    """Where one save writes a checkpoint, and how it is published there. Rank 0 calls the methods."""
+
+    @property
+    def path(self) -> Path:
+        """Directory of the checkpoint once it is published."""
+
+    @property
+    def partial(self) -> Path:
+        """Directory that all ranks write to."""
+
+    def make_room(self, length: int) -> str | None:
+        """Prepare ``partial`` for files of ``length`` bytes; returns why that is not possible, if so."""
+
+    def publish(self, manifest: Manifest) -> None:
+        """Make ``partial``, which all ranks have written, the checkpoint at ``path``."""
+
+    def discard(self) -> None:
+        """Undo what a save that has failed left in ``partial``."""
+
+
+class NewDirectory:
+    """A directory that each save creates, on a disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.partial = names.partial_path(path)
+
+    def make_room(self, length: int) -> str | None:
+        filesystem.remove(self.partial)
+        filesystem.make_directory(self.partial.parent)
+        filesystem.mkdir_nosync(self.partial)
+        free = free_disk(self.partial)
+        if length <= free:
+            return None
+        disk = f"the disk of {self.partial.parent}"
+        return f"it takes {format_bytes(length)}, and {format_bytes(free)} are free on {disk}"
+
+    def publish(self, manifest: Manifest) -> None:
+        checkpoint_dir.publish(manifest, self.partial, self.path)
+
+    def discard(self) -> None:
+        filesystem.remove(self.partial)
 
 
 class AsyncSave:
@@ -106,9 +154,9 @@ class AsyncSave:
         return self._finished.is_set()
 
     @property
-    def files(self) -> FormerFiles:
+    def files(self) -> LinkableFiles:
         """Those of this rank, once it is published."""
-        return FormerFiles(self.path, self.records, digests=self._snapshot.digests)
+        return LinkableFiles(self.path, self.records, digests=self._snapshot.digests)
 
     def wait(self) -> None:
         """Wait for the outcome. Rank 0 logs the progress every few seconds. Any exception cancels the save.

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dalsegno.checkpoint.contract import ShardedState
+from dalsegno.checkpoint.free_space import available_memory, free_disk
 from dalsegno.checkpoint.names import MODEL
 from dalsegno.checkpoint.optimizer_state import tensors_per_parameter
+from dalsegno.checkpoint.snapshot import Snapshotter
 from dalsegno.distributed import collectives
 from dalsegno.distributed.hosts import Hosts
 from dalsegno.errors import ConfigurationError
 from dalsegno.system.byte_sizes import format_bytes
-
-from .resources import available_memory, free_disk
-from .snapshot import Snapshotter
 
 
 def check_room(

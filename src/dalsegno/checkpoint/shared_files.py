@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from dalsegno.checkpoint.file_reading import FileRecord
+from dalsegno.checkpoint.staging import Buffer
 from dalsegno.checkpoint.tensor_files import FileLayout
 from dalsegno.system import filesystem
-
-from .checksum import checksum_beside
-from .files import Advance, CopiedFile, counted
-from .staging import Buffer
 
 Layouts = Mapping[str, FileLayout]
 """Layouts of files by their names."""
@@ -58,7 +53,7 @@ class SharedFiles:
                     path = self._directory / name
                     filesystem.mkdir_nosync(path.parent)
                     filesystem.remove(path)  # a link to a file of another checkpoint
-                    self._buffers[name] = Buffer(_FilePages(path))
+                    self._buffers[name] = Buffer(path)
                     self._buffers[name].lay_out(layout)
         except BaseException:
             self.clear()
@@ -104,27 +99,3 @@ class SharedFiles:
     def _remove(self, name: str) -> None:
         del self._buffers[name]
         filesystem.remove(self._directory / name)
-
-
-class _FilePages:
-    """The memory of a new file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def allocate(self, length: int) -> mmap.mmap:
-        return filesystem.map_new(self._path, length)
-
-    def reserve(self, begin: int, length: int) -> None:
-        filesystem.reserve(self._path, begin, length)
-
-
-class MappedFile(CopiedFile):
-    """One that is copied to its place; what remains is its checksum."""
-
-    __slots__ = ()
-
-    def write_to(self, directory: Path, advance: Advance) -> FileRecord:
-        blocks = self.copied.to_hash(self.buffer.memory)
-        with checksum_beside(counted(blocks, self.length, advance)) as checksum:
-            return FileRecord(self.length, checksum.wait())

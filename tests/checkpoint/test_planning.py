@@ -23,7 +23,7 @@ from dalsegno.checkpoint import CheckpointManager
 from dalsegno.checkpoint.contract import Captured
 from dalsegno.checkpoint.dtensors import cuts_of
 from dalsegno.checkpoint.index import Index
-from dalsegno.checkpoint.save.planning import FilePlan, Plan, plan, signature
+from dalsegno.checkpoint.plan import FilePlan, Plan, plan, signature
 from dalsegno.checkpoint.sharding import Box, ShardedChunks, Sharding
 from dalsegno.checkpoint.tensor_reader import load, part
 from dalsegno.errors import CannotSave

@@ -14,34 +14,37 @@ from pathlib import Path
 import torch
 
 from dalsegno.checkpoint import names
+from dalsegno.checkpoint import plan as planning
+from dalsegno.checkpoint.capture import (
+    FrozenChecksums,
+    States,
+    digest_of,
+    encode_all,
+    signature_of,
+    unchanged_everywhere,
+    warn_of_differences,
+)
 from dalsegno.checkpoint.contract import Capturable, TensorsByComponent
+from dalsegno.checkpoint.cuda_copies import CudaCopies
 from dalsegno.checkpoint.file_reading import FileRecord
+from dalsegno.checkpoint.files import Advance, InlineFile, MappedFile, PendingFile, StagedFile, StreamedFile
+from dalsegno.checkpoint.free_space import available_memory, has_memory_for
 from dalsegno.checkpoint.frozen_checksums import Fingerprint, to_bytes
 from dalsegno.checkpoint.manifest import ComponentRecord, Manifest
 from dalsegno.checkpoint.names import SHARED, rank_sidecar
+from dalsegno.checkpoint.plan import FilePlan, Plan
 from dalsegno.checkpoint.sharding import Box
+from dalsegno.checkpoint.shared_files import Layouts, NoRoom, SharedFiles
 from dalsegno.checkpoint.sidecar import SavedState, sidecar_arrays, sidecar_json
+from dalsegno.checkpoint.staging import Buffer, Copying
 from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk
+from dalsegno.checkpoint.unchanged_files import LinkableFiles, UnchangedFile, live_digest
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import RankFailed
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
 from dalsegno.system.byte_sizes import format_bytes
-
-from . import planning
-from .base import FrozenBase, unchanged_everywhere
-from .copying import Copying
-from .cuda_copies import CudaCopies
-from .files import Advance, InlineFile, PendingFile, StagedFile, StreamedFile
-from .live_digest import live_digest
-from .planning import FilePlan, Plan
-from .resources import available_memory, has_memory_for
-from .shared_files import Layouts, MappedFile, NoRoom, SharedFiles
-from .staging import Buffer
-from .states import States, digest_of, encode_all, signature_of, warn_of_differences
-from .unchanged import FormerFiles, UnchangedFile
-from .window import Window
 
 logger = logging.getLogger("dalsegno")
 
@@ -127,9 +130,6 @@ class _FileOfTensors:
     layout: FileLayout
     tensors: Sequence[torch.Tensor]
 
-    def streamed(self, window: Window) -> PendingFile:
-        return StreamedFile(self.name, self.layout, self.tensors, window)
-
 
 class Snapshotter:
     """Captures snapshots. Keeps its buffers, and the plan of which rank writes what, between saves."""
@@ -143,14 +143,13 @@ class Snapshotter:
         self._layout = layout or Layout.flat()
         self._shared = shared
         self._buffers: dict[str, Buffer] = {}
-        self._window = Window()
         self._cuda = CudaCopies()
-        self._base: FrozenBase | None = None
+        self._base: FrozenChecksums | None = None
         self._plan = Plan((), {}, None)
         self._planned_for: object = None
         self._has_warned_short = False
 
-    def leave_out(self, base: FrozenBase) -> None:
+    def leave_out(self, base: FrozenChecksums) -> None:
         """From now on, save only checksums of the frozen parameters that are as they were in ``base``."""
         self._base = base
 
@@ -196,7 +195,7 @@ class Snapshotter:
         carried: Mapping[str, SavedState],
         *,
         copy: bool,
-        former: FormerFiles | None = None,
+        former: LinkableFiles | None = None,
     ) -> Snapshot:
         """Capture every state, except for the copies of tensors, which are still to be made: see
         :attr:`Snapshot.copying`. Collective: one small reduction, unless something changed since the last capture.
@@ -245,7 +244,8 @@ class Snapshotter:
             self._warn_short(shortage)
         files: list[PendingFile]
         if is_short or not copy:
-            copying, files = None, [file.streamed(self._window) for file in (*changed, *sidecars)]
+            copying = None
+            files = [StreamedFile(file.name, file.layout, file.tensors) for file in (*changed, *sidecars)]
         else:
             copying = Copying(self._cuda, [each.optimizer for each in sharded if each.optimizer is not None])
             files = [self._staged(file, copying) for file in (*changed, *sidecars)]
@@ -259,7 +259,7 @@ class Snapshotter:
         self._planned_for = signature
 
     def _planned(
-        self, tensors: TensorsByComponent, former: FormerFiles | None
+        self, tensors: TensorsByComponent, former: LinkableFiles | None
     ) -> tuple[list[UnchangedFile], list[_FileOfTensors], dict[str, bytes]]:
         """This rank's planned files: those that ``former`` has too, whose buffers are freed, and all others. Also
         digests of those of frozen tensors."""

@@ -1,4 +1,4 @@
-"""SpreadCheckpoint: a checkpoint whose files are in the memories of several hosts; ranks fetch those that they read."""
+"""A checkpoint whose files are in the memories of several hosts: each rank fetches those that it reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("dalsegno")
 
 
 @dataclass(frozen=True, slots=True)
-class SpreadCheckpoint(Checkpoint):
+class MultiHostCheckpoint(Checkpoint):
     """A checkpoint in directories of that ``path`` on each host, which together contain all files.
 
     Attributes:

@@ -1,1 +1,0 @@
-"""Directories of memory checkpoints."""

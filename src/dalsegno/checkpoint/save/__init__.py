@@ -1,1 +1,0 @@
-"""Save a checkpoint: plan, capture, and stream to disk, in the background or while training waits."""
