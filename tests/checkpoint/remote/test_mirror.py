@@ -18,7 +18,7 @@ from checkpoint.remote.there import steps_at, training
 from checkpoint.sameness import assert_same
 from dalsegno.checkpoint import Checkpoint, checkpoint_dir, saved_states
 from dalsegno.checkpoint.listing import list_checkpoints, newest_verified
-from dalsegno.checkpoint.remote import upload_set, upload_thread
+from dalsegno.checkpoint.remote import store_mirror, upload
 from dalsegno.checkpoint.remote.download import fetch_newer
 from dalsegno.checkpoint.remote.store import Store
 from dalsegno.checkpoint.remote.upload import Uploader
@@ -142,18 +142,18 @@ def test_when_another_host_has_gone_on_its_timeline_counts(tmp_path: Path) -> No
 def test_logs_go_up_to_where_they_were_at_the_checkpoint(tmp_path: Path) -> None:
     jobs.train(tmp_path, None, 6)
     checkpoint = Checkpoint.open(tmp_path / "checkpoints/step-00000004")
-    taken = upload_set.of_run_files(tmp_path, {}, checkpoint)
+    taken = upload.of_run_files(tmp_path, {}, checkpoint)
     for name, key in (("logs/train.jsonl", "JsonLogger"), ("logs/array.json", "ArrayLogger")):
         (state,) = saved_states(checkpoint)[f"callbacks.{key}"]
         assert taken.files[name].read_bytes() == (tmp_path / name).read_bytes()[: state["offset"]]
         assert training(taken.files[name])[-1]["global_step"] == 4
     leg = json.loads(taken.files["run.json"].read_bytes())["legs"][0]
     assert (leg["last_step"], leg["ended"], leg["reason"], leg["metrics"]) == (6, None, None, {})
-    assert [*upload_set.of_run_files(tmp_path, taken.marks, checkpoint).files] == ["run.json"]
-    again = upload_set.of_run_files(tmp_path, taken.marks)
+    assert [*upload.of_run_files(tmp_path, taken.marks, checkpoint).files] == ["run.json"]
+    again = upload.of_run_files(tmp_path, taken.marks)
     assert [*again.files] == ["logs/array.json", "logs/train.jsonl", "run.json"], "what says that all is there is last"
     assert again.files["run.json"].read_bytes() == (tmp_path / "run.json").read_bytes()
-    assert upload_set.of_run_files(tmp_path, taken.marks | again.marks).files == {}
+    assert upload.of_run_files(tmp_path, taken.marks | again.marks).files == {}
 
 
 ENDS: dict[str, dict[str, Any] | None] = {
@@ -190,10 +190,8 @@ def test_the_journal_of_commands_travels_and_their_inbox_does_not(tmp_path: Path
     for name in ("control.jsonl", "control/abort.json", "control/answers/abort.json", "logs/control/mine.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert upload_set.run_files(tmp_path) == ["control.jsonl", "logs/control/mine.json"]
-    assert [name for name in ("control.jsonl", "control/abort.json") if upload_set.is_run_file(name)] == [
-        "control.jsonl"
-    ]
+    assert upload.run_files(tmp_path) == ["control.jsonl", "logs/control/mine.json"]
+    assert [name for name in ("control.jsonl", "control/abort.json") if upload.is_run_file(name)] == ["control.jsonl"]
 
 
 def test_prunes_are_followed_also_of_what_other_hosts_have_sent(there: Store, tmp_path: Path) -> None:
@@ -268,7 +266,7 @@ def test_a_choice_that_the_url_has_not_followed_yet_holds(
     jobs.train(URL, tmp_path, 6)
     with monkeypatch.context() as outage:
         outage.setattr(Uploader, "archive_timeline", fail)
-        outage.setattr(upload_thread, "PATIENCE", 0.01)
+        outage.setattr(store_mirror, "PATIENCE", 0.01)
         with pytest.raises(RuntimeError, match="CUDA error"):
             jobs.trainer(URL, tmp_path, 6, Crash(step)).train(
                 tmp_path / f"checkpoints/step-{step:08d}" if step else False

@@ -12,7 +12,7 @@ import pytest
 from checkpoint.remote import jobs
 from checkpoint.remote.s3 import S3
 from checkpoint.remote.there import steps_at, training
-from dalsegno.checkpoint.remote import upload_thread
+from dalsegno.checkpoint.remote import store_mirror
 from dalsegno.checkpoint.remote.store import Store
 from dalsegno.testing import Ranks, run_ranks, start_ranks
 
@@ -99,7 +99,7 @@ def test_an_outage_ends_no_training_and_costs_no_checkpoint(
 
     s3.watch = fail
     with caplog.at_level(logging.WARNING, "dalsegno"), monkeypatch.context() as patched:
-        patched.setattr(upload_thread, "PATIENCE", 2.0)  # which is too short for a server of a busy machine
+        patched.setattr(store_mirror, "PATIENCE", 2.0)  # which is too short for a server of a busy machine
         assert jobs.train(url, tmp_path, 6)["step"] == 6
     messages = [record.getMessage() for record in caplog.records]
     assert sum("could not be written to" in each for each in messages) == 1

@@ -19,8 +19,7 @@ from dalsegno.system import archive, filesystem
 from dalsegno.system.byte_sizes import format_bytes
 
 from .store import Store
-from .upload import steps_in
-from .upload_set import is_run_file
+from .upload import is_run_file, steps_in
 
 logger = logging.getLogger("dalsegno")
 
