@@ -21,7 +21,7 @@ from dalsegno.checkpoint import (
     weights_are_at,
 )
 from dalsegno.checkpoint.checkpoint_dir import newest_step
-from dalsegno.checkpoint.remote.mirror import mirror_of
+from dalsegno.checkpoint.remote import mirror_of
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, NotFound, UnknownName
 from dalsegno.logs import RunFile

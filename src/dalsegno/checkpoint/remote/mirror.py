@@ -1,12 +1,8 @@
-"""The mirror of a run whose ``output_dir`` is a URL: a copy there, kept up to date in the background, and fetched by a
-new host."""
+"""The copy of a run whose ``output_dir`` is a URL, as the training engine uses it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-
-from dalsegno.policies.retention import Keep
 
 
 class Mirror:
@@ -50,16 +46,3 @@ class Mirror:
 
     def end(self) -> None:
         """Wait until everything is sent, as long as bytes move, and unlock the URL. No collective."""
-
-
-def mirror_of(url: str | None, run: Path, keep: Keep | None) -> Mirror:
-    """Mirror at ``url`` of the run in the directory ``run``; without a URL, one that does nothing.
-
-    Raises:
-        ConfigurationError: if no filesystem for such a URL is installed.
-    """
-    if url is None:
-        return Mirror()
-    from .store_mirror import StoreMirror  # imports fsspec, for which a run without a URL need not wait
-
-    return StoreMirror(url, run, keep)
