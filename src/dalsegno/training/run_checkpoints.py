@@ -118,7 +118,7 @@ class RunCheckpoints:
         Raises DamagedCheckpoint if none verifies, or ``strict`` and the newest does not.
         """
         on_disk, step = self.manager.newest_published()
-        oldest = collectives.from_rank_zero(partial(newest_step, self._directory)) if strict else 0
+        oldest = collectives.from_rank_zero(partial(newest_step, self.manager.directory)) if strict else 0
         after = max(oldest - 1, -1 if on_disk is None else step)
         checkpoint = self._newest_in_memory(after) or self._newest_on_disk(oldest, strict=strict)
         if self._fetch_newer(None if checkpoint is None else checkpoint.step, strict=strict):
