@@ -65,15 +65,11 @@ def _generators(saved: Mapping[str, Any]) -> dict[str, Any]:
 def write(run: RunState, target: Path, prefix: str) -> tuple[list[Path], Mapping[str, str]]:
     """The folder that ``accelerator.load_state`` loads, for one process or as many as saved."""
     ranks = max(1, len(run.random))
-    files = [pickles.save(run.expect_optimizer(PROGRAM).numbered(), target / _PICKLES["optimizer"])]
-    if run.schedulers:
-        schedule = dict(run.schedulers[0])
-        if "lr_lambdas" in schedule:  # the inverse of _schedule
-            steps = schedule["last_epoch"] * ranks
-            schedule |= {"last_epoch": steps, "_step_count": steps + 1}
-        files.append(pickles.save(schedule, target / _PICKLES["scheduler"]))
-    if run.scaler is not None:
-        files.append(pickles.save(run.scaler, target / _PICKLES["scaler"]))
+    schedules = []
+    for each in run.schedulers[:1]:
+        steps = each.get("last_epoch", 0) * ranks  # the inverse of _schedule
+        schedules.append({**each, "last_epoch": steps, "_step_count": steps + 1} if "lr_lambdas" in each else each)
+    files = pickles.save_states(replace(run, schedulers=schedules), PROGRAM, target, _PICKLES)
     for rank, each in enumerate(run.random):
         states = {"step": 0, **{theirs: each[ours] for ours, theirs in _GENERATORS.items()}}
         states |= {_CUDA: each["cuda"]} if each["cuda"] else {}

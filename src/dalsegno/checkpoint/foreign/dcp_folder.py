@@ -171,7 +171,7 @@ def write(run: RunState, target: Path, prefix: str) -> tuple[list[Path], Mapping
                 "the optimizer's parameters have only positions, as imported; DCP needs names, which the first "
                 "checkpoint of a run that resumes here has"
             )
-        parts["optimizer"] = run.optimizer.renamed(lambda name: f"{prefix}{name}").by_name()
+        parts["optimizer"] = run.optimizer.by_name(prefix)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that one process saves
         dcp_save(parts, checkpoint_id=target, no_dist=True)

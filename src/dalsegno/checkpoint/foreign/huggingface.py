@@ -104,11 +104,7 @@ def _record(logged: Mapping[str, Any]) -> dict[str, Any]:
 
 def write(run: RunState, target: Path, prefix: str) -> tuple[list[Path], Mapping[str, str]]:
     """The folder from which a trainer with the same parameter groups resumes (``resume_from_checkpoint=``)."""
-    files = [pickles.save(run.expect_optimizer(PROGRAM).numbered(), target / _PICKLES["optimizer"])]
-    if run.schedulers:
-        files.append(pickles.save(run.schedulers[0], target / _PICKLES["scheduler"]))
-    if run.scaler is not None:
-        files.append(pickles.save(run.scaler, target / _PICKLES["scaler"]))
+    files = pickles.save_states(run, PROGRAM, target, _PICKLES)
     for rank, each in enumerate(run.random):
         name = "rng_state.pth" if len(run.random) == 1 else f"rng_state_{rank}.pth"
         states = {theirs: each[ours] for ours, theirs in _GENERATORS.items()}
@@ -118,8 +114,8 @@ def write(run: RunState, target: Path, prefix: str) -> tuple[list[Path], Mapping
 
 
 def _progress(run: RunState) -> dict[str, Any]:
-    names = {"logging_steps": "logging_steps", "eval_steps": "eval_steps", "save_steps": "save_steps"}
-    names |= {"max_steps": "max_steps of the schedule"}
+    names = {name: name for name in ("logging_steps", "eval_steps", "save_steps")}
+    names["max_steps"] = "max_steps of the schedule"
     return {
         "global_step": run.step,
         "epoch": run.place.position,

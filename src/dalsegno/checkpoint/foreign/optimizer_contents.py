@@ -7,7 +7,7 @@ names by position (``checkpoint/positional_names.py``).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,10 +46,11 @@ class OptimizerContents:
             groups = [dict(group) for group in saved["param_groups"]]
             names: dict[Any, str] = {}
             for number, group in enumerate(groups):
-                for position, each in enumerate(group["params"]):
-                    names[each] = _name(group, number, position, each, rename)
+                known = [each if isinstance(each, str) else None for each in group["params"]]
+                for position, name in enumerate(group.pop("param_names", known)):
+                    given = positional_names.name_of(number, position) if name is None else rename(name)
+                    names[group["params"][position]] = given
                 group["params"] = [names[each] for each in group["params"]]
-                group.pop("param_names", None)
             state = {names[each]: dict(values) for each, values in saved["state"].items()}
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise StateMismatch(f"{where}: not the state_dict of a torch optimizer ({error!r})") from error
@@ -77,11 +78,13 @@ class OptimizerContents:
             "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in self.groups],
         }
 
-    def by_name(self) -> dict[str, Any]:
-        """The ``state_dict`` that DCP's ``set_optimizer_state_dict`` loads: by FQN."""
+    def by_name(self, prefix: str) -> dict[str, Any]:
+        """The ``state_dict`` that DCP's ``set_optimizer_state_dict`` loads: by FQN, with ``prefix`` in front."""
         return {
-            "state": {name: dict(values) for name, values in self.state.items()},
-            "param_groups": [dict(group) for group in self.groups],
+            "state": {f"{prefix}{name}": dict(values) for name, values in self.state.items()},
+            "param_groups": [
+                {**group, "params": [f"{prefix}{name}" for name in group["params"]]} for group in self.groups
+            ],
         }
 
     def captured(self) -> tuple[dict[str, torch.Tensor], State]:
@@ -109,18 +112,6 @@ class OptimizerContents:
             for name, plain in rows.plain.items()
         }
         return cls(class_name, rest["groups"], state)
-
-    def renamed(self, rename: Callable[[str], str]) -> OptimizerContents:
-        groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in self.groups]
-        return replace(self, groups=groups, state={rename(name): each for name, each in self.state.items()})
-
-
-def _name(group: Mapping[str, Any], number: int, position: int, saved: object, rename: Callable[[str], str]) -> str:
-    if isinstance(saved, str):
-        return rename(saved)
-    if "param_names" in group:
-        return rename(group["param_names"][position])
-    return positional_names.name_of(number, position)
 
 
 def _class_of(groups: Sequence[Mapping[str, Any]], where: str) -> str:

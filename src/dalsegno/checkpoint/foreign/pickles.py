@@ -19,6 +19,8 @@ import torch
 from dalsegno.errors import NotFound, StateMismatch
 from dalsegno.system import filesystem
 
+from .run_state import RunState
+
 _RECONSTRUCT = np.empty(0).__reduce__()[0]
 _SCALAR = np.float64(0).__reduce__()[0]
 _SAFE: list[Any] = [
@@ -77,6 +79,16 @@ def save(content: object, path: Path) -> Path:
     torch.save(content, partial)
     filesystem.rename(partial, path)
     return path
+
+
+def save_states(run: RunState, program: str, target: Path, names: Mapping[str, str]) -> list[Path]:
+    """Save the optimizer, the first schedule and the gradient scaler, as far as there are any, under ``names``."""
+    states = {
+        "optimizer": run.expect_optimizer(program).numbered(),
+        "scheduler": next(iter(run.schedulers), None),
+        "scaler": run.scaler,
+    }
+    return [save(state, target / names[key]) for key, state in states.items() if state is not None]
 
 
 def tied_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
