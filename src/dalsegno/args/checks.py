@@ -106,15 +106,13 @@ def _checkers(cls: type) -> dict[str, Checker]:
 
 
 def check_each(args: Any, cls: type) -> None:
-    """Check the type of each setting, and the value of those whose allowed values do not depend on others.
+    """Check the type of each setting, and the value of those whose allowed values do not depend on others. Raises
+    UnknownName for an unknown optimizer; the message suggests the nearest known one. Raises ConfigurationError for a
+    value that cannot work; the message lists the allowed values.
 
     Args:
         args: TrainingArguments.
         cls: that class itself; ``args`` may be of a subclass, whose further settings are not checked.
-
-    Raises:
-        UnknownName: for an unknown optimizer; the message suggests the nearest known one.
-        ConfigurationError: for a value that cannot work; the message lists the allowed values.
     """
     if args.lr_scheduler_type not in _SCHEDULES:
         allowed = ", ".join(map(repr, _SCHEDULES))
@@ -163,12 +161,8 @@ def _trackers(names: Any) -> list[str]:
 
 
 def convert_named(name: str, given: Any, convert: Callable[[Any], Converted]) -> Converted:
-    """Convert the value of a setting.
-
-    Raises:
-        UnknownName: for an unknown rule or argument in it; suggests the nearest.
-        ConfigurationError: for a value that cannot work; the message names the setting.
-    """
+    """Convert the value of a setting. Raises UnknownName for an unknown rule or argument in it; suggests the nearest.
+    Raises ConfigurationError for a value that cannot work; the message names the setting."""
     try:
         return convert(given)
     except UnknownName:

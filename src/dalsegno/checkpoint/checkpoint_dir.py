@@ -55,12 +55,8 @@ def expect_none_quarantined(directory: Path) -> None:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read the manifest of the checkpoint at ``path``.
-
-    Raises:
-        NotFound: if ``path`` is not a directory.
-        DamagedCheckpoint: if the manifest is missing, invalid, or that of another step than the directory's name.
-    """
+    """Read the manifest of the checkpoint at ``path``. Raises NotFound if ``path`` is not a directory. Raises
+    DamagedCheckpoint if the manifest is missing, invalid, or that of another step than the directory's name."""
     checkpoint = Checkpoint.open(path)
     if names.step_of(path) not in (None, checkpoint.step):
         raise DamagedCheckpoint(f"{path}: its manifest is that of step {checkpoint.step}")
@@ -70,13 +66,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def first_valid(
     paths: Iterable[Path], verify: Callable[[Path], Checkpoint]
 ) -> tuple[Checkpoint | None, dict[Path, DamagedCheckpoint]]:
-    """Search ``paths``, the newest first, for a checkpoint that ``verify`` accepts.
+    """Search ``paths``, the newest first, for a checkpoint that ``verify`` accepts. Raises OSError if one cannot be
+    read, which is not damage.
 
     Returns:
         The first valid checkpoint, None if there is none; and the damaged ones before it, each with its error.
-
-    Raises:
-        OSError: if one cannot be read, which is not damage.
     """
     damaged: dict[Path, DamagedCheckpoint] = {}
     for path in paths:
@@ -105,11 +99,8 @@ def publish(manifest: Manifest, partial: Path, final: Path) -> None:
 
 
 def amend(path: Path, metrics: Mapping[str, float], best: bool) -> None:
-    """Replace metrics and ``best`` in the manifest of a published checkpoint, atomically.
-
-    Raises:
-        SaveFailed: if the disk refuses the write. The manifest is then unchanged.
-    """
+    """Replace metrics and ``best`` in the manifest of a published checkpoint, atomically. Raises SaveFailed if the disk
+    refuses the write. The manifest is then unchanged."""
     amended = dataclasses.replace(Manifest.read(path), metrics=metrics, best=best)
     beside = names.partial_path(path)
     try:

@@ -54,13 +54,11 @@ _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufcmM]\d{1,2}(\[\d{0,9}[a-zA-Z]{1,2}\])?")
 def encode(tree: State, where: str) -> tuple[Json, Arrays]:
     """Encode ``tree`` as JSON, and its arrays and tensors by their path: ``history[3]``.
 
-    The tensors may share memory with the tree: copy them before training continues.
+    The tensors may share memory with the tree: copy them before training continues. Raises CannotSave if the tree
+    contains a value that cannot be saved; names its path.
 
     Args:
         where: key of its component, such as ``callbacks.MyCb``; only for messages.
-
-    Raises:
-        CannotSave: if the tree contains a value that cannot be saved; names its path.
     """
     found = _Found(where, {}, [])
     encoded = _encode(tree, where, found, 0)
@@ -242,14 +240,12 @@ def _refusal(value: object, where: str) -> str:
 
 
 def decode(content: Json, read_array: ReadArray, where: str) -> State:
-    """Decode the JSON that :func:`encode` returned.
+    """Decode the JSON that :func:`encode` returned. Raises DamagedCheckpoint if :func:`encode` cannot have written
+    ``content``; names the path.
 
     Args:
         read_array: returns the tensor of a name, dtype and shape; raises if it is not stored.
         where: key of the component; only for messages.
-
-    Raises:
-        DamagedCheckpoint: if :func:`encode` cannot have written ``content``; names the path.
     """
     return _decode(content, _Stored(read_array), where, 0)
 

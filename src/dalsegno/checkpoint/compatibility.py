@@ -159,11 +159,8 @@ def reasons_to_differ(saved: Mapping[str, Value], now: Mapping[str, Value]) -> l
 
 
 def check_allowed(names: str | Collection[str]) -> frozenset[str]:
-    """``allow_changes=`` as a set.
-
-    Raises:
-        UnknownName: for a name not in :data:`REFUSED`; the message suggests the nearest.
-    """
+    """``allow_changes=`` as a set. Raises UnknownName for a name not in :data:`REFUSED`; the message suggests the
+    nearest."""
     allowed = frozenset([names] if isinstance(names, str) else names)
     for name in allowed:
         if name not in REFUSED:

@@ -23,11 +23,8 @@ class Shardings:
         self._known: dict[object, Sharding] = {}
 
     def of(self, tensor: torch.Tensor) -> Sharding:
-        """Equal on all ranks.
-
-        Raises:
-            CannotSave: for a DTensor with a placement other than Replicate or a contiguous Shard.
-        """
+        """Equal on all ranks. Raises CannotSave for a DTensor with a placement other than Replicate or a contiguous
+        Shard."""
         key: object = None
         if (place := place_of(tensor)) is not None:
             key = (place.meshes, place.placements)
@@ -51,11 +48,8 @@ def sharding_of(tensor: torch.Tensor) -> Sharding:
 
 
 def box_here(tensor: torch.Tensor, name: str) -> Box | None:
-    """The part of ``tensor`` that this rank holds; None if its mesh is of other ranks. ``name``: for errors.
-
-    Raises:
-        StateMismatch: if the tensor is in uneven shards.
-    """
+    """The part of ``tensor`` that this rank holds; None if its mesh is of other ranks. ``name``: for errors. Raises
+    StateMismatch if the tensor is in uneven shards."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Box.whole(shape)
@@ -91,10 +85,7 @@ def describe_uneven(tensor: torch.Tensor, box: Box) -> str:
 
 def cuts_of(placements: Sequence[object], mesh: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """The cuts of a :class:`Sharding`. A strided shard (FSDP2 over tensor parallelism) comes after those that it skips.
-
-    Raises:
-        CannotSave: for a placement other than Replicate or a contiguous Shard.
-    """
+    Raises CannotSave for a placement other than Replicate or a contiguous Shard."""
     cuts = []
     for number in sorted(range(len(placements)), key=lambda number: isinstance(placements[number], _StridedShard)):
         placement = placements[number]

@@ -33,13 +33,9 @@ class FileRecord:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Descriptor of the regular file at ``path``, for reading.
-
-    Raises:
-        DamagedCheckpoint: if there is no regular file of that name.
-        OSError: for any other error, here or while the file is read (disk error, missing permission), which is not
-            damage. It names the path.
-    """
+    """Descriptor of the regular file at ``path``, for reading. Raises DamagedCheckpoint if there is no regular file of
+    that name. Raises OSError for any other error, here or while the file is read (disk error, missing permission),
+    which is not damage. It names the path."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -67,12 +63,8 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> Any:
-    """Content of a JSON file.
-
-    Raises:
-        DamagedCheckpoint: if it is missing or not JSON.
-        OSError: if it cannot be read.
-    """
+    """Content of a JSON file. Raises DamagedCheckpoint if it is missing or not JSON. Raises OSError if it cannot be
+    read."""
     with opened(path) as descriptor, os.fdopen(descriptor, "rb", closefd=False) as stream:
         return parse_json(stream.read(), path)
 
@@ -86,12 +78,9 @@ def parse_json(data: bytes, path: Path) -> Any:
 
 
 def verify_file(directory: Path, name: str, expected: FileRecord) -> None:
-    """Read the file ``name`` of the checkpoint in ``directory``, and compare it with its record.
-
-    Raises:
-        DamagedCheckpoint: if it is missing, is not a regular file, or has another size or checksum.
-        OSError: if it cannot be read, which is not damage.
-    """
+    """Read the file ``name`` of the checkpoint in ``directory``, and compare it with its record. Raises
+    DamagedCheckpoint if it is missing, is not a regular file, or has another size or checksum. Raises OSError if it
+    cannot be read, which is not damage."""
     path = directory / name
     if path.parent != directory and path.parent.is_symlink():
         raise DamagedCheckpoint(f"{path.parent}: is a symbolic link")
@@ -125,12 +114,9 @@ class HeaderEntry:
 
 
 def read_header(path: Path, descriptor: int) -> Mapping[str, HeaderEntry]:
-    """Read the header of the open file at ``path``; by the tensors' names.
-
-    Raises:
-        DamagedCheckpoint: if it is not a safetensors header, or has parts that dalsegno cannot have written.
-        OSError: if it cannot be read, which is not damage.
-    """
+    """Read the header of the open file at ``path``; by the tensors' names. Raises DamagedCheckpoint if it is not a
+    safetensors header, or has parts that dalsegno cannot have written. Raises OSError if it cannot be read, which is
+    not damage."""
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(_read(path, descriptor, 0, 8), "little")
     if length > size - 8:
@@ -178,11 +164,8 @@ _PIECE = 2 << 20  # bytes read at once: still in the processor's cache; from a c
 
 
 def checksum_of_file(descriptor: int, length: int) -> str:
-    """Hexadecimal xxh3-128 of the first ``length`` bytes of an open file; of fewer if it ends before.
-
-    Raises:
-        OSError: if it cannot be read.
-    """
+    """Hexadecimal xxh3-128 of the first ``length`` bytes of an open file; of fewer if it ends before. Raises OSError if
+    it cannot be read."""
     reading = _Reading(descriptor, length)
     threads = min(thread_count(), -(-length // _PIECE))
     with ThreadPoolExecutor(max(1, threads), thread_name_prefix="dalsegno-checksum") as beside:

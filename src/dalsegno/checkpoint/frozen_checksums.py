@@ -84,11 +84,8 @@ def to_bytes(fingerprints: Mapping[str, Fingerprint]) -> bytes:
 
 
 def read_fingerprints(checkpoint: Checkpoint, index: Index) -> dict[str, Sequence[Fingerprint]]:
-    """The fingerprints of each tensor that ``index`` lists as absent, by ``<component>.<name>``.
-
-    Raises:
-        DamagedCheckpoint: if a file is invalid, or the fingerprints of a tensor do not cover it.
-    """
+    """The fingerprints of each tensor that ``index`` lists as absent, by ``<component>.<name>``. Raises
+    DamagedCheckpoint if a file is invalid, or the fingerprints of a tensor do not cover it."""
     found: dict[str, list[Fingerprint]] = {}
     for file in names.fingerprints_among(checkpoint.manifest.files):
         path = checkpoint.file(file)
@@ -109,16 +106,14 @@ def find_other_base(
     checkpoint: Checkpoint, index: Index, rests: Mapping[str, State], sharded: Sequence[ShardedState]
 ) -> list[Change]:
     """Compare the frozen parameters that the checkpoint omits with the models'. Collective: a sharded parameter is
-    gathered, one at a time. Returns a change for each model that differs, with its first differing parameter.
+    gathered, one at a time. Returns a change for each model that differs, with its first differing parameter. Raises
+    StateMismatch on all ranks, if a parameter is in uneven shards.
 
     Args:
         checkpoint: verified.
         index: of its tensors.
         rests: saved rest of each component, by its key. A component without one is not compared.
         sharded: the components to load.
-
-    Raises:
-        StateMismatch: on all ranks, if a parameter is in uneven shards.
     """
     if not index.absent:
         return []

@@ -100,20 +100,13 @@ class Index:
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint) -> Index:
-        """Read the index of a verified checkpoint.
-
-        Raises:
-            DamagedCheckpoint: if it is invalid.
-        """
+        """Read the index of a verified checkpoint. Raises DamagedCheckpoint if it is invalid."""
         return cls.read(checkpoint.file(names.INDEX))
 
     @classmethod
     def read(cls, path: Path) -> Index:
-        """Read the index at ``path``.
-
-        Raises:
-            DamagedCheckpoint: if the file is not an index, or the sharding of a tensor does not fit its shape.
-        """
+        """Read the index at ``path``. Raises DamagedCheckpoint if the file is not an index, or the sharding of a tensor
+        does not fit its shape."""
         return cls.parse(read_json(path), path)
 
     @classmethod

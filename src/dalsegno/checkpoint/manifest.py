@@ -107,13 +107,9 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Read the manifest of the checkpoint in ``directory``. Does not verify the files that it names.
-
-        Raises:
-            DamagedCheckpoint: if it is missing, or has content that dalsegno cannot have written.
-            OSError: if it cannot be read.
-            StateMismatch: if it is valid, but of a format that only a newer dalsegno reads.
-        """
+        """Read the manifest of the checkpoint in ``directory``. Does not verify the files that it names. Raises
+        DamagedCheckpoint if it is missing, or has content that dalsegno cannot have written. Raises OSError if it
+        cannot be read. Raises StateMismatch if it is valid, but of a format that only a newer dalsegno reads."""
         path = directory / names.MANIFEST
         if path.is_file() and path.stat().st_size > _LARGEST:
             raise DamagedCheckpoint(f"{path}: is larger than a manifest can be")
@@ -173,12 +169,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Read the manifest only.
-
-        Raises:
-            NotFound: if ``path`` is not a directory.
-            DamagedCheckpoint: if its manifest is missing or invalid.
-        """
+        """Read the manifest only. Raises NotFound if ``path`` is not a directory. Raises DamagedCheckpoint if its
+        manifest is missing or invalid."""
         if not path.is_dir():
             raise NotFound(f"{path}: there is no such checkpoint")
         manifest = Manifest.read(path)
@@ -190,12 +182,9 @@ class Checkpoint:
         return (path / names.MANIFEST).exists()
 
     def verify(self, names: Iterable[str]) -> None:
-        """Read the files ``names``, several at once, and compare them with the manifest.
-
-        Raises:
-            DamagedCheckpoint: if one is missing, is not a regular file, or has another size or checksum.
-            OSError: if one cannot be read, which is not damage.
-        """
+        """Read the files ``names``, several at once, and compare them with the manifest. Raises DamagedCheckpoint if
+        one is missing, is not a regular file, or has another size or checksum. Raises OSError if one cannot be read,
+        which is not damage."""
         with ThreadPoolExecutor(_READERS, thread_name_prefix="verify") as readers:
             for _ in readers.map(lambda name: verify_file(self.path, name, self.manifest.files[name]), names):
                 pass
@@ -205,11 +194,8 @@ class Checkpoint:
         on disk are readable."""
 
     def file(self, name: str) -> Path:
-        """Path of a file that the manifest names, so that :meth:`verify` has covered it.
-
-        Raises:
-            DamagedCheckpoint: if the manifest does not name it.
-        """
+        """Path of a file that the manifest names, so that :meth:`verify` has covered it. Raises DamagedCheckpoint if
+        the manifest does not name it."""
         if name not in self.manifest.files:
             raise DamagedCheckpoint(f"{self.path}: the manifest does not name {name}")
         return self.path / name

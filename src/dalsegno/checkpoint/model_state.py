@@ -239,13 +239,11 @@ class NamedTensors:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], component: str) -> NamedTensors:
-        """
+        """Raises CannotSave for a tensor that is neither plain nor can be taken apart; names it.
+
         Args:
             raw: a state dict with the parameters themselves.
             component: for errors.
-
-        Raises:
-            CannotSave: for a tensor that is neither plain nor can be taken apart; names it.
         """
         found = cls({}, {}, {}, set(), {})
         names: dict[int, str] = {}

@@ -219,11 +219,8 @@ class OptimizerRest(TypedDict):
 
 
 def check_optimizer_rest(rest: State, optimizer: torch.optim.Optimizer, where: str) -> None:
-    """Hyperparameters must have the same types as those of ``optimizer``, if it has as many groups.
-
-    Raises:
-        StateMismatch: if ``rest`` cannot have been saved from such an optimizer.
-    """
+    """Hyperparameters must have the same types as those of ``optimizer``, if it has as many groups. Raises
+    StateMismatch if ``rest`` cannot have been saved from such an optimizer."""
     check(rest, OptimizerRest, where)
     if len(rest["groups"]) != len(optimizer.param_groups):
         return

@@ -29,15 +29,13 @@ def are_all(groups: Sequence[Sequence[str]]) -> bool:
 
 
 def check_order(rest: State, groups: Sequence[Sequence[str]], elements: int, where: str) -> None:
-    """
+    """Raises StateMismatch if a group has its parameters in another order than when it was saved, and the optimizer
+    keeps state by their positions: lists in its groups, or a tensor over all elements in a row, as LBFGS.
+
     Args:
         rest: saved non-tensor state of the optimizer.
         groups: the names of the parameters of each group here.
         elements: number of elements of all parameters here.
-
-    Raises:
-        StateMismatch: if a group has its parameters in another order than when it was saved, and the optimizer keeps
-            state by their positions: lists in its groups, or a tensor over all elements in a row, as LBFGS.
     """
     changed = [
         (number, ours, group["params"])

@@ -64,13 +64,11 @@ def _rows(change: Change) -> list[tuple[str, str]]:
 
 
 def refuse_changed_callbacks(saved: SavedStates, present: Iterable[Sequence[str]]) -> None:
-    """
+    """Raises StateMismatch if a stateful callback was added or removed since the save; names all of them.
+
     Args:
         saved: the checkpoint's states.
         present: the keys of each component of this run, its present key first.
-
-    Raises:
-        StateMismatch: if a stateful callback was added or removed since the save; names all of them.
     """
     here = [keys for keys in present if keys[0].startswith(CALLBACKS)]
     taken = {key for keys in here for key in keys}
@@ -92,13 +90,11 @@ def prepare_components(
     adapt: Mapping[str, Callable[[State], State]],
 ) -> list[tuple[Component, State]]:
     """Pair each component with its saved state, upgraded to its present version; nothing is loaded yet. Collective.
+    Raises StateMismatch if a state does not fit.
 
     Args:
         report: receives the components without a saved state, and notes.
         adapt: by component key, a function applied to the state.
-
-    Raises:
-        StateMismatch: if a state does not fit.
     """
 
     def prepare() -> list[tuple[Component, State]]:
@@ -119,11 +115,8 @@ def prepare_components(
 
 
 def restore_components(saved: SavedStates, prepared: Sequence[tuple[Component, State]], report: LoadReport) -> None:
-    """Load each prepared state into its component. Collective.
-
-    Raises:
-        StateMismatch: if a component refuses its state. Others have loaded theirs by then.
-    """
+    """Load each prepared state into its component. Collective. Raises StateMismatch if a component refuses its state.
+    Others have loaded theirs by then."""
 
     def restore() -> None:
         for component, state in prepared:

@@ -99,11 +99,8 @@ class Sharding:
 
     @classmethod
     def checked(cls, ranks: Sequence[int], mesh: Sequence[int], cuts: Sequence[Sequence[int]]) -> Sharding:
-        """A sharding from lists of integers that are not negative.
-
-        Raises:
-            ValueError: if they are not those of a sharding.
-        """
+        """A sharding from lists of integers that are not negative. Raises ValueError if they are not those of a
+        sharding."""
         pairs = tuple((mesh_dimension, dimension) for mesh_dimension, dimension in cuts)
         sharding = cls(tuple(ranks), tuple(mesh), pairs)
         cut = [dimension for dimension, _ in pairs]
@@ -203,11 +200,8 @@ class ShardedChunks:
 
     @classmethod
     def of_entry(cls, full_name: str, entry: Mapping[str, Any], shardings: Sequence[Sharding]) -> Self:
-        """From a tensor's entry in ``index.json``.
-
-        Raises:
-            ValueError: if its sharding is none of ``shardings``, or does not fit its shape.
-        """
+        """From a tensor's entry in ``index.json``. Raises ValueError if its sharding is none of ``shardings``, or does
+        not fit its shape."""
         shape, replica = tuple(entry["shape"]), entry.get("replica", 0)
         if not 0 <= entry["sharding"] < len(shardings):
             raise ValueError(f"{full_name}: there is no sharding {entry['sharding']}")

@@ -107,11 +107,8 @@ def sidecar_arrays(encoded: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
 
 
 def read_sidecar(checkpoint: Checkpoint, name: str) -> dict[str, SavedState]:
-    """Read every state in a sidecar of a verified checkpoint.
-
-    Raises:
-        DamagedCheckpoint: if it has content that dalsegno cannot have written.
-    """
+    """Read every state in a sidecar of a verified checkpoint. Raises DamagedCheckpoint if it has content that dalsegno
+    cannot have written."""
     path = checkpoint.file(names.sidecar_states(name))
     content = read_json(path)
     arrays_name = names.sidecar_tensors(name)

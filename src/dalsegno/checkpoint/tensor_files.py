@@ -167,10 +167,7 @@ class StoredFile:
     """A file of tensors on disk. All reads are copies.
 
     The file is not memory-mapped: a page that cannot be read would kill the process with SIGBUS, and tensors would
-    change with the file.
-
-    Raises:
-        DamagedCheckpoint: if it is not a regular file, or too short.
+    change with the file. Raises DamagedCheckpoint if it is not a regular file, or too short.
     """
 
     def __init__(self, path: Path) -> None:
@@ -234,12 +231,8 @@ class StoredFile:
             )
 
     def _read(self, memory: torch.Tensor, begin: int) -> None:
-        """Fill ``memory`` with the file's bytes from ``begin`` on.
-
-        Raises:
-            DamagedCheckpoint: if the file was truncated meanwhile.
-            OSError: if it cannot be read, which is not damage.
-        """
+        """Fill ``memory`` with the file's bytes from ``begin`` on. Raises DamagedCheckpoint if the file was truncated
+        meanwhile. Raises OSError if it cannot be read, which is not damage."""
         place = memory.numpy().data
         with naming(self.path):
             while place:
@@ -253,12 +246,9 @@ class StoredFile:
         return {name: entry.span for name, entry in self.header().items()}
 
     def entries(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of each tensor, from the file's header.
-
-        Raises:
-            DamagedCheckpoint: if a span is outside the file or has another length than dtype and shape.
-            StateMismatch: for a dtype that only other readers of safetensors know.
-        """
+        """Dtype and shape of each tensor, from the file's header. Raises DamagedCheckpoint if a span is outside the
+        file or has another length than dtype and shape. Raises StateMismatch for a dtype that only other readers of
+        safetensors know."""
         entries = {}
         for name, entry in self.header().items():
             kind, shape = entry.kind, entry.shape

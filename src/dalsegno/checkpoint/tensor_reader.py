@@ -30,13 +30,10 @@ from dalsegno.system.machine import thread_count
 
 
 def load(tensors: TensorsByComponent, files: Files, index: Index) -> None:
-    """Load into ``tensors`` in place; those of components and names that ``index`` has. Collective.
-
-    Raises:
-        DamagedCheckpoint: on every rank, before anything is changed, if a file does not contain what the index has.
-        StateMismatch: on every rank, before anything is changed, if a tensor here is in uneven shards; during the load,
-            if an expanded tensor here is not one in the checkpoint.
-    """
+    """Load into ``tensors`` in place; those of components and names that ``index`` has. Collective. Raises
+    DamagedCheckpoint on every rank, before anything is changed, if a file does not contain what the index has. Raises
+    StateMismatch on every rank, before anything is changed, if a tensor here is in uneven shards; during the load, if
+    an expanded tensor here is not one in the checkpoint."""
     reader = ChunkReader(files)
 
     reads = collectives.run_on_all_ranks(
@@ -101,11 +98,8 @@ class Read:
 
 
 def planned_reads(tensors: TensorsByComponent, index: Index) -> Iterator[Read]:
-    """What this rank reads: the common boxes of its shards and the stored chunks.
-
-    Raises:
-        StateMismatch: for a tensor in uneven shards.
-    """
+    """What this rank reads: the common boxes of its shards and the stored chunks. Raises StateMismatch for a tensor in
+    uneven shards."""
     for component, its in tensors.items():
         stored = index.of(component)
         for name, tensor in its.items():
@@ -153,11 +147,8 @@ class ChunkReader:
         self._opened: dict[str, StoredFile] = {}
 
     def span(self, chunk: StoredChunk, dtype: torch.dtype) -> tuple[int, int]:
-        """First byte of a chunk in its file, and the byte after its last.
-
-        Raises:
-            DamagedCheckpoint: if the file does not contain this chunk.
-        """
+        """First byte of a chunk in its file, and the byte after its last. Raises DamagedCheckpoint if the file does not
+        contain this chunk."""
         file = self._file(chunk.file)
         if chunk.file not in self._headers:
             self._headers[chunk.file] = file.header()
@@ -177,11 +168,8 @@ class ChunkReader:
         self._file(chunk.file).fill(target, self.span(chunk, dtype), dtype, chunk.box.shape, ranges)
 
     def full_tensor(self, stored: StoredTensor) -> torch.Tensor:
-        """All of a tensor, assembled from its chunks.
-
-        Raises:
-            DamagedCheckpoint: if a chunk is not where the index has it.
-        """
+        """All of a tensor, assembled from its chunks. Raises DamagedCheckpoint if a chunk is not where the index has
+        it."""
         for chunk in stored.chunks:  # before memory is taken for a shape that no file has
             self.span(chunk, stored.dtype)
         full = torch.empty(stored.shape, dtype=stored.dtype)

@@ -174,10 +174,7 @@ _WITHOUT_KERNELS = {
 
 def parts_of(tensor: torch.Tensor, where: str, depth: int = 0) -> Parts:
     """The plain tensors of any tensor. ``where``: its full name, for errors; ``depth``: levels of wrappers around it.
-
-    Raises:
-        CannotSave: if ``tensor`` is neither plain nor can be taken apart.
-    """
+    Raises CannotSave if ``tensor`` is neither plain nor can be taken apart."""
     if is_dense(tensor):
         return Parts({"": tensor}, None)
     if isinstance(tensor, DTensor) and not is_dense(tensor._local_tensor):
@@ -253,11 +250,8 @@ def hidden_tensors(model: nn.Module) -> Tensors:
 
 def of_all_ranks(whole: DTensor, shard: Parts, where: str) -> Parts:
     """The parts of a sharded tensor, as DTensors that share the memory of those of this rank's ``shard``, which is
-    wrapped. ``where``: the tensor's full name, for errors.
-
-    Raises:
-        CannotSave: on a rank at least, if the ranks have shards of different sizes whose parts are not rows.
-    """
+    wrapped. ``where``: the tensor's full name, for errors. Raises CannotSave on a rank at least, if the ranks have
+    shards of different sizes whose parts are not rows."""
     assert shard.spec is not None, "it is wrapped"
     cuts = [number for number, placement in enumerate(whole.placements) if not placement.is_replicate()]
     dimensions = [_cut_dimension(whole.placements[number], where) for number in cuts]

@@ -67,11 +67,8 @@ class Document:
         return f"{self.location(*path)} ({called})" if called else self.location(*path)
 
     def section(self, name: str) -> dict[str, Any]:
-        """A table of the document; empty if missing.
-
-        Raises:
-            ConfigurationError: if the value of that name is not a table.
-        """
+        """A table of the document; empty if missing. Raises ConfigurationError if the value of that name is not a
+        table."""
         table = self.tables.get(name, {})
         if not isinstance(table, dict):
             raise ConfigurationError(f"{self.location(name)}: is {table!r}; must be a table, [{name}]")
@@ -80,11 +77,8 @@ class Document:
     def set(self, assignment: str, sections: Iterable[str]) -> None:
         """Apply ``key=value``: a dotted key, and a TOML value or else a string.
 
-        A callback is named by its class or its ``name``: ``callbacks.JsonLogger.run=baseline``.
-
-        Raises:
-            ConfigurationError: for another form.
-            UnknownName: for an unknown key; suggests the nearest.
+        A callback is named by its class or its ``name``: ``callbacks.JsonLogger.run=baseline``. Raises
+        ConfigurationError for another form. Raises UnknownName for an unknown key; suggests the nearest.
         """
         key, equals, text = assignment.partition("=")
         words = key.strip().split(".")
@@ -105,11 +99,8 @@ class Document:
         self._set[path] = option
 
     def callbacks(self) -> list[dict[str, Any]]:
-        """The entries under ``callbacks``, in which ``"Name"`` is short for ``{use = "Name"}``.
-
-        Raises:
-            ConfigurationError: if it is not a list of such entries.
-        """
+        """The entries under ``callbacks``, in which ``"Name"`` is short for ``{use = "Name"}``. Raises
+        ConfigurationError if it is not a list of such entries."""
         entries = self.tables.get("callbacks", [])
         if not isinstance(entries, list):
             raise ConfigurationError(f'{self.location("callbacks")}: must be a list, [{{use = "JsonLogger"}}, …]')

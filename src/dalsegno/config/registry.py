@@ -30,11 +30,8 @@ class NamedCallback:
     _load: Callable[[], Any]
 
     def load(self) -> Callable[..., Any]:
-        """The class, or a function that builds the callback.
-
-        Raises:
-            ConfigurationError: if it cannot be imported from its package, or is not callable.
-        """
+        """The class, or a function that builds the callback. Raises ConfigurationError if it cannot be imported from
+        its package, or is not callable."""
         try:
             made = self._load()
         except Exception as error:
@@ -54,12 +51,8 @@ def named_callbacks() -> list[NamedCallback]:
 
 
 def find_callback(use: str) -> Callable[..., Any]:
-    """The class that ``use`` names: a short name, or ``module:Class``.
-
-    Raises:
-        UnknownName: for an unknown name; suggests the nearest.
-        ConfigurationError: if it cannot be imported, or two packages provide the same name.
-    """
+    """The class that ``use`` names: a short name, or ``module:Class``. Raises UnknownName for an unknown name; suggests
+    the nearest. Raises ConfigurationError if it cannot be imported, or two packages provide the same name."""
     if ":" in use:
         return find_named(use, "class", "my_package.hooks:Beat")  # type: ignore[no-any-return]
     found = [entry for entry in named_callbacks() if entry.name == use]
@@ -83,15 +76,13 @@ def _provided(entry: EntryPoint) -> NamedCallback:
 
 
 def find_named(text: str, what: str, example: str) -> Any:
-    """The callable ``module:name`` at the top level of a module.
+    """The callable ``module:name`` at the top level of a module. Raises ConfigurationError if ``text`` is not
+    ``module:name``, or the module cannot be imported. Raises UnknownName if the module has no callable of that name;
+    suggests the nearest.
 
     Args:
         what: kind of object, for error messages.
         example: valid ``text``, for error messages.
-
-    Raises:
-        ConfigurationError: if ``text`` is not ``module:name``, or the module cannot be imported.
-        UnknownName: if the module has no callable of that name; suggests the nearest.
     """
     module_name, colon, name = text.partition(":")
     if not (module_name and colon and name):

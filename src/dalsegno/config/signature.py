@@ -58,15 +58,12 @@ class Signature(dict[str, Argument]):
     def check(
         self, given: Mapping[str, Any], location: Callable[[str], str], answers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """Check ``given`` against the annotations and coerce its values.
+        """Check ``given`` against the annotations and coerce its values. Raises UnknownName for an unknown argument;
+        suggests the nearest. Raises ConfigurationError for a value of the wrong type, or a missing argument.
 
         Args:
             location: gives the location of an argument, for error messages.
             answers: by an unknown name, the right one or advice.
-
-        Raises:
-            UnknownName: for an unknown argument; suggests the nearest.
-            ConfigurationError: for a value of the wrong type, or a missing argument.
         """
         for name in given:
             if name not in self and not self.takes_others:
@@ -89,11 +86,8 @@ class Signature(dict[str, Argument]):
 
 
 def signature_of(made: Callable[..., Any]) -> Signature:
-    """The signature of a class's constructor, or of a function.
-
-    Raises:
-        ConfigurationError: for a built-in without a signature.
-    """
+    """The signature of a class's constructor, or of a function. Raises ConfigurationError for a built-in without a
+    signature."""
     function = _constructor(made) if isinstance(made, type) else made
     if function is None:
         return Signature([], Parameter.empty, None)

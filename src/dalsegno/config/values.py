@@ -16,10 +16,7 @@ def coerce(value: Any, annotation: Any) -> Any:
     """Convert ``value``, a number, string, list or table of a file, to the type of ``annotation``.
 
     A table becomes a dataclass, a list a tuple or set, a string a path or enum member. An annotation that cannot be
-    resolved is not checked.
-
-    Raises:
-        Mismatch: if the value does not match.
+    resolved is not checked. Raises Mismatch if the value does not match.
     """
     return checker_of(annotation, _CONVERTING)(value)
 

@@ -161,11 +161,8 @@ class Component:
             make_durable()
 
     def upgrade(self, state: State, version: int) -> State:
-        """Convert ``state``, written by version ``version`` of this component, to the current version.
-
-        Raises:
-            StateMismatch: if ``version`` is newer than the current one, or older and there is no ``migrate``.
-        """
+        """Convert ``state``, written by version ``version`` of this component, to the current version. Raises
+        StateMismatch if ``version`` is newer than the current one, or older and there is no ``migrate``."""
         if version > self.version:
             raise StateMismatch(
                 f"{self.key}: the saved state has version {version}, {self.class_name} knows up to {self.version}; "
@@ -196,11 +193,8 @@ class Component:
             check_state(state)
 
     def reshard(self, states: Sequence[State], world_size: int) -> list[State]:
-        """Convert per-rank states of another world size to one state for each of ``world_size`` ranks.
-
-        Raises:
-            StateMismatch: if the target has no ``reshard``.
-        """
+        """Convert per-rank states of another world size to one state for each of ``world_size`` ranks. Raises
+        StateMismatch if the target has no ``reshard``."""
         reshard = getattr(self.target, "reshard", None)
         if reshard is None:
             raise StateMismatch(

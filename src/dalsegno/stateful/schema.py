@@ -39,14 +39,12 @@ Finite = Annotated[float, Must("a finite number", math.isfinite)]
 
 
 def check(value: Any, form: Form, where: str, error: Callable[[str], DalsegnoError] = StateMismatch) -> None:
-    """Validate ``value`` against ``form``.
+    """Validate ``value`` against ``form``. Raises StateMismatch (or the result of ``error``) naming the path of the
+    first mismatch, the value and what is valid.
 
     Args:
         where: name of the value, e.g. ``step-00000500: rng``; the error adds the path inside it: ``rng.numpy[2]``.
         error: makes the error from the message.
-
-    Raises:
-        StateMismatch: (or the result of ``error``) naming the path of the first mismatch, the value and what is valid.
     """
     try:
         _checker(form)(value)
@@ -87,10 +85,8 @@ def check_like(value: Any, example: Any, where: str) -> None:
 
     Any number matches a number, a list matches a tuple, and None matches a bool. Items and keys that both sides have
     are compared: there may be more parameter groups now, or other names. Two tuples must have the same length. If the
-    example is None, a string, or not plain data, any value matches.
-
-    Raises:
-        StateMismatch: naming the path of the first mismatch.
+    example is None, a string, or not plain data, any value matches. Raises StateMismatch naming the path of the first
+    mismatch.
     """
     if isinstance(example, dict):
         check(value, dict[Any, Any], where)
