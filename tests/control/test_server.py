@@ -476,6 +476,8 @@ def test_slow_clients_do_not_keep_others_out(served: Served) -> None:
     """More of them than there are places, each in the middle of its request: a new client is answered at once."""
     slow = [connect(served.port, b"GET /jobs HTTP/1.1\r\nHost: local") for _ in range(20)]
     assert served.ask("GET", "/jobs/job/status").status == 200
+    open_ones = served.server._connections
+    wait_until(lambda: open_ones is not None and len(open_ones.sockets()) <= 8)
     for raw in slow:
         raw.close()
 

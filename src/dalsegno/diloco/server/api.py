@@ -24,7 +24,7 @@ import os
 from collections.abc import Awaitable, Callable
 from functools import partial
 from io import FileIO
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -34,7 +34,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dalsegno.diloco.wire.frames import FrameReader, length_limits
-from dalsegno.diloco.wire.messages import Settings, Submission, check_worker_id, submission_from_json
+from dalsegno.diloco.wire.messages import Settings, Submission, WorkerId, check_worker_id, submission_from_json
 from dalsegno.diloco.wire.signature import Specs
 from dalsegno.errors import ConfigurationError, NotFound, NotRunning, StateMismatch
 from dalsegno.stateful.schema import Count, check
@@ -52,6 +52,14 @@ LONGEST_WAIT = 60.0
 
 _PIECE = 1 << 20  # bytes of a file that are read and sent at a time
 _STATUS = {ConfigurationError: 400, NotFound: 404, StateMismatch: 409, NotRunning: 503}
+
+
+class _Registration(TypedDict):
+    worker_id: WorkerId
+    settings: Settings
+    count: NotRequired[Count | None]
+    run_id: NotRequired[str | None]
+    dylu: bool
 
 
 class Bell:
@@ -133,22 +141,10 @@ class _Api:
 
     async def register(self, request: Request) -> Response:
         body = await read_json(request, LARGEST_DESCRIPTION)
-        worker_id = check_worker_id(body.get("worker_id"))
-        check(body.get("settings"), Settings, "settings", ConfigurationError)
-        check(body.get("count"), Count | None, "count", ConfigurationError)
-        check(body.get("run_id"), str | None, "run_id", ConfigurationError)
-        check(body.get("dylu"), bool, "dylu", ConfigurationError)
-        settings = Settings(**body["settings"])
-        answer = await off_loop(
-            partial(
-                self._coordinator.register,
-                worker_id,
-                settings,
-                count=body.get("count"),
-                run_id=body.get("run_id"),
-                dylu=body["dylu"],
-            )
-        )
+        check(body, _Registration, "registration", ConfigurationError)
+        worker_id, settings = body["worker_id"], Settings(**body["settings"])
+        given = {"count": body.get("count"), "run_id": body.get("run_id"), "dylu": body["dylu"]}
+        answer = await off_loop(partial(self._coordinator.register, worker_id, settings, **given))
         if answer["needs_parameters"]:
             self._described[worker_id] = settings
         else:
