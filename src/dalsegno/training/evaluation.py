@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from itertools import repeat
 from typing import Any
 
@@ -175,54 +176,44 @@ BetweenBatches = Callable[[], None]
 evaluation."""
 
 
+@dataclass(frozen=True, slots=True)
 class LossEvaluation:
     """Metrics ``<prefix>_loss``, ``_runtime``, ``_samples_per_second``: over all ranks, each sample once.
 
     The prefix is ``eval`` for the only set, ``eval_<name>`` if there are several.
     """
 
-    def __init__(
-        self,
-        name: str,
-        prefix: str,
-        loader: EvalLoader,
-        *,
-        parts: RunParts,
-        forward: EvaluationForward,
-        device: torch.device,
-        loss_weight: LossWeight | None,
-        affected: Sequence[Stateful],
-    ) -> None:
-        self.name, self.affected = name, affected
-        self._prefix = prefix
-        self._loader = loader
-        self._dispatcher = parts.dispatcher
-        self._forward = forward
-        self._layout = parts.layout
-        self._device = device
-        self._loss_weight = loss_weight
+    name: str
+    prefix: str
+    loader: EvalLoader
+    _: KW_ONLY
+    parts: RunParts
+    forward: EvaluationForward
+    device: torch.device
+    loss_weight: LossWeight | None
+    affected: Sequence[Stateful]
 
     def __call__(self, between_batches: BetweenBatches) -> dict[str, float]:
         """Run the model over the whole set, in evaluation mode. Collective."""
         began = time.monotonic()
-        with self._loader.evaluated(), evaluating(*self._forward.modules):
+        with self.loader.evaluated(), evaluating(*self.forward.modules):
             loss_sum, weight, samples = self._sums(between_batches)
         seconds = time.monotonic() - began
-        (loss_sum,) = self._layout.sum_floats([loss_sum], "the loss of an evaluation")
+        (loss_sum,) = self.parts.layout.sum_floats([loss_sum], "the loss of an evaluation")
         return {
-            f"{self._prefix}_loss": loss_sum / weight if weight else float("nan"),
-            f"{self._prefix}_runtime": seconds,
-            f"{self._prefix}_samples_per_second": samples / seconds,
+            f"{self.prefix}_loss": loss_sum / weight if weight else float("nan"),
+            f"{self.prefix}_runtime": seconds,
+            f"{self.prefix}_samples_per_second": samples / seconds,
         }
 
     def _sums(self, between_batches: BetweenBatches) -> tuple[float, float, int]:
         """This rank's weighted sum of losses; the weights and the samples of all ranks."""
-        dispatcher, weight, samples = self._dispatcher, 0.0, 0
+        dispatcher, weight, samples = self.parts.dispatcher, 0.0, 0
         losses: list[torch.Tensor] = []
-        for index, step_batch in enumerate(iter_steps(self._loader, repeat(1), self._layout, self._loss_weight)):
+        for index, step_batch in enumerate(iter_steps(self.loader, repeat(1), self.parts.layout, self.loss_weight)):
             between_batches()
-            batch = to_device(step_batch.microbatches[0].batch, self._device)
-            loss, outputs = self._forward(batch)
+            batch = to_device(step_batch.microbatches[0].batch, self.device)
+            loss, outputs = self.forward(batch)
             if step_batch.weights[0]:  # padding does not count, not even a NaN
                 losses.append(accelerator.wide(loss) * step_batch.weights[0])
             if dispatcher.prediction_step:
@@ -246,7 +237,7 @@ class UserEvaluation:
         """``between_batches`` is not called here: the function calls ``run.between_batches()``."""
         metrics: Any = self._function()
         try:
-            return {str(name): _plain(value) for name, value in metrics.items()}
+            return {str(name): _number(value) for name, value in metrics.items()}
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise ConfigurationError(
                 f'evaluate= returned {metrics!r}; it must return numbers by name: {{"eval_loss": 0.7}}'
@@ -259,7 +250,7 @@ under which they are logged, reduced over all ranks. ``affected``: objects whose
 callbacks."""
 
 
-def _plain(value: Any) -> float:
+def _number(value: Any) -> float:
     """A Python number from a number, or from a tensor or an array of one element."""
     number = value.item() if hasattr(value, "item") else value
     if not isinstance(number, (int, float)):

@@ -302,7 +302,11 @@ class Run:
         with ExitStack() as held:
             if not self.is_last_microbatch:
                 for model in models or (self._model,):
-                    _accumulate(model, held)
+                    if isinstance(model, FSDPModule):
+                        model.set_requires_gradient_sync(False)
+                        held.callback(model.set_requires_gradient_sync, True)
+                    elif callable(no_sync := getattr(model, "no_sync", None)):
+                        held.enter_context(no_sync())
             yield
 
     @property
@@ -404,12 +408,3 @@ class Run:
 
     def _after_any_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._checks.note_update(optimizer, in_step=self._step_batch is not None)
-
-
-def _accumulate(model: nn.Module, held: ExitStack) -> None:
-    """Do not reduce the gradients of ``model`` until ``held`` closes."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(False)
-        held.callback(model.set_requires_gradient_sync, True)
-    elif callable(no_sync := getattr(model, "no_sync", None)):
-        held.enter_context(no_sync())

@@ -303,6 +303,7 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 Outputs = MutableMapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
 class ForwardPass:
     """Calls ``module(**batch)`` (a mapping), ``module(*batch)`` (a tuple or list) or ``module(batch)``.
 
@@ -310,37 +311,27 @@ class ForwardPass:
     ``["loss"]``.
     """
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        module: nn.Module,
-        loss_fn: LossFunction | None,
-        device: torch.device,
-        autocast: torch.dtype | None,
-        *,
-        is_compiled: bool = False,
-    ) -> None:
-        self._dispatcher = dispatcher
-        self.module = module
-        self._loss_fn = loss_fn
-        self._device = device
-        self._autocast = autocast
-        self._is_compiled = is_compiled
+    dispatcher: Dispatcher
+    module: nn.Module
+    loss_fn: LossFunction | None
+    device: torch.device
+    autocast: torch.dtype | None
+    is_compiled: bool
 
     @property
     def modules(self) -> list[nn.Module]:
         """The model, and the loss function if it is a module."""
-        return [each for each in (self.module, self._loss_fn) if isinstance(each, nn.Module)]
+        return [each for each in (self.module, self.loss_fn) if isinstance(each, nn.Module)]
 
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Outputs]:
-        if self._autocast is None:
+        if self.autocast is None:
             return self._call(batch)
-        with torch.autocast(self._device.type, dtype=self._autocast):
+        with torch.autocast(self.device.type, dtype=self.autocast):
             return self._call(batch)
 
     def _call(self, batch: Any) -> tuple[torch.Tensor, Outputs]:
-        dispatcher = self._dispatcher
-        if self._is_compiled:
+        dispatcher = self.dispatcher
+        if self.is_compiled:
             keep_batch_size_static(batch)
         if dispatcher.before_forward:
             args, kwargs = _arguments(batch)
@@ -359,8 +350,8 @@ class ForwardPass:
         return loss, outputs
 
     def _find_loss(self, returned: Any, batch: Any) -> tuple[torch.Tensor, Outputs]:
-        if self._loss_fn is not None:
-            loss = self._loss_fn(returned, batch)
+        if self.loss_fn is not None:
+            loss = self.loss_fn(returned, batch)
             return loss, {"loss": loss, "outputs": returned}
         if isinstance(returned, torch.Tensor):
             if returned.ndim == 0:
@@ -370,8 +361,10 @@ class ForwardPass:
                 return returned["loss"], returned
         elif isinstance(getattr(returned, "loss", None), torch.Tensor):
             return returned.loss, {"loss": returned.loss, "outputs": returned}
+        is_tensor = isinstance(returned, torch.Tensor)
+        described = f"tensor of shape {tuple(returned.shape)}" if is_tensor else type(returned).__name__
         raise ConfigurationError(
-            f"the model returned {_describe(returned)} and no loss; return the loss as a 0-dim tensor, as .loss or "
+            f"the model returned a {described} and no loss; return the loss as a 0-dim tensor, as .loss or "
             'as ["loss"], or pass loss_fn(outputs, batch) to the trainer'
         )
 
@@ -406,12 +399,7 @@ def keep_batch_size_static(batch: Any) -> None:
             keep_batch_size_static(value)
 
 
-def _describe(returned: Any) -> str:
-    if isinstance(returned, torch.Tensor):
-        return f"a tensor of shape {tuple(returned.shape)}"
-    return f"a {type(returned).__name__}"
-
-
+@dataclass(frozen=True, slots=True)
 class PipelinedForward:
     """Calls a model that is cut into pipeline stages, in evaluation. Collective.
 
@@ -419,21 +407,20 @@ class PipelinedForward:
     callback handles on_prediction_step.
     """
 
-    def __init__(self, dispatcher: Dispatcher, forward: ForwardPass, runner: PipelineRunner) -> None:
-        self._dispatcher = dispatcher
-        self._forward = forward
-        self._runner = runner
+    dispatcher: Dispatcher
+    forward: ForwardPass
+    runner: PipelineRunner
 
     @property
     def modules(self) -> list[nn.Module]:
         """The model, its stages on this rank, and the loss function if it is a module."""
-        return [*self._forward.modules, *self._runner.modules]
+        return [*self.forward.modules, *self.runner.modules]
 
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Outputs]:
-        loss, outputs = self._runner.evaluate(batch, self._forward)
-        if self._dispatcher.listens_anywhere(Event.PREDICTION_STEP):
+        loss, outputs = self.runner.evaluate(batch, self.forward)
+        if self.dispatcher.listens_anywhere(Event.PREDICTION_STEP):
             known = None if outputs is None else dict(outputs)
-            return loss, {**self._runner.share_outputs(known), "loss": loss}
+            return loss, {**self.runner.share_outputs(known), "loss": loss}
         return loss, {"loss": loss}
 
 

@@ -370,7 +370,7 @@ def build_step(
         placed.loss_fn,
         device,
         autocast_dtype(bf16=args.bf16, fp16=args.fp16),
-        is_compiled=args.torch_compile,
+        args.torch_compile,
     )
     scaler = grad_scaler(placed.layout, device) if args.fp16 else None
     accumulate: Accumulation
