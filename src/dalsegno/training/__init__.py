@@ -9,12 +9,11 @@ In reading order: no module imports from a line above its own.
     loop                                    the training loop
     lifecycle                               a run over its legs: lock, restore, start, finish
     session                                 one leg: epochs, steps, begin and end
-    resume                                  the checkpoint that a leg begins with
     step_boundary                           between two steps: log, evaluate, save, stop
     commands · rollback · step_log · save_coordinator · control_sync
-    checkpointer · contents · settings      saves and loads, what they contain, what is compared
+    run_checkpoints · contents · settings   where checkpoints are, what they contain, what is compared
     run_json · chosen_start                 files that say how legs began and ended, and where the next one begins
-    train_step · evaluation · forward · placement
+    evaluation · placement · train_step · imported_run
     parts                                   what all of these share
     flags · mean_loss · rollback_effects · learning_rate · optimizers · muon · stopping · result
 """

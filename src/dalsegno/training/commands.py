@@ -196,12 +196,12 @@ class CommandExecutor:
             check_scalable(self._optimizer, self._parts.schedulers)
 
     def _check_rate(self, command: Command) -> None:
-        """Raises ConfigurationError for a learning rate to which no factor leads."""
+        """Raises ConfigurationError for a learning rate that no factor of the present one gives."""
         rate, present = command.data.get(LEARNING_RATE), present_rate(self._optimizer)
         if isinstance(rate, (int, float)) and (present == 0 or not 0 < rate / present < math.inf):
             raise ConfigurationError(
-                f"{LEARNING_RATE}={rate:g}: after step {self._state.global_step} the schedule's value is {present:g}, "
-                "which no factor turns into this one"
+                f"{LEARNING_RATE}={rate:g}: after step {self._state.global_step} the schedule's value is {present:g}; "
+                "a command scales the schedule by a factor, and none gives this rate"
             )
 
     def _carry_out(self, entry: JournalEntry, why: str) -> ControlRequests:

@@ -140,12 +140,9 @@ class SaveCoordinator:
         """Save this step in shared memory, unless it is saved to disk or a handler of on_before_save calls it off;
         returns the requests that do.
 
-        While a save to disk is in progress, the state is copied, in place of the last such copy, and published once the
-        checkpoint on disk is; never, if that fails. So a leg that resumes from this step finds the same checkpoints as
-        an uninterrupted run.
-
-        Args:
-            metrics: of the evaluation at this step.
+        While a save to disk is in progress, the state is only copied. A later copy replaces this one. It is published
+        once the checkpoint on disk is; if that save fails, it is dropped. So a leg that resumes from this step finds
+        the same checkpoints as an uninterrupted run.
         """
         memory, step = self._checkpoints.memory, self._state.global_step
         if self._requested_step == step:
@@ -168,9 +165,8 @@ class SaveCoordinator:
         """Save this step, unless that was requested before or a handler of on_before_save calls it off; returns the
         requests that do.
 
-        Args:
-            metrics: of the evaluation at this step.
-            is_planned: whether a run that is not interrupted here saves this step, too.
+        ``metrics`` are of the evaluation at this step. ``is_planned``: a run that is not interrupted here saves it,
+        too.
         """
         step = self._state.global_step
         if self._requested_step == step:
@@ -248,7 +244,7 @@ class SaveCoordinator:
         save.wait()
         self._current = self._state.save_owed = None
         if save.failure is not None:
-            self._checkpoints.memory.drop()  # that has the failed one as its best, perhaps
+            self._checkpoints.memory.drop()  # its state may name the failed one as the best
             expect_lease(self._checkpoints.lease_loss())
             self._note_failure(save, save.failure)
             return
