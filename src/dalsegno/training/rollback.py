@@ -69,7 +69,7 @@ class RollbackDecisions:
         request = next(each for each in requests if each is not None)
         policy, step = self._policy, self._state.global_step
         assert policy is not None, "roll_back() raises without a policy"
-        if budget := policy.used_up(step, [*self._effects]):
+        if budget := policy.used_up(step, self._effects.rollbacks):
             return self._give_up(request, f"{budget} is used up", may_save)
         checkpoint = self._checkpoint(request, policy, step)
         if checkpoint is None:
@@ -77,7 +77,7 @@ class RollbackDecisions:
         skip = policy.skip if request.skip == "policy" else request.skip
         microbatches = (skip or 0) * self._parts.args.accumulation.at(step)
         rollback = Rollback(
-            number=len(self._effects) + 1,
+            number=len(self._effects.rollbacks) + 1,
             timestamp=time.time(),
             at_step=step,
             to_step=checkpoint.step,
@@ -88,7 +88,7 @@ class RollbackDecisions:
             lr_steps=policy.lr_steps,
         )
         self._write(lambda: self._file.decide(rollback))
-        self._effects.set([*self._effects, rollback])
+        self._effects.set([*self._effects.rollbacks, rollback])
         if collectives.rank() == 0:
             text = "step %d: rolling back to step %d, requested by %s: %s"
             logger.warning(text, step, rollback.to_step, rollback.by, rollback.reason)
@@ -98,7 +98,7 @@ class RollbackDecisions:
         """Record that the pending rollback, if any, is done: its checkpoint, or the run's beginning, is restored."""
         if self._effects.pending is None:
             return
-        *earlier, pending = self._effects
+        *earlier, pending = self._effects.rollbacks
         done = replace(pending, to_step=self._state.global_step, since=self._furthest(self._loader.place), is_done=True)
 
         def write() -> None:
@@ -118,7 +118,7 @@ class RollbackDecisions:
 
     def set_aside(self) -> None:
         """Leave the pending rollback out of this leg. It stays pending for the next one, until :meth:`drop`."""
-        *earlier, self._set_aside = self._effects
+        *earlier, self._set_aside = self._effects.rollbacks
         self._effects.set(earlier)
 
     def drop(self, why: str) -> None:
@@ -145,7 +145,7 @@ class RollbackDecisions:
             return self._checkpoints.newest_until(min(request.to, step - 1))
         if request.steps is not None:
             policy = replace(policy, margin=request.steps)
-        older = self._checkpoints.newest_until(policy.latest_checkpoint(step, self._effects))
+        older = self._checkpoints.newest_until(policy.latest_checkpoint(step, self._effects.rollbacks))
         return older or self._checkpoints.newest_until(policy.latest_checkpoint(step, ()))
 
     def _give_up(self, request: RollbackRequest, why: str, may_save: bool) -> ControlRequests:

@@ -29,32 +29,27 @@ class RollbackEffects:
     def __init__(self, optimizer: Optimizer, loader: ResumableLoader) -> None:
         self._optimizer = optimizer
         self._loader = loader
-        self._all: Sequence[Rollback] = ()
-
-    def __iter__(self) -> Iterator[Rollback]:
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        return len(self._all)
+        self.rollbacks: tuple[Rollback, ...] = ()
+        """So far, in their order."""
 
     @property
     def pending(self) -> Rollback | None:
         """The rollback that was decided, and is not done."""
-        return next((each for each in self._all if not each.is_done), None)
+        return next((each for each in self.rollbacks if not each.is_done), None)
 
     def set(self, rollbacks: Sequence[Rollback]) -> None:
         """Set all rollbacks so far, in their order."""
         if any(each.lr_factor != 1 for each in rollbacks):
             check_has_rates(self._optimizer)
-        self._all = tuple(rollbacks)
-        spans = [Span(Place(*each.since), Place(*each.until)) for each in self._all if each.since and each.until]
+        self.rollbacks = tuple(rollbacks)
+        spans = [Span(Place(*each.since), Place(*each.until)) for each in self.rollbacks if each.since and each.until]
         self._loader.set_gaps(Gaps(spans))
 
     def scaled_rates(self, step: int) -> AbstractContextManager[None]:
         """Around the update after ``step`` finished steps: multiply every group's learning rate by the factor, and
         restore it exactly. So neither a schedule, which may compute a rate from the one before, nor a checkpoint
         contains the factor."""
-        factor = math.prod(each.lr_factor_at(step) for each in self._all)
+        factor = math.prod(each.lr_factor_at(step) for each in self.rollbacks)
         return _UNSCALED if factor == 1.0 else self._scaled(factor)
 
     @contextmanager

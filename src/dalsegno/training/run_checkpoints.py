@@ -70,6 +70,7 @@ class RunCheckpoints:
         self.manager = CheckpointManager(self._directory, keep=args.keeping, layout=parts.layout)
         self.memory = MemoryCheckpoints(self._directory, parts.layout)
         self.mirror = mirror_of(args.url, self._directory, args.keeping)
+        self._has_url = args.url is not None
         self._lease: Lease | None = None
 
     @contextmanager
@@ -96,7 +97,7 @@ class RunCheckpoints:
         """Request the leg's end once the lease is lost: a source for :class:`ControlSync`. Looks at the disk only if a
         renewal is overdue."""
         is_late = self._lease is not None and not self._lease.is_certain()
-        is_lost = (is_late and self.lease_loss() is not None) or self.mirror.loss() is not None
+        is_lost = (is_late and self.lease_loss() is not None) or (self._has_url and self.mirror.loss() is not None)
         return _LEASE_LOST if is_lost else NO_REQUESTS
 
     def start_uploads(self, resumed_from: Path | None) -> None:

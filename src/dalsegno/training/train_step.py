@@ -130,7 +130,7 @@ class TrainStep:
         if dispatcher.pre_optimizer_step:
             dispatcher.pre_optimizer_step.fill(grad_norm)
             dispatcher.pre_optimizer_step.fire()
-        if self._rollback_effects:
+        if self._rollback_effects.rollbacks:
             with self._rollback_effects.scaled_rates(self._state.global_step):
                 lr, stepped = self._update()
         else:
