@@ -34,9 +34,7 @@ class ImportedRun:
 
     def resume(self, parts: RunParts) -> list[str]:
         """Skip the samples of the epoch that the other program has read, and count them; returns notes for the user.
-
-        All ranks skip alike, and draw no random numbers.
-        """
+        All ranks skip alike, and draw no random numbers."""
         if self._place is None:
             return []
         loader, place = self._loader, self._place

@@ -15,7 +15,6 @@ from torch import nn
 
 from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint import Checkpoint, LoadReport
-from dalsegno.control import CommandQueue
 from dalsegno.data import NOT_EXACT, TrainingData
 from dalsegno.data.step_batch import LossWeight, agreed_position
 from dalsegno.distributed import collectives
@@ -85,6 +84,8 @@ class RunLifecycle:
         self._checkpoints = RunCheckpoints(parts, contents, self._settings, self._run_file, self._chosen)
         self._saves = SaveCoordinator(parts, contents, self._checkpoints, self._run_file, self._time_limit)
         self._commands = CommandExecutor(parts, self._settings, evaluates=bool(evaluations))
+        self.commands = self._commands.queue
+        """Accepts commands to the run."""
         self._rollbacks = RollbackDecisions(parts, self._checkpoints, self._run_file)
         sources = self._signals, self._time_limit, self._saves, self._commands, self._checkpoints
         self.boundary = StepBoundary(
@@ -101,11 +102,6 @@ class RunLifecycle:
         self._options = ResumeOptions()  # of the leg
         self._model_modified = False  # trained, or loaded, in this process
         self._repeats = False  # the leg resumes from a checkpoint of this run
-
-    @property
-    def commands(self) -> CommandQueue:
-        """Accepts commands to the run."""
-        return self._commands.queue
 
     @contextmanager
     def lock_run_dir(self) -> Iterator[None]:
@@ -295,7 +291,7 @@ class RunLifecycle:
         decision; the next leg then goes back to the one before."""
         parts, state = self._parts, self._parts.state
         step = state.global_step
-        checkpoint = self._checkpoints.verified(self._checkpoints.path_of(rollback.to_step))
+        checkpoint = self._checkpoints.verified(self._checkpoints.manager.path_of(rollback.to_step))
         self._archive_rolled_back(rollback)
         parts.loader.close()
         parts.control.clear_timeline()
@@ -330,7 +326,7 @@ class RunLifecycle:
             state.given_up = None
             if not is_done:
                 return None
-        result = self._result or last.result(state, self._saves.newest, self._checkpoints.path_of)
+        result = self._result or last.result(state, self._saves.newest, self._checkpoints.manager.path_of)
         if result is not None:
             if not is_done and state.is_world_process_zero:
                 last.warn_gave_up()

@@ -9,7 +9,6 @@ from enum import Enum
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dalsegno.args import TrainingArguments
@@ -45,12 +44,6 @@ class Comparison(Enum):
     """A loop of the user's own averages gradients, or now and then weights."""
     FROM_FIRST_STEP = "from the first step"
     """Nothing is known to average anything."""
-
-    @classmethod
-    def of_own_loop(cls, model: nn.Module) -> Comparison:
-        """``model``: as the loop calls it."""
-        is_averaged = any(isinstance(each, DistributedDataParallel) for each in model.modules())
-        return cls.NEVER if is_averaged else cls.AT_SAVES
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -148,6 +149,7 @@ class Run:
             resume_from_checkpoint, strict, strict_callbacks, allow_changes, load_components, continue_stopped
         )
         layout = layout_of_own_loop(args.parallel)
+        is_averaged = any(isinstance(each, DistributedDataParallel) for each in model.modules())
         self._parts = build_parts(
             args,
             layout=layout,
@@ -163,7 +165,7 @@ class Run:
                 "trainer": self,
             },
             unsupported_events=UNSUPPORTED_EVENTS,
-            comparison=Comparison.of_own_loop(model),
+            comparison=Comparison.NEVER if is_averaged else Comparison.AT_SAVES,
         )
         self._dispatcher = self._parts.dispatcher
         self._lifecycle = RunLifecycle(
@@ -371,7 +373,7 @@ class Run:
         """Log a record of your own, of any kind. To be called on all ranks, with the same values."""
         if self._session is not None:
             self._checks.note_log()
-        self._lifecycle.boundary.recorder.log(dict(metrics), kind)
+        self._dispatcher.fire_record(dict(metrics), kind)
 
     def stop(self, reason: str = "run.stop() was called", *, save: bool = True) -> None:
         """Request the end of training at this step's end; on any rank."""

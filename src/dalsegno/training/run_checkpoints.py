@@ -109,10 +109,6 @@ class RunCheckpoints:
 
     # -- find ---------------------------------------------------------------------------------------------------
 
-    def path_of(self, step: int) -> Path:
-        """Where that step's checkpoint is, or would be. Local."""
-        return self.manager.path_of(step)
-
     def newest(self, *, strict: bool) -> Checkpoint | None:
         """The newest checkpoint that verifies, in memory, here or at the URL; None if there is none at all.
 
@@ -163,7 +159,7 @@ class RunCheckpoints:
     def latest_on_disk(self, checkpoint: Checkpoint) -> tuple[Path | None, int]:
         """``checkpoint``, which this run owns, and its step; for one in memory, those of the newest before it on disk,
         None and 0 if there is none."""
-        path = self.path_of(checkpoint.step)
+        path = self.manager.path_of(checkpoint.step)
         if checkpoint.path.resolve() == path.resolve():
             return path, checkpoint.step
         return self.manager.newest_published(until=checkpoint.step)
@@ -199,7 +195,7 @@ class RunCheckpoints:
 
     def owns(self, path: Path, step: int) -> bool:
         """Whether ``path`` is where this run saves ``step``, on disk or in memory. Local."""
-        return path.resolve() == self.path_of(step).resolve() or self.memory.owns(path)
+        return path.resolve() == self.manager.path_of(step).resolve() or self.memory.owns(path)
 
     def archive_after(self, step: int | None, into: Path) -> list[Path]:
         """Move the checkpoints later than ``step`` (None: all) into that folder; their new paths. Those in memory are

@@ -175,7 +175,7 @@ class SaveCoordinator:
         self._is_prepared = True
         is_best = self._mark_if_best()
         with self._parts.random_state.kept():
-            called_off = self._announce(self._checkpoints.path_of(step))
+            called_off = self._announce(self._checkpoints.manager.path_of(step))
             if called_off.abort or called_off.roll_back:
                 return called_off
             self._state.save_owed = step if is_planned else None
@@ -227,7 +227,7 @@ class SaveCoordinator:
         self._best_before = state.best_model_checkpoint
         if state.best_metric is None or state.best_global_step != state.global_step:
             return False
-        state.best_model_checkpoint = self._relative(self._checkpoints.path_of(state.global_step))
+        state.best_model_checkpoint = self._relative(self._checkpoints.manager.path_of(state.global_step))
         return True
 
     # -- outcomes -----------------------------------------------------------------------------------------------

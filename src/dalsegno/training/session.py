@@ -130,7 +130,7 @@ class Session:
                 self._saves.finish()
                 self._witness.conclude(self._state.global_step)
                 self._final_metrics = self._recorder.final_metrics()
-                self._recorder.log(self._final_metrics, "final")
+                self._dispatcher.fire_record(self._final_metrics, "final")
                 self._checkpoints.load_best_model()
             except BaseException as late:
                 self._close(late)
@@ -152,7 +152,7 @@ class Session:
             metrics=metrics,
             checkpoint=self._saves.newest,
             diverged=error is None and request is not None and request.diverged,
-        ).with_best(self._state, self._checkpoints.path_of)
+        ).with_best(self._state, self._checkpoints.manager.path_of)
         is_needed = error is not None or (result.reason != "aborted" and not self._saves.is_on_disk())
         failures += _failures(partial(self._checkpoints.memory.close, remove=not is_needed))
         failures += _failures(self._loader.close)

@@ -75,10 +75,6 @@ class StepLog:
             metrics["learning_rate"] = float(self._lr)
         self._dispatcher.train_metrics.fire_with(metrics)
 
-    def log(self, logs: dict[str, Any], kind: str) -> None:
-        """Fire on_log_step and on_log with one record."""
-        self._dispatcher.fire_record(logs, kind)
-
     def log_training(self) -> None:
         """Log the steps since the last such record. Collective, unless :attr:`gathered` has been fetched."""
         logs: dict[str, Any] = self._metrics.start_over(self._sums.by_rank())
@@ -87,7 +83,7 @@ class StepLog:
         if self._metrics.run_tokens:
             self._state.num_input_tokens_seen = logs["tokens"] = self._metrics.run_tokens
         loss = logs.get("loss", 0.0)
-        self.log(logs, "train")
+        self._dispatcher.fire_record(logs, "train")
         self._check_loss(loss)
 
     def final_metrics(self) -> dict[str, Any]:

@@ -243,7 +243,7 @@ class Trainer:
 
     def log(self, metrics: MutableMapping[str, Any], kind: str = "user") -> None:
         """Log a record of your own, of any kind. To be called on all ranks, with the same values."""
-        self._lifecycle.boundary.recorder.log(dict(metrics), kind)
+        self._parts.dispatcher.fire_record(dict(metrics), kind)
 
     def stop(self, reason: str = "trainer.stop() was called", *, save: bool = True) -> None:
         """Request the end of training at this step's end; from any thread, on any rank."""

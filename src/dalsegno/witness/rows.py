@@ -99,8 +99,8 @@ class WitnessRows:
 
     def remove_other_ranks(self, world_size: int) -> None:
         """Remove the files of ranks that no longer exist."""
-        for path in _paths(self._directory):
-            if _numbers(path)[1] >= world_size:
+        for _, rank, path in self._all_files():
+            if rank >= world_size:
                 filesystem.remove(path)
 
     def close(self) -> None:
@@ -110,18 +110,13 @@ class WitnessRows:
 
     def _files(self) -> list[tuple[int, Path]]:
         """This rank's files with their first steps, in this order."""
-        found = [(*_numbers(path), path) for path in _paths(self._directory)]
-        return sorted((step, path) for step, rank, path in found if rank == self._rank)
+        return sorted((step, path) for step, rank, path in self._all_files() if rank == self._rank)
 
-
-def _paths(directory: Path) -> list[Path]:
-    return [path for path in directory.iterdir() if _NAME.fullmatch(path.name)] if directory.is_dir() else []
-
-
-def _numbers(path: Path) -> tuple[int, int]:
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1]), int(match[2])
+    def _all_files(self) -> list[tuple[int, int, Path]]:
+        """The files of all ranks, each with its first step and its rank."""
+        paths = [*self._directory.iterdir()] if self._directory.is_dir() else []
+        named = [(_NAME.fullmatch(path.name), path) for path in paths]
+        return [(int(match[1]), int(match[2]), path) for match, path in named if match is not None]
 
 
 def _lines(path: Path) -> Iterator[Record]:
