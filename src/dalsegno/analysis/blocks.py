@@ -136,7 +136,9 @@ def concatenate(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
     for frame in frames:
         others = {name: kind for name, kind in frame.schema.items() if kind != kinds[name]}
         changes = [
-            pl.col(name).cast(kinds[name]) if _keeps(kind, kinds[name]) else pl.lit(None, kinds[name]).alias(name)
+            pl.col(name).cast(kinds[name])
+            if kind.is_numeric() or not kinds[name].is_numeric()  # else the cast would not keep the values
+            else pl.lit(None, kinds[name]).alias(name)
             for name, kind in others.items()
         ]
         fitting.append(frame.with_columns(changes) if changes else frame)
@@ -151,11 +153,6 @@ def _both(one: pl.DataType, other: pl.DataType) -> pl.DataType:
     if other.is_numeric() and not one.is_numeric():
         return other
     return pl.Float64() if one.is_numeric() else pl.String()
-
-
-def _keeps(kind: pl.DataType, target: pl.DataType) -> bool:
-    """Whether a cast from ``kind`` to ``target`` keeps the values."""
-    return kind.is_numeric() or not target.is_numeric()
 
 
 def kind_place(kind: object) -> int:
@@ -183,11 +180,8 @@ def _column(name: str, values: list[Any], numeric: bool) -> pl.Series:
         return pl.Series(name, [_as_float(value) for value in numbers], pl.Float64)
     if all(value is None or isinstance(value, bool) for value in values):
         return pl.Series(name, values, pl.Boolean)
-    return pl.Series(name, [_text(value) for value in values], pl.String)
-
-
-def _text(value: Any) -> str | None:
-    return value if value is None or isinstance(value, str) else json.dumps(value)
+    texts = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+    return pl.Series(name, texts, pl.String)
 
 
 @dataclass(frozen=True, slots=True)

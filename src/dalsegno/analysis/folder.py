@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
@@ -137,7 +137,9 @@ def _runs_in(root: Path, folder: Path, step_key: str | None, depth: int) -> Iter
     try:
         run = source_of_run(folder, step_key)
         loose = [] if run else loose_sources(folder, step_key)
-        folders = [] if run or not depth else _folders_in(folder)
+        inner = [] if run or not depth else sorted(folder.iterdir())
+        named = (path for path in inner if path.name not in NOT_RUNS and not path.name.startswith("."))
+        folders = [path for path in named if path.is_dir()]
     except OSError as error:
         run = Unreadable(folder, error)
     if run:
@@ -150,12 +152,6 @@ def _runs_in(root: Path, folder: Path, step_key: str | None, depth: int) -> Iter
     for source in loose:
         yield TrainingLog((name / source.path.stem).as_posix(), source.path, source)
     yield from below
-
-
-def _folders_in(folder: Path) -> list[Path]:
-    """Directories that may contain runs."""
-    named = (path for path in folder.iterdir() if path.name not in NOT_RUNS and not path.name.startswith("."))
-    return sorted(path for path in named if path.is_dir())
 
 
 class Named(Protocol):
@@ -176,7 +172,11 @@ def name_of(path: Path) -> str:
 def make_names_unique(runs: Sequence[Named]) -> None:
     """Prefix equal names with as many parent directories as needed; number equal names in the same directory."""
     above = {id(run): _above(run) for run in runs}
-    while alike := [run for run in runs if any(_alike(run, other, above) for other in runs)]:
+
+    def is_shared(run: Named) -> bool:
+        return any(run.name == other.name and above[id(run)] != above[id(other)] for other in runs)
+
+    while alike := [run for run in runs if is_shared(run)]:
         for run in alike:
             if folders := above[id(run)]:
                 run.name = f"{folders.pop()}/{run.name}"
@@ -185,11 +185,6 @@ def make_names_unique(runs: Sequence[Named]) -> None:
         seen[run.name] += 1
         if seen[run.name] > 1:
             run.name = f"{run.name} ({seen[run.name]})"
-
-
-def _alike(run: Named, other: Named, above: Mapping[int, list[str]]) -> bool:
-    """Whether two runs have the same name in different directories."""
-    return run.name == other.name and above[id(run)] != above[id(other)]
 
 
 def _above(run: Named) -> list[str]:

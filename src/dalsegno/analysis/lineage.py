@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -178,18 +177,22 @@ def summarize_legs(
         own = (times >= leg.started) & (times < next_start)
         last_record = max(leg.started, float(times[own].max(initial=0)))
         alive = running and leg is run.legs[-1]
+        rolled_back = leg.rollbacks[-1]["timestamp"] if leg.rollbacks else 0.0
         legs.append(
             LegSummary(
                 leg=leg,
                 parent=_parent(leg, legs),
                 last_step=max(leg.last_step, int(steps[own].max(initial=0))),
-                end_step=max(leg.last_step, int(steps[own & (times > _last_rollback(leg))].max(initial=0))),
+                end_step=max(leg.last_step, int(steps[own & (times > rolled_back)].max(initial=0))),
                 ended=last_record if leg.ended is None else leg.ended,
                 reason=leg.reason or (None if alive else "died"),
                 cut_off=tuple(tail for tail in tails if previous_start <= tail.timestamp < leg.started),
             )
         )
-    return [*(_followed_by(leg, following.leg) for leg, following in pairwise(legs)), *legs[-1:]]
+    for place, following in enumerate(run.legs[1:]):
+        redone = max(0, legs[place].end_step - following.first_step)
+        legs[place] = replace(legs[place], redone=redone, idle=max(0.0, following.started - legs[place].ended))
+    return legs
 
 
 def state_of(legs: Sequence[LegSummary], final: bool, last_loss_is_finite: bool) -> State:
@@ -199,8 +202,10 @@ def state_of(legs: Sequence[LegSummary], final: bool, last_loss_is_finite: bool)
     last = legs[-1]
     if last.reason is None:
         return "running"
-    if last.reason in ("stopped", "aborted") and _is_divergence(last.leg):
-        return "diverged"
+    if last.reason in ("stopped", "aborted"):
+        leg = last.leg
+        if leg.diverged or "diverge" in f"{leg.by or ''} {leg.why or ''}".lower():
+            return "diverged"
     states: dict[str, State] = {"finished": "finished", "exhausted": "finished", "exception": "failed", "died": "died"}
     return states.get(last.reason, "stopped")
 
@@ -208,19 +213,6 @@ def state_of(legs: Sequence[LegSummary], final: bool, last_loss_is_finite: bool)
 def training_seconds(legs: Sequence[LegSummary]) -> float:
     """Seconds during which a process of the run was known to be alive."""
     return sum(leg.ended - leg.leg.started for leg in legs)
-
-
-def _last_rollback(leg: Leg) -> float:
-    return leg.rollbacks[-1]["timestamp"] if leg.rollbacks else 0.0
-
-
-def _is_divergence(leg: Leg) -> bool:
-    return leg.diverged or "diverge" in f"{leg.by or ''} {leg.why or ''}".lower()
-
-
-def _followed_by(leg: LegSummary, following: Leg) -> LegSummary:
-    redone = max(0, leg.end_step - following.first_step)
-    return replace(leg, redone=redone, idle=max(0.0, following.started - leg.ended))
 
 
 def _parent(leg: Leg, earlier: Sequence[LegSummary]) -> int | None:

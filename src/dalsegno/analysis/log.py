@@ -45,7 +45,8 @@ class TrainingLog:
     def __init__(self, name: str, path: Path, source: Source) -> None:
         self.name = name
         self.path = path
-        self._location = LogLocation(path, source)
+        self._source = source
+        self._files: frozenset[Path] = frozenset()
         self.skipped = Skipped()
         """What the last read skipped."""
         self._columns = read_columns((), (), lambda name: False)
@@ -60,8 +61,19 @@ class TrainingLog:
 
     @property
     def source(self) -> Source:
-        """The current file or files of the log."""
-        return self._location.source()
+        """The current file or files of the log; searched again if files were added to the directory, or removed.
+
+        A log whose file could not be resumed continues in ``train-2.jsonl``; Hugging Face rewrites its log in each
+        checkpoint and deletes older checkpoints.
+        """
+        patterns = ("*", "logs/*", "checkpoint-*/trainer_state.json")
+        files = frozenset(path for pattern in patterns for path in self.path.glob(pattern))
+        if files != self._files:
+            found = source_of_run(self.path, self._source.step_key)
+            if found is not None and (type(found), found.path) != (type(self._source), self._source.path):
+                self._source = found
+            self._files = files
+        return self._source
 
     @property
     def output_dir(self) -> Path | None:
@@ -249,29 +261,3 @@ class TrainingLog:
         self.skipped = Skipped()
         self._columns = read_columns(self.source.blocks(self.skipped), wanted, also)
         self._stamp = stamp
-
-
-class LogLocation:
-    """A run directory, or one file. A log whose file could not be resumed continues in ``train-2.jsonl``; Hugging Face
-    rewrites its log in each checkpoint and deletes older checkpoints."""
-
-    def __init__(self, path: Path, source: Source) -> None:
-        """``source``: the log found at ``path``."""
-        self._path = path
-        self._source = source
-        self._names: frozenset[Path] = frozenset()
-
-    def source(self) -> Source:
-        """The current log; searches again if files were added or removed."""
-        names = self._named()
-        if names != self._names:
-            found = source_of_run(self._path, self._source.step_key)
-            if found is not None and (type(found), found.path) != (type(self._source), self._source.path):
-                self._source = found
-            self._names = names
-        return self._source
-
-    def _named(self) -> frozenset[Path]:
-        """The files of the directory; empty if the path is a file."""
-        patterns = ("*", "logs/*", "checkpoint-*/trainer_state.json")
-        return frozenset(path for pattern in patterns for path in self._path.glob(pattern))

@@ -80,9 +80,11 @@ def smooth(values: Floats, window: int) -> Floats:
     scale = 4.0 * window
     if window > 1 and np.abs(values).max(initial=0, where=finite) > np.finfo(np.float64).max / scale:
         return smooth(values / scale, window) * scale  # the sums would overflow
-    lengths = _window_lengths(len(values), half)
+    n, index = len(values), np.arange(len(values))
+    lengths = np.minimum(n, index + np.minimum(half, index) + 1) - np.maximum(0, index - half)
     if finite.all():
-        return _window_sums(values, half) / lengths
+        means: Floats = _window_sums(values, half) / lengths
+        return means
     counts = lengths - _window_sums((~finite).astype(np.float64), half)
     sums = _window_sums(np.where(finite, values, 0.0), half)
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
@@ -98,11 +100,6 @@ def mean(values: Floats) -> float:
 def automatic_window(records: int) -> int:
     """Default smoothing window: 1/100 of the records, no smoothing below 200."""
     return 1 if records < 200 else max(5, records // 100)
-
-
-def _window_lengths(n: int, half: int) -> NDArray[np.int64]:
-    index = np.arange(n)
-    return np.minimum(n, index + np.minimum(half, index) + 1) - np.maximum(0, index - half)
 
 
 def _window_sums(values: Floats, half: int) -> Floats:

@@ -163,7 +163,8 @@ def summarize_metric(series: Series) -> MetricSummary | None:
     everything, any_known = bool(finite.all()), bool(finite.any())
     low = int((values if everything else np.where(finite, values, np.inf)).argmin())
     high = int((values if everything else np.where(finite, values, -np.inf)).argmax())
-    best, worst = (high, low) if _should_rise(series.name) else (low, high)
+    should_rise = any(part in RISING for part in series.name.lower().replace("/", "_").split("_"))
+    best, worst = (high, low) if should_rise else (low, high)
     return MetricSummary(
         name=series.name,
         records=len(values),
@@ -183,10 +184,6 @@ def _ends(values: NDArray[np.float64] | None) -> list[float]:
     """Lowest and highest value, NaN ignored; empty if there is no other."""
     ends = [] if values is None else [float(np.fmin.reduce(values)), float(np.fmax.reduce(values))]
     return [] if np.isnan(ends).any() else ends
-
-
-def _should_rise(name: str) -> bool:
-    return any(part in RISING for part in name.lower().replace("/", "_").split("_"))
 
 
 def _summary(series: Metrics, names: Sequence[str]) -> MetricSummary | None:

@@ -15,11 +15,12 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dalsegno.cli.command import FAILED, Command
+from dalsegno.cli.command import FAILED, Command, place
 from dalsegno.errors import DalsegnoError, UnknownName
 from dalsegno.system.exit_status import ExitStatus, exit_status_of
 
@@ -28,6 +29,7 @@ COMMANDS = ("demo", "train", "launch", "diloco", "jobs", "callbacks", "check-res
 
 RUN_USER_CODE = ("demo", "train", "launch", "check-resume")
 """Commands whose OSErrors keep their traceback, because user code may raise them; elsewhere the message suffices."""
+SHELLS = ("bash", "zsh", "tcsh")
 TRAINING = ("train", "launch")
 """Commands that end with an :class:`~dalsegno.system.exit_status.ExitStatus`."""
 
@@ -149,12 +151,28 @@ class _Version(argparse.Action):
 
 
 class _Completion(argparse.Action):
-    """Builds the parser of all commands only on demand."""
+    """Prints a script that completes commands, options and file names: shtab writes it from the parser of all commands,
+    so that completing a word starts no Python."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, shell: Any, __: str | None = None) -> None:
-        from .completion import SHELLS, completion_script
+        from dalsegno.system.extras import require_extra
 
         if shell not in SHELLS:
             raise UnknownName("shell", shell, SHELLS)
-        print(completion_script(_parser(None), shell))
+        require_extra("completion", "shtab", "completion")
+        import shtab
+
+        everything = _parser(None)
+        for action in _actions(everything):
+            if action.type in (Path, place):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        print(shtab.complete(everything, shell))
         parser.exit()
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _actions(command)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dalsegno.cli.command import JSON, argument, command
-from dalsegno.cli.console import Column, print_json, print_rows, print_table
+from dalsegno.cli.console import Column, print_json, print_rows, print_table, texts
 from dalsegno.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _print_page(shown: dict[str, Any]) -> None:
     print(shown["doc"] or shown["name"], end="\n\n")
     if shown["arguments"]:
         rows = [{**each, "default": "required" if each["required"] else each["default"]} for each in shown["arguments"]]
-        columns = [Column("name", "argument"), Column("type", "type"), Column("default", "default"), Column("doc", "")]
+        columns = [*texts(name="argument", type="type", default="default", doc="")]
         print_table(columns, rows)
         print()
     print(f"Handles {', '.join(shown['handlers']) or 'no event'}.")

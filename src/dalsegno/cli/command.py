@@ -123,6 +123,17 @@ def place(text: str) -> Path:
     return folder
 
 
+DIR = argument(
+    "place",
+    metavar="DIR",
+    nargs="?",
+    type=place,
+    default=Path(),
+    help="run directory or checkpoint; default: the current directory",
+)
+"""``DIR`` of the commands on checkpoints, as ``arguments.place``."""
+
+
 def expect_directory_of(path: Path) -> None:
     """Raises ConfigurationError if the directory in which ``-o`` names a file does not exist."""
     if not path.absolute().parent.is_dir():

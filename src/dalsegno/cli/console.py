@@ -100,6 +100,16 @@ class Column(NamedTuple):
     """Maps a value to a rich style (``"red"``, ``"bold"``); terminals only."""
 
 
+def texts(**titles: str) -> list[Column]:
+    """Columns of text: keys of the rows, and their titles."""
+    return [Column(key, title) for key, title in titles.items()]
+
+
+def numbers(**titles: str) -> list[Column]:
+    """Columns of numbers: keys of the rows, and their titles."""
+    return [Column(key, title, number, right=True) for key, title in titles.items()]
+
+
 def print_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], file: TextIO | None = None) -> None:
     """Print a header and one line per row. A key missing from a row is shown as None."""
     file = file or sys.stdout

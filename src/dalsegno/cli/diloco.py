@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dalsegno.cli.command import JSON, OF_TRAINING, argument, command, flag, one_of, option, several
-from dalsegno.cli.console import Column, number, print_facts, print_json, print_table, text, visible
+from dalsegno.cli.console import Column, number, numbers, print_facts, print_json, print_table, text, visible
 from dalsegno.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -255,8 +255,7 @@ def _status(arguments: argparse.Namespace) -> int:
             Column("submissions", "submissions", text, right=True),
             Column("base", "version", text, right=True),
             Column("staleness", "staleness", text, right=True),
-            Column("steps_per_second", "steps/s", number, right=True),
-            Column("seen_seconds_ago", "seen s ago", number, right=True),
+            *numbers(steps_per_second="steps/s", seen_seconds_ago="seen s ago"),
         ]
         print_table(columns, status["workers"])
     return 0

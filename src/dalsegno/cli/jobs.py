@@ -201,29 +201,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     if not arguments.interval > 0:
         raise ConfigurationError(f"--interval {arguments.interval}: must be a positive number of seconds")
     updates = _updates(arguments.interval, arguments.updates)
-    if arguments.json:
-        for rows in updates:
-            print_json_line(rows)
-            sys.stdout.flush()
-    elif not sys.stdout.isatty():
-        for rows in updates:
-            print_table(_watch_columns(), rows)
-            sys.stdout.flush()
-    else:
-        _draw_live(updates)
-    return 0
-
-
-def _draw_live(updates: Iterator[list[dict[str, Any]]]) -> None:
-    from rich.live import Live
-
-    with Live(auto_refresh=False) as live:
-        for rows in updates:
-            live.update(rich_table(_watch_columns(), rows) if rows else "no jobs", refresh=True)
-
-
-def _watch_columns() -> list[Column]:
-    return [
+    columns = [
         Column("job_id", "job"),
         Column("state", "state", style=lambda state: "green" if state == "running" else "yellow"),
         Column("step", "step", right=True),
@@ -234,6 +212,21 @@ def _watch_columns() -> list[Column]:
         Column("steps_per_second", "steps/s", number, right=True),
         Column("output_dir", "output_dir"),
     ]
+    if arguments.json:
+        for rows in updates:
+            print_json_line(rows)
+            sys.stdout.flush()
+    elif not sys.stdout.isatty():
+        for rows in updates:
+            print_table(columns, rows)
+            sys.stdout.flush()
+    else:
+        from rich.live import Live
+
+        with Live(auto_refresh=False) as live:
+            for rows in updates:
+                live.update(rich_table(columns, rows) if rows else "no jobs", refresh=True)
+    return 0
 
 
 def _updates(interval: float, count: int | None) -> Iterator[list[dict[str, Any]]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
 from dalsegno.analysis.blocks import Block, FrameBlock, RecordBlock
@@ -73,7 +74,9 @@ class JsonLines(Source):
     def naming(self) -> Naming:
         """The naming of this log, from its first record with a step."""
         first: Record = {}
-        for _, record in zip(range(FIRST), self._raw(), strict=False):
+        chunks = read_chunks(self.path, BEGINNING)
+        records = (each for chunk in chunks for _, each in decode_lines(chunk.splitlines(keepends=True), 1, Skipped()))
+        for record in islice(records, FIRST):
             if record.get("kind") != HEADER:
                 if naming := Naming.of(record, self.step_key):
                     return naming
@@ -81,10 +84,6 @@ class JsonLines(Source):
         if not first:
             return Naming("global_step", "timestamp", "epoch")
         raise ConfigurationError(no_step(self.path, first, self.step_key))
-
-    def _raw(self) -> Iterator[Record]:
-        for chunk in read_chunks(self.path, BEGINNING):
-            yield from (record for _, record in decode_lines(chunk.splitlines(keepends=True), 1, Skipped()))
 
 
 def read_chunks(path: Path, size: int = CHUNK) -> Iterator[bytes]:

@@ -69,7 +69,8 @@ class Naming:
         if renames:  # a field that already has the name gets a suffix: some programs log "step" and "global_step"
             taken = {ours: f"{ours}_" for ours in renames.values()}
             record = {renames.get(name) or taken.get(name, name): value for name, value in record.items()}
-        if not _is_step(record.get("global_step")):
+        step: Any = record.get("global_step")
+        if not (is_number(step) and abs(step) < WHOLE):  # NaN is not
             return None
         if isinstance(time := record.get("timestamp"), str) and (seconds := moment(time)) is not None:
             record = {**record, "timestamp": seconds}
@@ -106,11 +107,6 @@ def is_of_evaluation(name: str) -> bool:
 def loss_of(names: Container[str]) -> str | None:
     """The preferred name of a loss among these; None if there is none."""
     return next((name for name in LOSSES if name in names), None)
-
-
-def _is_step(value: Any) -> bool:
-    """Whether a value is a valid step: a number, not NaN, that fits int64."""
-    return is_number(value) and abs(value) < WHOLE
 
 
 def _first(names: tuple[str, ...], record: Mapping[str, Any]) -> str | None:

@@ -234,7 +234,8 @@ def _panel(label: str, title: str, runs: Sequence[tuple[_Axis, str, str]], view:
         if metric in here:
             panel.marks += _marks(axis, axis.log.metric(metric), run_colour)
         if metric in here and len(runs) == 1:
-            panel.lost += _lost(axis, metric, view)
+            tails = [tail.series(metric) for tail in axis.log.tails()]
+            panel.lost += [LostCurve(axis.of(each), _seen(each, view)) for each in tails if len(each)]
     return panel
 
 
@@ -268,11 +269,6 @@ def _marks(axis: _Axis, series: Series, run_colour: str) -> list[Mark]:
         Mark(x, reached, restart.leg is None, run_colour)
         for restart, (x, reached) in zip(restarts, places, strict=True)
     ]
-
-
-def _lost(axis: _Axis, metric: str, view: View) -> list[LostCurve]:
-    series = [tail.series(metric) for tail in axis.log.tails()]
-    return [LostCurve(axis.of(each), _seen(each, view)) for each in series if len(each)]
 
 
 def _seen(series: Series, view: View) -> Floats:

@@ -83,12 +83,12 @@ def draw(rows: Sequence[Sequence[Panel]], view: View) -> Picture:
     columns = max(len(line.panels) for line in lines)
     width = WIDTH if columns == 1 else 4.6 * columns
     legends = {id(panel): _legend(panel) for row in rows for panel in row}
-    outside = _outside([handle for handles in legends.values() for handle in handles])
-    if any(map(_is_long, legends.values())):
-        legends = {}
-    else:
-        outside = []
-    abreast = _legend_columns(outside, width)
+    labels = {str(handle.get_label()): handle for handles in legends.values() for handle in handles}
+    outside: list[Line2D] = []
+    if any(len(each) > MOST_INSIDE for each in legends.values()) or any(len(each) > LONGEST_INSIDE for each in labels):
+        legends, outside = {}, list(labels.values())
+    longest = max((len(str(handle.get_label())) for handle in outside), default=0)
+    abreast = max(1, int(width / (0.075 * longest + 0.55)))
     height = (4.8 if len(lines) == 1 else 3.2 * len(lines)) + 0.19 * math.ceil(len(outside) / abreast)
     figure = Figure(figsize=(width, height), layout="constrained")
     grid = figure.subplots(len(lines), columns, sharex="col", sharey="row", squeeze=False)
@@ -244,22 +244,6 @@ def _legend(panel: Panel) -> list[Line2D]:
     if any(not np.isfinite(curve.values).all() for curve in curves):
         handles.append(Line2D([], [], color=INK, marker="x", linestyle="", label="not finite"))
     return handles
-
-
-def _is_long(legend: Sequence[Line2D]) -> bool:
-    """Whether a legend is too long for the inside of the axes."""
-    return len(legend) > MOST_INSIDE or any(len(str(handle.get_label())) > LONGEST_INSIDE for handle in legend)
-
-
-def _outside(handles: Sequence[Line2D]) -> list[Line2D]:
-    """Distinct entries of all panels, for a legend of the whole figure."""
-    return list({str(handle.get_label()): handle for handle in handles}.values())
-
-
-def _legend_columns(handles: Sequence[Line2D], width: float) -> int:
-    """Number of legend columns that fit ``width`` inches."""
-    longest = max((len(str(handle.get_label())) for handle in handles), default=0)
-    return max(1, int(width / (0.075 * longest + 0.55)))
 
 
 def _scale_values(places: list[Axes], line: _Line, view: View) -> None:

@@ -24,7 +24,7 @@ from dalsegno.analysis.plotting.plot import TITLES
 from dalsegno.analysis.series import WHERE, ParameterSeries
 from dalsegno.analysis.webpage import inlined
 from dalsegno.errors import ConfigurationError, NotFound
-from dalsegno.logs.values import Record, to_json
+from dalsegno.logs.values import to_json
 from dalsegno.system import filesystem
 
 from . import tables
@@ -67,6 +67,7 @@ def _page(logs: Sequence[TrainingLog], title: str, settings: DetectorSettings | 
     heatmaps = list(islice(_heatmaps(logs), MOST_HEATMAPS + 1))
     more, heatmaps = len(heatmaps) > MOST_HEATMAPS, heatmaps[:MOST_HEATMAPS]
     settings = settings or DetectorSettings()
+    now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     files = resources(__name__)
     parts = inlined(styles=[files / "report.css"], scripts=[files / "heatmap.js", files / "report.js"])
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -76,7 +77,7 @@ def _page(logs: Sequence[TrainingLog], title: str, settings: DetectorSettings | 
         {name: Markup(part) for name, part in parts.items()}
         | {
             "title": title,
-            "subtitle": f"{len(logs)} run{'s' if len(logs) > 1 else ''}, as of {_now()}",
+            "subtitle": f"{len(logs)} run{'s' if len(logs) > 1 else ''}, as of {now}",
             "colour": colour,
             "summaries": tables.summary_tables([log.summary() for log in logs]),
             "lineages": tables.lineage_tables(logs),
@@ -87,7 +88,9 @@ def _page(logs: Sequence[TrainingLog], title: str, settings: DetectorSettings | 
             "spikes": tables.spikes_table(logs),
             "heatmaps": [f"{each.run}: {TITLES[each.name]} of each parameter" for each in heatmaps],
             "more_heatmaps": more,
-            "headers": [(log.name, _as_text(log.header)) for log in logs if log.header],
+            "headers": [
+                (log.name, json.dumps(to_json(log.header), indent=2, ensure_ascii=False)) for log in logs if log.header
+            ],
         },
     )
     points = POINTS
@@ -99,10 +102,6 @@ def _page(logs: Sequence[TrainingLog], title: str, settings: DetectorSettings | 
     raise ConfigurationError(f"{len(logs)} runs do not fit into a report of 5 MB; pass fewer runs")
 
 
-def _as_text(header: Record) -> str:
-    return json.dumps(to_json(header), indent=2, ensure_ascii=False)
-
-
 def _heatmaps(logs: Sequence[TrainingLog]) -> Iterator[ParameterSeries]:
     for log in logs:
         for metric in WHERE:
@@ -112,7 +111,3 @@ def _heatmaps(logs: Sequence[TrainingLog]) -> Iterator[ParameterSeries]:
                 continue
             if series.values.size:
                 yield series
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())

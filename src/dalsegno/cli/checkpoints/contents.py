@@ -7,11 +7,9 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.cli.command import JSON, argument, command, flag, place
-from dalsegno.cli.console import Column, number, print_json, print_table, size, visible
+from dalsegno.cli.command import DIR, JSON, argument, command, flag, place
+from dalsegno.cli.console import Column, numbers, print_json, print_table, size, texts, visible
 from dalsegno.errors import UnknownName
-
-from .arguments import PLACE
 
 if TYPE_CHECKING:
     from dalsegno.checkpoint import Checkpoint
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @command(
-    PLACE,
+    DIR,
     argument(
         "--component",
         metavar="KEY",
@@ -60,21 +58,14 @@ def show(arguments: argparse.Namespace) -> int:
 def _tensors(checkpoint: Checkpoint, keys: Sequence[str], problems: list[str]) -> list[dict[str, Any]]:
     from dalsegno.checkpoint.json_view import readable_tensors
 
-    return [
-        {
-            "name": name,
-            "dtype": each["dtype"],
-            "shape": each["shape"],
-            "bytes": _byte_count([piece["bytes"] for piece in each["pieces"]]),
-            "pieces": each["pieces"],
-        }
-        for name, each in readable_tensors(checkpoint, problems).items()
-        if name.startswith(tuple(f"{key}." for key in keys))
-    ]
-
-
-def _byte_count(spans: Sequence[list[int] | None]) -> int | None:
-    return None if None in spans else sum(span[1] - span[0] for span in spans if span)
+    rows = []
+    for name, each in readable_tensors(checkpoint, problems).items():
+        if name.startswith(tuple(f"{key}." for key in keys)):
+            spans = [piece["bytes"] for piece in each["pieces"]]
+            count = None if None in spans else sum(span[1] - span[0] for span in spans)
+            rows.append({"name": name, **{key: each[key] for key in ("dtype", "shape")}, "bytes": count})
+            rows[-1]["pieces"] = each["pieces"]
+    return rows
 
 
 def _as_json(checkpoint: Checkpoint, states: dict[str, list[Any]], tensors: list[dict[str, Any]]) -> dict[str, Any]:
@@ -127,9 +118,7 @@ def _print_contents(
         print()
         print_table(
             [
-                Column("name", "tensor"),
-                Column("dtype", "dtype"),
-                Column("shape", "shape"),
+                *texts(name="tensor", dtype="dtype", shape="shape"),
                 Column("bytes", "size", size, right=True),
                 Column("pieces", "where", _where),
             ],
@@ -142,11 +131,8 @@ def _print_contents(
 
 
 def _where(pieces: list[dict[str, Any]]) -> str:
-    return ", ".join(f"{each['file']}:{_span(each['bytes'])}" for each in pieces) or "not saved"
-
-
-def _span(span: list[int] | None) -> str:
-    return "?" if span is None else f"{span[0]}-{span[1]}"
+    spans = [(each["file"], each["bytes"]) for each in pieces]
+    return ", ".join(f"{file}:{f'{span[0]}-{span[1]}' if span else '?'}" for file, span in spans) or "not saved"
 
 
 @command(
@@ -206,12 +192,8 @@ def _print_differences(tensors: list[dict[str, Any]], states: list[dict[str, Any
         print_table(
             [
                 Column("tensor", "tensor"),
-                Column("differing", "differing", number, right=True),
-                Column("elements", "of", number, right=True),
-                Column("max_abs", "max abs", number, right=True),
-                Column("max_rel", "max rel", number, right=True),
-                Column("first", "A"),
-                Column("second", "B"),
+                *numbers(differing="differing", elements="of", max_abs="max abs", max_rel="max rel"),
+                *texts(first="A", second="B"),
             ],
             tensors,
         )

@@ -10,11 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.cli.command import JSON, argument, command, flag, option
-from dalsegno.cli.console import Column, number, print_json, print_rows, print_table, size
+from dalsegno.cli.command import DIR, JSON, argument, command, flag, option
+from dalsegno.cli.console import Column, number, numbers, print_json, print_rows, print_table, size
 from dalsegno.errors import ConfigurationError
-
-from .arguments import PLACE
 
 if TYPE_CHECKING:
     from dalsegno.checkpoint import Checkpoint
@@ -37,7 +35,7 @@ STYLES = {
 
 
 @command(
-    PLACE,
+    DIR,
     flag("--verify", help="read every byte and check it against its checksum"),
     JSON,
     statuses={1: "a checkpoint is damaged"},
@@ -133,7 +131,7 @@ THREADS = 8
 
 
 @command(
-    PLACE,
+    DIR,
     option("--threads", metavar="N", default=THREADS, type=int, help="files read in parallel"),
     JSON,
     statuses={1: "a checkpoint is damaged"},
@@ -156,20 +154,21 @@ def verify(arguments: argparse.Namespace) -> int:
         print_json(rows)
     else:
         columns = [
-            Column("step", "step", number, right=True),
-            Column("files", "files", number, right=True),
+            *numbers(step="step", files="files"),
             Column("size", "size", size, right=True),
-            Column("verified", "", lambda good: "verified" if good else "DAMAGED", style=_style),
+            Column(
+                "verified",
+                "",
+                lambda good: "verified" if good else "DAMAGED",
+                False,
+                lambda good: "green" if good else "red",
+            ),
         ]
         print_table(columns, rows)
         for row in rows:
             for problem in row["problems"]:
                 print(problem)
     return 0 if all(row["verified"] for row in rows) else 1
-
-
-def _style(good: bool) -> str:
-    return "green" if good else "red"
 
 
 def problems_of(found: Sequence[CheckpointInfo], threads: int = THREADS) -> dict[Path, list[str]]:
@@ -218,7 +217,7 @@ def _problem_with(checkpoint: Checkpoint, name: str) -> str | None:
 
 
 @command(
-    PLACE,
+    DIR,
     flag("--dry-run", help="print what would be deleted; delete nothing"),
     option("--keep-latest", metavar="N", type=int, help="keep the N newest"),
     option("--keep-best", metavar="N", type=int, help="keep the N best by --metric"),

@@ -6,11 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.cli.command import JSON, argument, command, flag, option
+from dalsegno.cli.command import DIR, JSON, argument, command, flag, option
 from dalsegno.cli.console import Column, number, print_json, print_table, size
 from dalsegno.errors import ConfigurationError
-
-from .arguments import PLACE
 
 if TYPE_CHECKING:
     from dalsegno.checkpoint.foreign.programs import Imported
@@ -99,7 +97,7 @@ def _how_to_continue(done: Imported, output_dir: Path) -> str:
 
 
 @command(
-    PLACE,
+    DIR,
     argument("--to", metavar="TARGET", type=Path, required=True, help="output directory; must not contain a model"),
     option("--program", metavar="NAME", help="write what this program resumes from; TARGET must not exist"),
     option("--add-prefix", metavar="PREFIX", default="", help="with --program: prefix of the model's names there"),

@@ -34,7 +34,10 @@ def tell(out: Path, steps: int, seed: int) -> int:
     _print(f"Training a small transformer on Python's standard library: {len(paths)} files, {size:.1f} MB.")
 
     _print("\nReference run, without interruption")
-    trace = _reference(Job(out / "reference", out / "console" / "reference.txt", steps, seed))
+    line = LegLine("reference", steps)
+    trace = run_leg(Job(out / "reference", out / "console" / "reference.txt", steps, seed), None, line.advance).trace
+    line.end(["finished"])
+    assert trace is not None, "only a leg with a plan is killed"
 
     _print("\nThe same run, killed twice at random steps and restarted each time")
     legs = _killed_and_resumed(Job(out / "killed", out / "console" / "killed.txt", steps, seed), trace)
@@ -47,21 +50,14 @@ def tell(out: Path, steps: int, seed: int) -> int:
     return 0 if comparison.identical else 1
 
 
-def _reference(job: Job) -> EventTrace:
-    line = LegLine("reference", job.steps)
-    end = run_leg(job, None, line.advance)
-    line.end(["finished"])
-    assert end.trace is not None, "only a leg with a plan is killed"
-    return end.trace
-
-
 def _killed_and_resumed(job: Job, trace: EventTrace) -> list[LegSpan]:
     legs = []
     for number, plan in enumerate([*trace.random_kills(job.seed), None], start=1):
         line = LegLine(f"leg {number}", job.steps)
         end = run_leg(job, plan, line.advance)
         line.end(_outcome(job, plan, end, trace))
-        legs.append(LegSpan(end.first, end.last, None if plan is None else _moment(plan)))
+        killed = None if plan is None else "between two steps" if plan.operation is None else "while saving"
+        legs.append(LegSpan(end.first, end.last, killed))
     return legs
 
 
@@ -82,10 +78,6 @@ def _outcome(job: Job, plan: FaultPlan | None, end: LegEnd, trace: EventTrace) -
         f"killed with SIGKILL while saving step {step}, before write {plan.count} of {trace.writes[step]}",
         f"leaves a partial checkpoint without a manifest: {half.name}",
     ]
-
-
-def _moment(plan: FaultPlan) -> str:
-    return "between two steps" if plan.operation is None else "while saving"
 
 
 Watch = Callable[[int, float | None], None]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dalsegno.cli.command import JSON, argument, command, flag, option
-from dalsegno.cli.console import Column, number, print_json, print_table, text
+from dalsegno.cli.console import Column, number, numbers, print_json, print_table, text, texts
 from dalsegno.errors import ConfigurationError
 
 from .arguments import (
@@ -62,16 +62,12 @@ def compare(arguments: argparse.Namespace) -> int:
         print(f"compared with {logs[0].name}:")
         print_table(
             [
-                Column("metric", "metric"),
-                Column("run", "run"),
-                Column("records", "compared", number, True),
-                Column("differs_at", "differs at", number, True),
+                *texts(metric="metric", run="run"),
+                *numbers(records="compared", differs_at="differs at"),
                 Column("parts_at", "separates at", number, True, lambda step: "" if step is None else "red"),
-                Column("last_step", "last step", number, True),
-                Column("first", logs[0].name, number, True),
-                Column("second", "this run", number, True),
-                Column("difference", "difference", number, True),
-                Column("noise", "noise", number, True),
+                *numbers(
+                    last_step="last step", first=logs[0].name, second="this run", difference="difference", noise="noise"
+                ),
             ],
             rows,
         )
@@ -141,11 +137,8 @@ def spikes(arguments: argparse.Namespace) -> int:
     elif rows:
         print_table(
             [
-                Column("run", "run"),
-                Column("metric", "metric"),
-                Column("step", "step", number, True),
-                Column("value", "value", number, True),
-                Column("usual", "median", number, True),
+                *texts(run="run", metric="metric"),
+                *numbers(step="step", value="value", usual="median"),
                 Column("sigmas", "sigmas", lambda sigmas: f"{sigmas:.0f}", True),
                 Column("records", "records", number, True),
                 Column(
@@ -270,8 +263,7 @@ def _detect(marked: dict[str | None, list[Series]], settings: DetectorSettings, 
             [
                 Column("run", "run"),
                 *([Column("marked", "marked")] if arguments.good or arguments.bad else []),
-                Column("records", "records", number, True),
-                Column("fires_at", "fires at", number, True),
+                *numbers(records="records", fires_at="fires at"),
                 *([Column("back_to", "back to", number, True)] if arguments.save_steps is not None else []),
                 Column("verdict", "verdict", style=lambda verdict: "" if verdict in ("passes", "right") else "red"),
                 Column("reason", "reason"),
@@ -312,15 +304,12 @@ def _sweep(marked: dict[str | None, list[Series]], arguments: argparse.Namespace
     else:
         print_table(
             [
-                Column("missed", "missed", number, True),
-                Column("false_alarms", "false alarms", number, True),
+                *numbers(missed="missed", false_alarms="false alarms"),
                 Column("margin", "margin", lambda margin: f"{margin:.3g} ×", True),
                 Column("fires_at", "fires at", lambda part: text(None) if part is None else f"{part:.0%}", True),
                 Column("threshold", "--threshold", _or_none, True),
                 Column("relative_threshold", "--relative-threshold", _or_none, True),
-                Column("smoothing", "--smoothing", number, True),
-                Column("patience", "--patience", number, True),
-                Column("warmup", "--warmup", number, True),
+                *numbers(smoothing="--smoothing", patience="--patience", warmup="--warmup"),
             ],
             rows,
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dalsegno.cli.command import JSON, argument, command, expect_directory_of, flag, option
-from dalsegno.cli.console import NOTHING, Column, moment, number, print_facts, print_json, print_rows, span
+from dalsegno.cli.console import NOTHING, Column, moment, number, numbers, print_facts, print_json, print_rows, span
 from dalsegno.errors import ConfigurationError, NotFound
 
 from .arguments import FORCE, STEP_KEY, PerRunResults, expect_free, given_runs, run_paths
@@ -48,12 +48,7 @@ def list_runs(arguments: argparse.Namespace) -> int:
     columns = [
         Column("run", "run"),
         Column("state", "state", style=lambda state: STYLES.get(state, "")),
-        Column("step", "step", number, right=True),
-        Column("epoch", "epoch", number, right=True),
-        Column("loss", "loss", number, right=True),
-        Column("best_loss", "best", number, right=True),
-        Column("eval_loss", "eval", number, right=True),
-        Column("restarts", "restarts", number, right=True),
+        *numbers(step="step", epoch="epoch", loss="loss", best_loss="best", eval_loss="eval", restarts="restarts"),
         Column("resumed", "resumed", style=lambda verdict: "red" if verdict == "differs" else ""),
         Column("changed", "last change", lambda seconds: moment(seconds)[: len("2026-01-31 12:00")], right=True),
     ]
@@ -140,6 +135,7 @@ def _print_summaries(summaries: Sequence[tuple[TrainingLog, Summary]], form: str
 def _facts(summary: Summary, log: TrainingLog) -> list[tuple[str, str]]:
     """Name and text of what the log contains, most wanted first."""
     records = ", ".join(f"{count:,} {kind}" for kind, count in summary.records.items())
+    rate = summary.learning_rate
     known: list[tuple[str, str | None]] = [
         ("state", _state(summary)),
         ("steps", number(summary.step)),
@@ -148,7 +144,7 @@ def _facts(summary: Summary, log: TrainingLog) -> list[tuple[str, str]]:
         (summary.loss.name if summary.loss else "loss", _metric(summary.loss)),
         *((metric.name, _metric(metric)) for metric in summary.evaluation),
         ("gradient norm", _peak(summary.grad_norm)),
-        ("learning rate", _change(summary.learning_rate)),
+        ("learning rate", f"first {number(rate.first)}, last {number(rate.final)}" if rate else None),
         *((name, number(average)) for name, average in summary.throughput.items()),
         ("peak memory", None if summary.peak_mem is None else f"{summary.peak_mem / 2**30:.2f} GiB"),
         ("time", _time(summary)),
@@ -185,10 +181,6 @@ def _peak(metric: MetricSummary | None) -> str | None:
     if metric is None or metric.worst is None:
         return None
     return f"max {number(metric.worst)} at step {metric.worst_step:,}, mean {number(metric.average)}"
-
-
-def _change(metric: MetricSummary | None) -> str | None:
-    return None if metric is None else f"first {number(metric.first)}, last {number(metric.final)}"
 
 
 def _time(summary: Summary) -> str | None:
@@ -322,8 +314,10 @@ def _as_lines(summary: LegSummary) -> list[str]:
     by = f" by {leg.by}" if leg.by else ""
     end = "running" if summary.reason is None else f"{summary.reason}{by}"
     ranks = _count(leg.world_size, "rank")
+    first, last = leg.first_step, summary.last_step  # a leg that died before its first checkpoint may have no record
+    steps = f"no step after {first:,} recorded" if last <= first else f"steps {first:,} to {last:,}"
     lines = [
-        f"leg {leg.leg}  {start}, {_steps(leg.first_step, summary.last_step)}: {end}",
+        f"leg {leg.leg}  {start}, {steps}: {end}",
         f"{moment(leg.started)}, {span(summary.ended - leg.started)}, {ranks}, process {leg.pid} on {leg.host}",
     ]
     if leg.resumed is not None:
@@ -338,11 +332,6 @@ def _as_lines(summary: LegSummary) -> list[str]:
     if summary.idle is not None:
         lines.append(f"{_count(summary.redone, 'step')} repeated, {span(summary.idle)} until the next leg")
     return lines
-
-
-def _steps(first: int, last: int) -> str:
-    """A leg that died before its first checkpoint may have left no record."""
-    return f"no step after {first:,} recorded" if last <= first else f"steps {first:,} to {last:,}"
 
 
 def _steps_of(tail: Tail) -> str:
