@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import shutil
 import subprocess
@@ -42,6 +43,12 @@ def test_help_imports_only_the_commands_that_it_lists(words: list[str], listed: 
     )
     done = subprocess.run([sys.executable, "-c", ask, *words, "--help"], capture_output=True, text=True, check=True)
     assert set(done.stderr.split()) == {f"dalsegno.cli.{name}" for name in listed}
+
+
+def test_the_help_of_a_group_begins_as_the_list_of_commands_says() -> None:
+    groups = {name: first for name, first in COMMANDS.items() if first is not None}
+    for name, first in groups.items():
+        assert (importlib.import_module(f"dalsegno.cli.{name}").__doc__ or "").splitlines()[0] == first
 
 
 @pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)])

@@ -15,17 +15,27 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from dalsegno.cli.command import FAILED, Command, place
 from dalsegno.errors import DalsegnoError, UnknownName
 from dalsegno.system.exit_status import ExitStatus, exit_status_of
 
-COMMANDS = ("demo", "train", "launch", "diloco", "jobs", "callbacks", "check-resume", "logs", "checkpoints")
-"""In the order of the help."""
+COMMANDS = {
+    "demo": None,
+    "train": None,
+    "launch": None,
+    "diloco": "Train one model on machines that communicate rarely: a server for the global parameters, and its "
+    "workers.",
+    "jobs": "List running jobs, ask them for their status, and send them commands.",
+    "callbacks": "List the available callbacks and show their arguments.",
+    "check-resume": None,
+    "logs": "Read, plot, compare and export training logs.",
+    "checkpoints": "List, verify, inspect, compare, prune, clean, import and export checkpoints.",
+}
+"""In the order of the help. For a group the first line of its help, so that ``dalsegno --help`` imports no group."""
 
 RUN_USER_CODE = ("demo", "train", "launch", "check-resume")
 """Commands whose OSErrors keep their traceback, because user code may raise them; elsewhere the message suffices."""
@@ -79,7 +89,22 @@ def _parser(words: Sequence[str] | None) -> argparse.ArgumentParser:
         metavar="SHELL",
         help='print a script for bash, zsh or tcsh that completes commands: eval "$(dalsegno --print-completion bash)"',
     )
-    _add_commands(parser, {name: _module(name) for name in _called(COMMANDS, words)}, words)
+    places = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name in _called(COMMANDS, words):
+        if COMMANDS[name] and words is not None and name not in words:
+            places.add_parser(name, help=COMMANDS[name])
+            continue
+        module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
+        if not hasattr(module, "COMMANDS"):
+            statuses, suggest = getattr(module, "EXIT_STATUSES", {}), getattr(module, "suggest", None)
+            _add_command(places, name, Command(module.run, module.describe, statuses, module.__doc__, suggest))
+            continue
+        group = _add_parser(places, name, module.__doc__ or "")
+        group.epilog = f"'dalsegno {name} COMMAND --help' has a command's options and exit statuses."
+        inside = group.add_subparsers(metavar="COMMAND", required=True)
+        rest = None if words is None else words[words.index(name) + 1 :]
+        for each in _called(module.COMMANDS, rest, f"{name} "):
+            _add_command(inside, each, module.COMMANDS[each])
     return parser
 
 
@@ -96,39 +121,19 @@ def _called(names: Iterable[str], words: Sequence[str] | None, called: str = "")
     return words[:1]
 
 
-def _add_commands(
-    parser: argparse.ArgumentParser,
-    commands: Mapping[str, Command | ModuleType],
-    words: Sequence[str] | None,
-    called: str = "",
-) -> None:
-    """Add these commands and groups; the commands of a group only if ``words`` are None or name the group."""
-    places = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, command in commands.items():
-        text = (command.help if isinstance(command, Command) else command.__doc__) or ""
-        inner = places.add_parser(
-            name, help=text.partition("\n")[0], description=text, formatter_class=_Help, allow_abbrev=False
-        )
-        if isinstance(command, Command):
-            inner.epilog = command.epilog
-            command.describe(inner)
-            inner.set_defaults(run=command.run, suggest=command.suggest)
-            continue
-        inner.epilog = f"'dalsegno {called}{name} COMMAND --help' has a command's options and exit statuses."
-        if words is None or name in words:
-            rest = None if words is None else words[words.index(name) + 1 :]
-            prefix = f"{called}{name} "
-            group = command.COMMANDS
-            _add_commands(inner, {each: group[each] for each in _called(group, rest, prefix)}, rest, prefix)
+def _add_command(places: Any, name: str, command: Command) -> None:
+    parser = _add_parser(places, name, command.help)
+    parser.epilog = command.epilog
+    command.describe(parser)
+    parser.set_defaults(run=command.run, suggest=command.suggest)
 
 
-def _module(name: str) -> Command | ModuleType:
-    """The command of that name, or the module of a group."""
-    module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
-    if hasattr(module, "COMMANDS"):
-        return module
-    statuses, suggest = getattr(module, "EXIT_STATUSES", {}), getattr(module, "suggest", None)
-    return Command(module.run, module.describe, statuses, module.__doc__, suggest)
+def _add_parser(places: Any, name: str, text: str) -> argparse.ArgumentParser:
+    first = text.partition("\n")[0]
+    parser: argparse.ArgumentParser = places.add_parser(
+        name, help=first, description=text, formatter_class=_Help, allow_abbrev=False
+    )
+    return parser
 
 
 class _Help(argparse.HelpFormatter):
