@@ -3,7 +3,11 @@
 Polars gets a schema of all names seen so far. It rejects values of other types, but silently drops names missing from
 the schema; the number of quotation marks reveals them: two per name and two per string. It also accepts any value as a
 string; the contents reveal that. Lines with unexplained quotation marks (nulls aside), or that Polars rejects (torn
-ones), are read one by one instead. Polars cannot read NaN and infinite numbers: see ``nonfinite``.
+ones), are read one by one instead.
+
+Polars cannot read NaN and infinite numbers, which JSON lacks. Placeholder numbers replace them while Polars reads, and
+are then replaced in the numeric columns. If their number differs from those inserted, one is a value of the log itself,
+or within a string or list; such lines are read one by one, too.
 """
 
 from __future__ import annotations

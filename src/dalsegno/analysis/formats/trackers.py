@@ -1,8 +1,9 @@
 """Runs that trackers have written to disk: W&B's files, and the databases and files of MLflow and Trackio.
 
-The file is LevelDB's log format (https://github.com/google/leveldb/blob/main/doc/log_format.md) after a header of seven
-bytes; its records are protobuf messages, wandb/proto/wandb_internal.proto. Only the history is read, by the numbers of
-its fields, so that no wandb has to be installed.
+W&B's file ``run-<id>.wandb`` is LevelDB's log format
+(https://github.com/google/leveldb/blob/main/doc/log_format.md) after a header of seven bytes; its records are protobuf
+messages, wandb/proto/wandb_internal.proto. Only the history is read, by the numbers of its fields, so that no wandb has
+to be installed. The databases are opened read-only, also while a run writes to them.
 """
 
 from __future__ import annotations
