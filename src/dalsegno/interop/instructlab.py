@@ -384,10 +384,6 @@ class InstructLab(CallbackAdapter):
         self._worker = Worker(f"{self.key}, in the background")
 
     @property
-    def _has_state(self) -> bool:
-        return isinstance(self.__wrapped__, Stateful)
-
-    @property
     def counts(self) -> Counts:
         """Numbers of calls that ran, failed, and were dropped."""
         return self._worker.counts
@@ -403,7 +399,7 @@ class InstructLab(CallbackAdapter):
 
     def call(self, event: Event, method: str, binder: Binder) -> Callable[[Any, Any], Answer]:
         shared, function = binder.shared(SharedState), getattr(self.__wrapped__, method)
-        run = self._worker.do if self._has_state else self._worker.submit
+        run = self._worker.do if isinstance(self.__wrapped__, Stateful) else self._worker.submit
 
         def learn(_: Any, ctx: Any) -> None:
             shared.learn(ctx.metrics)
@@ -467,7 +463,10 @@ def functions(*, name: str | None = None, **on: Function | Sequence[Function]) -
     for event in on:
         if event not in EVENTS:
             raise UnknownName("event", event, EVENTS, _ALIASES)
-    observers = [_observer(event, each) for event, given in on.items() for each in _as_sequence(given)]
+    given: list[tuple[str, Any]] = [
+        (event, each if isinstance(each, list | tuple) else [each]) for event, each in on.items()
+    ]
+    observers = [_observer(event, function) for event, several in given for function in several]
     made = Functions(observers, name)
     made.construction = Construction(functions, (), {"name": name, **on})
     return made
@@ -501,10 +500,6 @@ class Functions(Callback):
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
         return [each for observer in self._observers for each in observer.bound_handlers(binder)]
-
-
-def _as_sequence(given: Any) -> Sequence[Any]:
-    return given if isinstance(given, (list, tuple)) else [given]
 
 
 def _observer(event: str, function: Function) -> InstructLab:

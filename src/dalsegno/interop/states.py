@@ -12,7 +12,7 @@ Then the folder of states exists only while it is packed or unpacked, in ``outpu
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -85,15 +85,11 @@ Packed = Mapping[str, torch.Tensor]
 """Files of a folder of states: the bytes of each, by its path."""
 
 
-def locate_in(directory: Path) -> Callable[[int], Path]:
-    """Return where a leg writes the states of a step before they are packed."""
-    return lambda step: directory / ".dalsegno" / f"states-{step}"
-
-
 def pack(folder: Path) -> Packed:
     """Read all files of a folder of states."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): _as_tensor(path.read_bytes()) for path in files}
+    contents = {path.relative_to(folder).as_posix(): bytearray(path.read_bytes()) for path in files}
+    return {name: torch.from_numpy(np.frombuffer(content, dtype=np.uint8)) for name, content in contents.items()}
 
 
 def unpack(packed: Packed, folder: Path) -> None:
@@ -104,7 +100,3 @@ def unpack(packed: Packed, folder: Path) -> None:
             raise DamagedCheckpoint(f"states of callbacks: {name!r} is not a file name that they can have")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content.cpu().numpy().tobytes())
-
-
-def _as_tensor(content: bytes) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy())

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from dalsegno.events.callback import Answer, Binder
-from dalsegno.events.contexts import BeforeForwardContext, SaveContext
+from dalsegno.events.contexts import BeforeForwardContext
 from dalsegno.events.registration import GlobalHandle, register_global_callback
 from dalsegno.events.table import Event
 from dalsegno.interop.call_table import Row, TableAdapter
@@ -154,11 +154,6 @@ CONDITIONS: Mapping[str, Callable[[SharedState, Any], bool]] = {
 }
 
 
-def _as_saved(shared: SharedState, ctx: SaveContext) -> AbstractContextManager[None]:
-    """The trainer is that of the checkpoint."""
-    return shared.trainer.as_of(ctx.state)
-
-
 def _before_count(shared: SharedState, ctx: Any) -> AbstractContextManager[None]:
     """The trainer has not counted the step yet whose last micro-batch ends."""
     before = ctx.state.copy()
@@ -236,7 +231,7 @@ ROWS = (
     Row(Event.LOG_STEP, "on_validate_end", "model val_loop", "a validation ends"),
     Row(Event.EVALUATE, "on_enter_validate", when=_LEAVE),
     Row(Event.LOG, _LOG_METRICS, "metrics step"),
-    Row(Event.SAVE, "on_after_save_checkpoint", "ckpt_path", scope=_as_saved),
+    Row(Event.SAVE, "on_after_save_checkpoint", "ckpt_path", scope=lambda shared, ctx: shared.trainer.as_of(ctx.state)),
     # teardown; after an exception innermost first
     Row(Event.EXCEPTION, "on_enter_validate", when=_LEAVE),
     Row(Event.EXCEPTION, "on_validate_exception", "exception", "validation broke"),

@@ -38,7 +38,8 @@ class SharedState(Callback):
         self.args = Arguments(context, evaluates=context.eval_dataloader is None or bool(self._eval_loaders))
         self.log_history: list[dict[str, Any]] = []
         self.state = State(context.state, self.args, self.log_history)
-        self.train_dataloader = as_loader(context.train_dataloader)
+        own = context.train_dataloader
+        self.train_dataloader = Batches(own) if hasattr(own, "microbatches_per_epoch") else own
         self.eval_dataloader = next(iter(self._eval_loaders.values()), None)
         """Loader of the evaluation set that is evaluated now, or was last."""
         self.record = SharedRecord(context.state, self._record_of)
@@ -157,10 +158,6 @@ class Batches:
 
     def __iter__(self) -> NoReturn:
         raise TypeError("a callback cannot read the training data; pass your own loader to the Trainer")
-
-
-def as_loader(given: Any) -> Any:
-    return Batches(given) if hasattr(given, "microbatches_per_epoch") else given
 
 
 def loaders_of(given: Any) -> dict[str, Any]:

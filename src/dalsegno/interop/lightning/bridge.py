@@ -225,7 +225,10 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
             return
         weights = leg.evaluated_weights
         leg.events.evaluate_end.fire_with("eval")
-        metrics = {_as_eval(name): value for name, value in self._new_metrics().items()}
+        new = self._new_metrics().items()
+        metrics = {
+            name if name.startswith("eval_") else f"eval_{name.removeprefix('val_')}": each for name, each in new
+        }
         leg.events.fire_record(metrics, "eval", weights)
         leg.evaluated(metrics, "eval", weights)
         self._pass_on()
@@ -353,7 +356,3 @@ def _samples_in(batch: Any) -> int:
     """Samples in a batch of the user's form: the length of its first tensor, else 1."""
     leaves = torch.utils._pytree.tree_leaves(batch)
     return next((len(each) for each in leaves if isinstance(each, torch.Tensor) and each.dim()), 1)
-
-
-def _as_eval(name: str) -> str:
-    return name if name.startswith("eval_") else f"eval_{name.removeprefix('val_')}"
