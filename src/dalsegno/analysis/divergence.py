@@ -21,15 +21,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, product
 from types import UnionType
-from typing import Any, Literal, TypedDict
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.stateful import schema
 
-from .series import HUGE, Series
+if TYPE_CHECKING:  # the detector itself needs no NumPy
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from .series import Series
+
+    Floats = NDArray[np.float64]
 
 Mode = Literal["min", "max"]
 
@@ -291,7 +294,6 @@ def detect_divergence(series: Series, settings: DetectorSettings | None = None) 
     return Detection(len(series), max(0, len(series) - settings.warmup), tuple(firings))
 
 
-Floats = NDArray[np.float64]
 Limit = Literal["threshold", "relative_threshold"]
 
 LIMITS: tuple[Limit, ...] = ("threshold", "relative_threshold")
@@ -371,6 +373,8 @@ class _Track:
     """Distance of a run from its best at each observation, by the detector's rule."""
 
     def __init__(self, values: Floats, smoothing: float, mode: Mode) -> None:
+        import numpy as np
+
         divergence = Divergence(smoothing=smoothing, mode=mode)
         verdicts = [divergence.observe(value) for value in values.tolist()]
         best = np.array([verdict.best for verdict in verdicts])
@@ -387,7 +391,9 @@ class _Track:
         away = self._away[limit][warmup:]
         if len(away) < patience:
             return 0.0
-        return float(np.lib.stride_tricks.sliding_window_view(away, patience).min(axis=1).max())
+        from numpy.lib.stride_tricks import sliding_window_view
+
+        return float(sliding_window_view(away, patience).min(axis=1).max())
 
 
 def _widest_gap(good: Sequence[float], bad: Sequence[float]) -> tuple[float, float]:
@@ -404,6 +410,8 @@ def _count_errors(gap: tuple[float, float], good: Sequence[float], bad: Sequence
 def _middle(low: float, high: float) -> float:
     if low == 0:  # the good runs never leave their best: a threshold of 1 suffices if the bad ones show more
         return min(1.0, high / 2)
+    from .series import HUGE
+
     return min(2 * low, HUGE) if high == math.inf else math.sqrt(low) * math.sqrt(high)
 
 

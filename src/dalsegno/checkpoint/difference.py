@@ -6,7 +6,7 @@ Memory holds one tensor of each checkpoint at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -76,11 +76,11 @@ def tensor_differences(first: Checkpoint, second: Checkpoint) -> Iterator[Differ
     here, there = (read_fingerprints(each, index) for each, index in zip(pair, indexes, strict=True))
     for name in here.keys() & there.keys():
         if {*here[name]} != {*there[name]}:
-            forms = _stored_form(indexes[0].absent[name]), _stored_form(indexes[1].absent[name])
+            forms = _form(indexes[0].absent[name]), _form(indexes[1].absent[name])
             yield Difference(*component_and_name(name), forms, is_tensor=True)
     one, other = (each.tensors for each in indexes)
     for name in {**one, **other}:
-        forms = _stored_form(one.get(name)), _stored_form(other.get(name))
+        forms = _form(one.get(name)), _form(other.get(name))
         if forms[0] != forms[1]:
             yield Difference(*component_and_name(name), forms, is_tensor=True)
         elif not _same_bytes(first, one[name], second, other[name]):
@@ -136,12 +136,8 @@ def _short(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-def _stored_form(stored: StoredTensor | None) -> str | None:
-    return None if stored is None else _form(stored.dtype, stored.shape)
-
-
-def _form(dtype: torch.dtype, shape: Sequence[int], layout: torch.layout = torch.strided) -> str:
-    return f"{'' if layout is torch.strided else f'{name_of(layout)} of '}{name_of(dtype)} {list(shape)}"
+def _form(tensor: StoredTensor | torch.Tensor | None) -> str | None:
+    return None if tensor is None else f"{name_of(tensor.dtype)} {list(tensor.shape)}"
 
 
 def _same_bytes(first: Checkpoint, one: StoredTensor, second: Checkpoint, other: StoredTensor) -> bool:
@@ -153,7 +149,7 @@ def _same_bytes(first: Checkpoint, one: StoredTensor, second: Checkpoint, other:
 
 def _of_tensors(component: str, path: str, one: torch.Tensor, other: torch.Tensor) -> Iterator[Difference]:
     one, other = one.detach(), other.detach()
-    forms = _form(one.dtype, one.shape, one.layout), _form(other.dtype, other.shape, other.layout)
+    forms = _form(one), _form(other)
     if forms[0] != forms[1]:
         yield Difference(component, path, forms, is_tensor=True)
         return
