@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, get_args
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs.values import Record, is_number, to_json
@@ -17,7 +17,7 @@ from .log import TrainingLog
 
 Target = Literal["csv", "parquet", "json", "tensorboard"]
 
-TARGETS = ("csv", "parquet", "json", "tensorboard")
+TARGETS = get_args(Target)
 
 
 def export_log(log: TrainingLog, to: Target, path: Path | BinaryIO) -> None:

@@ -120,7 +120,12 @@ def _list(arguments: argparse.Namespace) -> int:
         with remote_client(arguments) as client:
             rows = client.jobs()
     else:
-        rows = _local_rows()
+        from dataclasses import asdict
+
+        from dalsegno.control.jobs import list_jobs
+
+        ends = [(job, asdict(job.endpoint) if job.endpoint else {}) for job in list_jobs()]
+        rows = [{**endpoint, "job_id": job.job_id, "state": job.state} for job, endpoint in ends]
     if arguments.json:
         print_json(rows)
         return 0
@@ -138,17 +143,6 @@ def _list(arguments: argparse.Namespace) -> int:
     ]
     print_table(columns, rows)
     return 0
-
-
-def _local_rows() -> list[dict[str, Any]]:
-    from dataclasses import asdict
-
-    from dalsegno.control.jobs import list_jobs
-
-    return [
-        {**(asdict(job.endpoint) if job.endpoint else {}), "job_id": job.job_id, "state": job.state}
-        for job in list_jobs()
-    ]
 
 
 PLACE = {"job_id", "status", "timestamp", "logged_at", "global_step", "max_steps", "epoch"}

@@ -295,10 +295,8 @@ def _sweep(marked: dict[str | None, list[Series]], arguments: argparse.Namespace
     from dalsegno.analysis import sweep_settings
 
     candidates = sweep_settings(marked["good"], marked["bad"], mode=arguments.mode)
-    rows = [
-        {**asdict(each.settings), **{key: value for key, value in asdict(each).items() if key != "settings"}}
-        for each in candidates
-    ]
+    found = [asdict(each) for each in candidates]
+    rows = [{**row.pop("settings"), **row} for row in found]
     if arguments.json:
         print_json(rows)
     else:
