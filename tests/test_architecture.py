@@ -57,7 +57,7 @@ FLOORS_WITHIN = {
         # a load
         ["compatibility", "frozen_checksums", "restore"],
         # a save
-        ["free_space", "cuda_copies", "staging", "files", "unchanged_files", "plan", "capture", "shared_files"],
+        ["free_space", "cuda_copies", "staging", "files", "unchanged_files", "plan", "capture"],
         ["snapshot", "async_save"],
         # reading without a model
         ["json_view", "listing", "difference"],
@@ -66,7 +66,7 @@ FLOORS_WITHIN = {
         ["foreign", "remote"],
         # the checkpoints of a run
         ["manager"],
-        ["memory_dir", "multi_host", "memory_search", "memory_room", "memory_save"],
+        ["memory_dir", "multi_host", "memory_save"],
         ["in_memory"],
     ],
 }

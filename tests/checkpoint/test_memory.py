@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import dalsegno as ds
-from dalsegno.checkpoint import ModelState, async_save, in_memory, memory_dir, memory_room
+from dalsegno.checkpoint import ModelState, async_save, in_memory, memory_dir
 from dalsegno.checkpoint.files import MappedFile
 from dalsegno.checkpoint.staging import Copying
 from dalsegno.cli import main
@@ -138,7 +138,7 @@ def test_what_the_optimizer_adds_is_compared_with_the_room_after_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leg = Leg(tmp_path / "run")
-    monkeypatch.setattr(memory_room, "free_disk", lambda path: 100_000)
+    monkeypatch.setattr(in_memory, "free_disk", lambda path: 100_000)
     leg.memory.prepare(leg.states)
     leg = Leg(tmp_path / "run")
     leg.states.append(ModelState(nn.Linear(100, 100), key="more"))
@@ -149,9 +149,9 @@ def test_what_the_optimizer_adds_is_compared_with_the_room_after_its_first_step(
 
 def test_a_crashed_run_fits_again_where_it_fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a host with memory for two slots of 2 MB: the former leg's checkpoint is freed by the first save."""
-    monkeypatch.setattr(memory_room, "free_disk", lambda path: 1 << 30)
+    monkeypatch.setattr(in_memory, "free_disk", lambda path: 1 << 30)
     monkeypatch.setattr(
-        memory_room, "available_memory", lambda: 5_000_000 - sum(each.size for each in memory_dir.find_all())
+        in_memory, "available_memory", lambda: 5_000_000 - sum(each.size for each in memory_dir.find_all())
     )
     crashed = Leg(tmp_path / "run", size=500)
     crashed.save(1)
@@ -256,7 +256,7 @@ def test_the_base_is_left_out_in_memory_too(tmp_path: Path) -> None:
 
 
 def test_a_refused_leg_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_room, "free_disk", lambda path: 1000)
+    monkeypatch.setattr(in_memory, "free_disk", lambda path: 1000)
     with pytest.raises(ds.ConfigurationError, match="two slots of"):
         Leg(tmp_path / "run")
     assert memory_dir.find_all() == []

@@ -21,7 +21,6 @@ from dalsegno.checkpoint import (
     checkpoint_dir,
     in_memory,
     memory_dir,
-    memory_room,
     read_tensors,
 )
 from dalsegno.checkpoint.memory_save import MemoryPublication
@@ -188,10 +187,10 @@ def test_a_file_that_arrives_from_another_host_is_not_written_through_a_link(tmp
 def test_memory_for_one_base_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """Two slots with a base of their own would take 496 kB."""
     caplog.set_level("INFO", logger="dalsegno")
-    monkeypatch.setattr(memory_room, "free_disk", lambda directory: 290_000)
+    monkeypatch.setattr(in_memory, "free_disk", lambda directory: 290_000)
     leg = Leg(tmp_path / "run")
     assert "memory checkpoints: 211 kB of frozen parameters, and two slots of 36.9 kB in " in caplog.text
-    monkeypatch.setattr(memory_room, "free_disk", lambda directory: 270_000)
+    monkeypatch.setattr(in_memory, "free_disk", lambda directory: 270_000)
     message = r"take 211 kB of frozen parameters, and two slots of 36\.9 kB, and 27\d kB are free"
     with pytest.raises(ds.ConfigurationError, match=message):
         leg.memory.begin_leg(leg.states, saving=True)

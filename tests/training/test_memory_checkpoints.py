@@ -20,7 +20,7 @@ from torch import nn
 
 import dalsegno as ds
 from dalsegno.callbacks import CheckLoss
-from dalsegno.checkpoint import ModelState, OptimizerState, in_memory, memory_dir, memory_room
+from dalsegno.checkpoint import ModelState, OptimizerState, in_memory, memory_dir
 from dalsegno.cli import main
 from dalsegno.distributed.layout import Layout
 from dalsegno.logs import RunFile
@@ -275,7 +275,7 @@ def test_the_disk_is_not_touched_and_two_slots_are_enough(tmp_path: Path) -> Non
 
 
 def test_refused_before_training_if_it_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_room, "free_disk", lambda directory: 1000)
+    monkeypatch.setattr(in_memory, "free_disk", lambda directory: 1000)
     with pytest.raises(ds.ConfigurationError, match=r"two slots of .* are free in .*leave save_in_memory out"):
         trainer(tmp_path).train()
     assert RunFile(tmp_path).load() is None

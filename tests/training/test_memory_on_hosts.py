@@ -17,7 +17,7 @@ import pytest
 
 import dalsegno as ds
 from checkpoint.remote.jobs import until
-from dalsegno.checkpoint import memory_dir, memory_room
+from dalsegno.checkpoint import in_memory, memory_dir
 from dalsegno.checkpoint.memory_save import MemoryPublication
 from dalsegno.distributed import collectives, file_transfer
 from dalsegno.distributed.collectives import BackgroundGroup
@@ -235,7 +235,7 @@ def test_memory_for_the_copies_is_counted(tmp_path: Path) -> None:
 
 
 def refused(folder: Path) -> str:
-    memory_room.free_disk = lambda directory: 1000 if collectives.rank() else 1 << 40
+    in_memory.free_disk = lambda directory: 1000 if collectives.rank() else 1 << 40
     return leg(folder, ["a", "b"], None, "fsdp", {"save_in_memory": "InMemory(steps=1, copies=1)"})
 
 

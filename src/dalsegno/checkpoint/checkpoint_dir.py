@@ -86,7 +86,8 @@ def publish(manifest: Manifest, partial: Path, final: Path) -> None:
 
     If the disk does not confirm the rename, it is undone: a save that is reported as failed leaves no checkpoint.
     """
-    for directory in sorted({(partial / name).parent for name in manifest.files} - {partial}):
+    directories = {(partial / name).parent for name in manifest.files} - {partial}
+    for directory in sorted(path for path in directories if path.is_dir()):  # some are in another host's memory alone
         filesystem.fsync_directory(directory)
     filesystem.write_durably(partial / names.MANIFEST, manifest.to_bytes())
     filesystem.fsync_directory(partial)

@@ -24,15 +24,16 @@ from dalsegno.checkpoint import memory_dir, names
 from dalsegno.checkpoint.async_save import BufferPrefault
 from dalsegno.checkpoint.capture import FrozenChecksums
 from dalsegno.checkpoint.contract import ShardedState
+from dalsegno.checkpoint.free_space import available_memory, free_disk
 from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.checkpoint.memory_dir import MemoryDir
-from dalsegno.checkpoint.memory_room import check_room
 from dalsegno.checkpoint.memory_save import MemoryPublication, MemorySave
-from dalsegno.checkpoint.memory_search import Candidates, newest_in_memory
-from dalsegno.checkpoint.multi_host import MultiHostCheckpoint
-from dalsegno.checkpoint.shared_files import NoRoom, SharedFiles
+from dalsegno.checkpoint.multi_host import Candidates, MultiHostCheckpoint, newest_in_memory
+from dalsegno.checkpoint.names import MODEL
+from dalsegno.checkpoint.optimizer_state import tensors_per_parameter
 from dalsegno.checkpoint.sidecar import SavedState
 from dalsegno.checkpoint.snapshot import Snapshotter
+from dalsegno.checkpoint.staging import NoRoom, SharedFiles
 from dalsegno.checkpoint.unchanged_files import LinkableFiles
 from dalsegno.distributed import collectives
 from dalsegno.distributed.hosts import Hosts
@@ -40,6 +41,7 @@ from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
+from dalsegno.system.byte_sizes import format_bytes
 
 logger = logging.getLogger("dalsegno")
 
@@ -68,9 +70,7 @@ class MemoryCheckpoints:
         self._copies = 0
         self._directory: MemoryDir | None = None  # of this leg, on this host
         self._former: MultiHostCheckpoint | None = None  # of a former leg, from which this one resumed
-        self._shareable: LinkableFiles | None = (
-            None  # of the newest checkpoint on this host; the next one may link them
-        )
+        self._shareable: LinkableFiles | None = None  # of the newest checkpoint on this host
         self._slots: list[_Slot] = []
         self._captured: tuple[_Slot, Callable[[], MemorySave]] | None = None  # and not yet started
         self._in_progress: tuple[_Slot, MemorySave] | None = None
@@ -92,15 +92,8 @@ class MemoryCheckpoints:
     # -- find -------------------------------------------------------------------------------------------------------
 
     def find(self, candidates: Candidates, *, after: int) -> Checkpoint | None:
-        """The newest valid checkpoint of a step greater than ``after``, of which each file is on some host; None if
-        there is none.
-
-        One that is damaged, or not whole, is skipped with a warning.
-
-        Args:
-            candidates: directories that may contain it.
-            after: number of finished steps.
-        """
+        """The newest valid checkpoint of a step greater than ``after`` in the directories ``candidates``, of which each
+        file is on some host; None if there is none. One that is damaged, or not whole, is skipped with a warning."""
         self._leave()
         if not candidates:
             return None
@@ -109,7 +102,7 @@ class MemoryCheckpoints:
 
     def owns(self, path: Path) -> bool:
         """Whether ``path`` is a memory checkpoint of the run."""
-        directory = memory_dir.find(path.parent.parent.name, self._output_dir)
+        directory = memory_dir.of_checkpoint(path, self._output_dir)
         return directory is not None and path.resolve().parent == directory.checkpoints.resolve()
 
     def discard(self) -> None:
@@ -137,9 +130,7 @@ class MemoryCheckpoints:
 
     def _own_directories(self) -> list[MemoryDir]:
         """On this host, those of this leg, and of the checkpoint that it resumed from."""
-        former = (
-            None if self._former is None else memory_dir.find(self._former.path.parent.parent.name, self._output_dir)
-        )
+        former = None if self._former is None else memory_dir.of_checkpoint(self._former.path, self._output_dir)
         return [each for each in (self._directory, former) if each is not None]
 
     # -- a leg ------------------------------------------------------------------------------------------------------
@@ -147,16 +138,14 @@ class MemoryCheckpoints:
     def begin_leg(
         self, sharded: Sequence[ShardedState], *, saving: bool, copies: int = 0, base: FrozenChecksums | None = None
     ) -> None:
-        """Remove what no leg resumes from any more; if ``saving``, create the slots.
+        """Remove what no leg resumes from any more; if ``saving``, create the slots. Raises ConfigurationError on all
+        ranks if the checkpoints do not fit into the memory of a host.
 
         Args:
             sharded: model and optimizer.
             saving: whether this leg saves in memory.
             copies: number of other hosts that keep each host's files.
             base: frozen parameters of which only checksums are saved.
-
-        Raises:
-            ConfigurationError: on all ranks, if the checkpoints do not fit into the memory of a host.
         """
         self._slots, self._captured, self._directory, self._has_saved, self.room = [], None, None, False, None
         former, hosts = self._former, self._known_hosts()
@@ -215,22 +204,20 @@ class MemoryCheckpoints:
                 filesystem.mkdir_nosync(path)
 
         hosts.run(create)
-        self._slots = [_Slot(path, Snapshotter(self._layout, shared=SharedFiles(path))) for path in hidden]
-        if base is not None:
-            for slot in self._slots:
-                slot.snapshotter.leave_out(base)
+        for path in hidden:
+            snapshotter = Snapshotter(self._layout, shared=SharedFiles(path))
+            if base is not None:
+                snapshotter.leave_out(base)
+            self._slots.append(_Slot(path, snapshotter))
 
     def _check_room(self, sharded: Sequence[ShardedState], directory: MemoryDir) -> str:
         freed = memory_dir.size_of(self._own_directories())
         snapshotter, hosts = self._slots[0].snapshotter, self._known_hosts()
-        return check_room(snapshotter, sharded, directory.path, hosts, copies=self._copies, freed=freed)
+        return _check_room(snapshotter, sharded, directory.path, hosts, copies=self._copies, freed=freed)
 
     def prepare(self, sharded: Sequence[ShardedState]) -> None:
-        """Reserve the memory and map it in the background. To be called once the optimizer has its state.
-
-        Raises:
-            ConfigurationError: on all ranks, if the checkpoints do not fit into memory.
-        """
+        """Reserve the memory and map it in the background. To be called once the optimizer has its state. Raises
+        ConfigurationError on all ranks if the checkpoints do not fit into memory."""
         if self._directory is None or self._has_saved or self._prefault is not None:
             return
         first, second = (slot.snapshotter for slot in self._slots)
@@ -253,17 +240,10 @@ class MemoryCheckpoints:
         metrics: Mapping[str, float],
         is_finite: bool,
     ) -> None:
-        """Copy every state into shared memory, in place of what was captured before and not published.
+        """Copy every state into shared memory, in place of what was captured before and not published; arguments as of
+        :meth:`CheckpointManager.save_async`.
 
         Skipped if the weights contain NaN or infinity, and with a warning if there is no room.
-
-        Args:
-            step: finished steps.
-            sharded: model and optimizer.
-            components: everything else with a state.
-            carried: states that no component claimed.
-            metrics: of the evaluation at this step.
-            is_finite: whether this rank's weights are not known to contain NaN or infinity.
 
         Raises:
             CannotSave: on every rank, if a state cannot be saved.
@@ -315,11 +295,7 @@ class MemoryCheckpoints:
         self._captured = None
 
     def settle(self) -> None:
-        """Wait for the save in progress, before the next one.
-
-        Raises:
-            SaveFailed: if that is stuck. It is cancelled.
-        """
+        """Wait for the save in progress, before the next one. Raises SaveFailed if it is stuck, and cancels it."""
         if self._in_progress is not None:
             self._in_progress[1].wait()
         self._conclude()
@@ -363,3 +339,68 @@ class MemoryCheckpoints:
             f"save_in_memory=: the memory checkpoints do not fit into {place}: {error}; leave save_in_memory out, or "
             f"give {place} more room"
         )
+
+
+def _check_room(
+    snapshotter: Snapshotter,
+    sharded: Sequence[ShardedState],
+    directory: Path,
+    hosts: Hosts,
+    *,
+    copies: int,
+    freed: int,
+) -> str:
+    """Compare two slots, which share files of frozen parameters, with the memory that is free; also before the first
+    step has created the optimizer's state. Returns both in words; raises ConfigurationError on all ranks if the slots
+    do not fit into the memory of a host.
+
+    Args:
+        snapshotter: of one slot; has planned the files.
+        directory: of this run in shared memory.
+        copies: number of other hosts that keep each host's files.
+        freed: bytes on this host that the first save frees.
+    """
+    size = frozen = trained = 0
+    for file in snapshotter.planned:
+        if file.is_frozen:
+            frozen += file.layout.length
+        else:
+            size += file.layout.length
+            trained += file.layout.length if file.component == MODEL else 0
+    is_exact = True
+    for each in sharded:
+        if each.optimizer is not None and not each.optimizer.state:
+            per_parameter = tensors_per_parameter(each.optimizer)
+            is_exact = is_exact and per_parameter is not None
+            size += trained * (per_parameter or 0)
+    sizes = collectives.gather((size, frozen), "size of memory checkpoints")
+    own, slots = _by_host([size for size, _ in sizes], hosts, copies)
+    own_shared, shared = _by_host([frozen for _, frozen in sizes], hosts, copies)
+    totals = [2 * of_slot + once for of_slot, once in zip(slots, shared, strict=True)]
+    needed, ranks_here = totals[hosts.here], len(hosts.ranks(hosts.here))
+    free, room = free_disk(directory) + freed, available_memory()
+    left = free - needed if room is None else min(free - needed, ranks_here * room + freed - needed)
+    is_disk = left == free - needed
+    of_ranks = collectives.gather((left, is_disk), "room for memory checkpoints")
+    about = "" if is_exact else ", and what the optimizer adds in the first step"
+    shortest, is_disk = min(of_ranks)
+    host = hosts.of_rank[of_ranks.index((shortest, is_disk))] if shortest < 0 else hosts.here
+    text = f"{format_bytes(shared[host])} of frozen parameters, and " if shared[host] else ""
+    text += f"two slots of {format_bytes(slots[host])}{about}"
+    if copies:
+        of_its_own = 2 * own[host] + own_shared[host]
+        text += f" ({format_bytes(of_its_own)} of its own, the rest copies of other hosts' parts)"
+    if shortest < 0:
+        place = directory.parent.parent if is_disk else "memory"
+        where = f" of the host of rank {hosts.ranks(host)[0]}" if hosts.count > 1 else ""
+        raise ConfigurationError(
+            f"save_in_memory=: memory checkpoints take {text}, and {format_bytes(max(0, totals[host] + shortest))} "
+            f"are free in {place}{where}; leave save_in_memory out, or train on a host with more memory"
+        )
+    return f"{text} in {directory}, where {format_bytes(free)} are free"
+
+
+def _by_host(sizes: Sequence[int], hosts: Hosts, copies: int) -> tuple[list[int], list[int]]:
+    """Bytes of its own ranks' files that each host keeps, and of these with the copies; ``sizes``: by rank."""
+    own = [sum(sizes[rank] for rank in hosts.ranks(host)) for host in range(hosts.count)]
+    return own, [sum(own[host - distance] for distance in range(copies + 1)) for host in range(hosts.count)]

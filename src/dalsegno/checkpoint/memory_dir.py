@@ -135,6 +135,11 @@ def find(name: str, output_dir: Path) -> MemoryDir | None:
     return found if found is not None and found.is_of(output_dir) else None
 
 
+def of_checkpoint(checkpoint: Path, output_dir: Path) -> MemoryDir | None:
+    """As :func:`find`, the directory of a memory checkpoint."""
+    return find(checkpoint.parent.parent.name, output_dir)
+
+
 def find_all() -> list[MemoryDir]:
     """This user's directories on this host, in any order."""
     if not _is_own(root()):

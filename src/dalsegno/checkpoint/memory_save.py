@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dalsegno.checkpoint import names
+from dalsegno.checkpoint import checkpoint_dir
 from dalsegno.checkpoint.async_save import AsyncSave, Records, Report, described
 from dalsegno.checkpoint.file_reading import FileRecord
 from dalsegno.checkpoint.manifest import Manifest
@@ -50,17 +50,18 @@ class MemoryPublication:
         return None  # it is laid out
 
     def publish(self, manifest: Manifest) -> None:
-        """Turn the slot into the checkpoint, without files that only an earlier one there had."""
+        """As on disk, after the removal of files that only an earlier checkpoint in this slot had."""
         for path in [path for path in self.partial.rglob("*") if path.is_file()]:
             if path.relative_to(self.partial).as_posix() not in manifest.files:
                 filesystem.remove(path)
-        filesystem.write_durably(self.partial / names.MANIFEST, manifest.to_bytes())
-        self._move(self.partial, self.path)
+        checkpoint_dir.publish(manifest, self.partial, self.path)
+        self._moves.append((self.partial, self.path))
 
     def hide_superseded(self) -> None:
         """Rename the superseded checkpoints; the next save writes to their files."""
         for published, hidden in self.superseded:
-            self._move(published, hidden)
+            self._moves.append((published, hidden))
+            filesystem.rename(published, hidden)
 
     def undo(self) -> None:
         """Rename everything back: the save is reported as failed, and the next one writes to this slot."""
@@ -75,10 +76,6 @@ class MemoryPublication:
             filesystem.remove(self.former)
 
     def discard(self) -> None: ...  # the next save writes over it
-
-    def _move(self, source: Path, target: Path) -> None:
-        self._moves.append((source, target))
-        filesystem.rename(source, target)
 
 
 class MemorySave(AsyncSave):
@@ -95,12 +92,8 @@ class MemorySave(AsyncSave):
         step: int,
         manifest_of: Callable[[Sequence[Records]], Manifest],
     ) -> None:
-        """Start the save; arguments as of :class:`AsyncSave`.
-
-        Args:
-            copies: number of other hosts that keep each host's files; less than the number of hosts.
-            former: files of the checkpoint before on this host, which need not be sent to it again.
-        """
+        """Start the save; arguments as of :class:`AsyncSave`, and ``copies``, less than the number of hosts;
+        ``former``: files of the checkpoint before on this host, which need not be sent to it again."""
         self._publication, self._hosts, self._copies, self._former = publication, hosts, copies, former
         self._records_of_all: Records = {}
         super().__init__(snapshot, publication, step=step, is_best=False, manifest_of=manifest_of)

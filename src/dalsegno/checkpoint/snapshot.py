@@ -34,9 +34,8 @@ from dalsegno.checkpoint.manifest import ComponentRecord, Manifest
 from dalsegno.checkpoint.names import SHARED, rank_sidecar
 from dalsegno.checkpoint.plan import FilePlan, Plan
 from dalsegno.checkpoint.sharding import Box
-from dalsegno.checkpoint.shared_files import Layouts, NoRoom, SharedFiles
 from dalsegno.checkpoint.sidecar import SavedState, sidecar_arrays, sidecar_json
-from dalsegno.checkpoint.staging import Buffer, Copying
+from dalsegno.checkpoint.staging import Buffer, Copying, Layouts, NoRoom, SharedFiles
 from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk
 from dalsegno.checkpoint.unchanged_files import LinkableFiles, UnchangedFile, live_digest
 from dalsegno.distributed import collectives
