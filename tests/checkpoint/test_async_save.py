@@ -56,7 +56,7 @@ def test_killed_before_it_is_published(tmp_path: Path, when: str) -> None:
     assert outcomes[victim].was_killed, outcomes[victim]
     reason, names = outcomes[1 - victim].value
     verdict = "may not have been saved" if victim == 0 else "was not saved"
-    assert reason.startswith(f"step-00000002 {verdict}: the ranks have lost each other (")
+    assert reason.startswith(f"step-00000002 {verdict}: the connection between the ranks was lost (")
     assert "step-00000001" in names and "step-00000002" not in names
     found = CheckpointManager(tmp_path).find()
     assert found is not None and found.step == 1
@@ -67,7 +67,7 @@ def test_rank_zero_is_killed_when_it_is_published(tmp_path: Path) -> None:
     outcomes = start_ranks(save_while_one_is_killed, 2, tmp_path, 0, "after rename", "step-00000002").wait()
     assert outcomes[0].was_killed
     reason, names = outcomes[1].value
-    assert reason.startswith("step-00000002 may not have been saved: the ranks have lost each other (")
+    assert reason.startswith("step-00000002 may not have been saved: the connection between the ranks was lost (")
     assert names == ["step-00000001", "step-00000002"]
     found = CheckpointManager(tmp_path).find()
     assert found is not None and found.step == 2
@@ -85,8 +85,8 @@ def test_rank_one_is_killed_when_all_is_written(tmp_path: Path, operation: str, 
 
 def test_a_rank_that_is_stuck_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     (reason, names), (other, _) = run_ranks(save_while_one_is_stuck, 2, tmp_path)
-    assert reason.startswith("step-00000002 was not saved: the ranks have lost each other (")
-    assert other.startswith("step-00000002 may not have been saved: the ranks have lost each other (")
+    assert reason.startswith("step-00000002 was not saved: the connection between the ranks was lost (")
+    assert other.startswith("step-00000002 may not have been saved: the connection between the ranks was lost (")
     assert "step-00000002" not in names
 
 

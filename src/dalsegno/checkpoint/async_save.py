@@ -159,11 +159,8 @@ class AsyncSave:
         return LinkableFiles(self.path, self.records, digests=self._snapshot.digests)
 
     def wait(self) -> None:
-        """Wait for the outcome. Rank 0 logs the progress every few seconds. Any exception cancels the save.
-
-        Raises:
-            SaveFailed: if no byte was written for :data:`STUCK` seconds; after two seconds if the save was cancelled.
-        """
+        """Wait for the outcome. Rank 0 logs the progress every few seconds. Any exception cancels the save: SaveFailed
+        if no byte was written for :data:`STUCK` seconds, and after two seconds if the save was cancelled."""
         try:
             if self._is_cancelled:
                 if not self._finished.wait(_GRACE):
@@ -216,7 +213,7 @@ class AsyncSave:
         if self._is_published:
             return None
         verdict = "was not saved" if self._is_rank_zero else "may not have been saved"
-        return f"{self.path.name} {verdict}: the ranks have lost each other ({described(error)})"
+        return f"{self.path.name} {verdict}: the connection between the ranks was lost ({described(error)})"
 
     def _write(self) -> Report:
         try:

@@ -189,7 +189,8 @@ def in_file_order(layout: FileLayout, tensors: Sequence[torch.Tensor]) -> Iterat
     for number in layout.order:
         tensor = tensors[number]
         is_small = tensor.numel() <= SMALL and not tensor.is_complex()
-        if small and not (is_small and tensor.nbytes <= room and _are_alike(tensor, small[0])):
+        is_alike = bool(small) and tensor.dtype == small[0].dtype and tensor.device == small[0].device
+        if small and not (is_small and tensor.nbytes <= room and is_alike):
             yield _joined(small)
             small, room = [], _JOINED_BYTES
         if is_small:
@@ -199,10 +200,6 @@ def in_file_order(layout: FileLayout, tensors: Sequence[torch.Tensor]) -> Iterat
             yield as_bytes(tensor)
     if small:
         yield _joined(small)
-
-
-def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.device == other.device
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -85,16 +85,8 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         is_best: bool = False,
     ) -> Path:
-        """As :meth:`save_async`, but wait until the checkpoint is published.
-
-        Returns:
-            The checkpoint's directory.
-
-        Raises:
-            CannotSave: on every rank, if a state cannot be saved.
-            SaveFailed: on every rank, if it could not be written. No partial checkpoint remains.
-            ConfigurationError: if there is a checkpoint of that step.
-        """
+        """As :meth:`save_async`, but wait until the checkpoint is published, and return its directory. Raises
+        SaveFailed on every rank if it could not be written; then no partial checkpoint remains."""
         save = self.save_async(step, sharded, components, metrics=metrics, is_best=is_best, background=False)
         save.join()
         if save.failure is not None:
@@ -183,10 +175,8 @@ class CheckpointManager:
             self._snapshotter.leave_out(self._base)
 
     def prepare(self, sharded: Sequence[ShardedState]) -> None:
-        """Allocate the buffers of the first save in the background, so that it takes no longer than the next one.
-
-        Call once the optimizer has its state. Collective.
-        """
+        """Allocate the buffers of the first save in the background, so that it takes no longer than the next one. Call
+        once the optimizer has its state. Collective."""
         if not self._has_saved and self._prefault is None:
             if self._former is None:
                 self._find_former()
@@ -209,16 +199,8 @@ class CheckpointManager:
         collectives.from_rank_zero(lambda: checkpoint_dir.amend(path, metrics, is_best))
 
     def check_serializable(self, sharded: Sequence[ShardedState], components: Sequence[Component]) -> None:
-        """Capture every state as a save does, but write nothing, to find before training what cannot be saved.
-        Collective.
-
-        Args:
-            sharded: model and optimizer.
-            components: everything else with a state.
-
-        Raises:
-            CannotSave: on every rank, if a state cannot be saved or the ranks hold different tensors.
-        """
+        """Capture every state as a save does, but write nothing, to find before training what cannot be saved: raises
+        CannotSave on every rank if a state cannot be saved or the ranks hold different tensors. Collective."""
         self._snapshotter.check_serializable(sharded, components)
 
     def find(
@@ -324,10 +306,7 @@ class CheckpointManager:
 
     def archive_after(self, step: int | None, into: Path) -> list[Path]:
         """Move the checkpoints later than ``step`` (None: all) to ``into``, newest first: their timeline is abandoned.
-
-        Returns:
-            Their new paths.
-        """
+        Returns their new paths."""
 
         def move() -> list[Path]:
             paths = checkpoint_dir.newest_first(self.directory, after=-1 if step is None else step)
@@ -337,13 +316,11 @@ class CheckpointManager:
         return collectives.from_rank_zero(move)
 
     def prune(self) -> list[Path]:
-        """Delete what the policy does not keep; never the newest, the last verified one, or foreign files.
+        """Delete what the policy does not keep; never the newest, the last verified one, or foreign files. Returns the
+        deleted checkpoints.
 
         A checkpoint with a missing file or a file of another size stays and does not count: another one is kept in its
         place.
-
-        Returns:
-            The deleted checkpoints.
         """
         self.settle()
         return collectives.from_rank_zero(self._delete_unkept)

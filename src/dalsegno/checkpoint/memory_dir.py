@@ -62,7 +62,7 @@ class MemoryDir:
 
     @property
     def newest_step(self) -> int | None:
-        """Step of its newest checkpoint, which need not be valid; None if it has none."""
+        """Step of its newest checkpoint, valid or not; None if it has none."""
         published = checkpoint_dir.newest_first(self.checkpoints)
         return names.step_of(published[0]) if published else None
 
@@ -105,11 +105,8 @@ def new_name() -> str:
 
 
 def create(output_dir: Path, name: str) -> MemoryDir:
-    """Create the directory ``name`` for the run in ``output_dir``, unless it exists.
-
-    Raises:
-        ConfigurationError: if this host has no shared memory that this user can write to.
-    """
+    """Create the directory ``name`` for the run in ``output_dir``, unless it exists. Raises ConfigurationError if this
+    host has no shared memory that this user can write to."""
     created = MemoryDir(root() / name, output_dir.resolve(), _inode(output_dir))
     try:
         if not root().parent.is_dir():

@@ -48,11 +48,8 @@ class MultiHostCheckpoint(Checkpoint):
         return {name: self.manifest.files[name] for name in self.held[self.hosts.here]}
 
     def require(self, wanted: Collection[str]) -> None:
-        """Fetch those of the files ``wanted`` that this host lacks into its directory.
-
-        Raises:
-            OSError, RankFailed: on every rank, if a file could not be fetched, for lack of memory for example.
-        """
+        """Fetch those of the files ``wanted`` that this host lacks into its directory. Raises OSError or RankFailed on
+        every rank if a file could not be fetched, for lack of memory for example."""
         if self.hosts.count == 1:
             return
         absent = {*wanted} & self.manifest.files.keys() - self.held[self.hosts.here]

@@ -153,11 +153,8 @@ class Snapshotter:
         self._base = base
 
     def check_serializable(self, sharded: Sequence[Capturable], components: Sequence[Component]) -> None:
-        """Encode every state and plan the files, so that all that can refuse a save does so now. Collective.
-
-        Raises:
-            CannotSave: on every rank, if a state on any rank cannot be saved.
-        """
+        """Encode every state and plan the files, so that all that can refuse a save does so now: raises CannotSave on
+        every rank if a state on any rank cannot be saved. Collective."""
         states, failure = encode_all(sharded, [each for each in components if each.rehearsed], {}, self._base)
         collectives.run_on_all_ranks(lambda: _reraise(failure))
         signature = signature_of(states)
@@ -178,7 +175,7 @@ class Snapshotter:
             CannotSave: as :meth:`check_serializable`: the first step has created the optimizer's state.
         """
         self.check_serializable(sharded, ())
-        files = [file for file in self._plan.files if not _may_be_unchanged(file, sizes)]
+        files = [file for file in self._plan.files if not (file.is_frozen and file.layout.length in sizes)]
         if self._shared is not None:
             self._with_room(self._shared, self._shared.lay_out, files)
             return self._shared.prefault()
@@ -363,11 +360,6 @@ def _sidecar_files(states: States) -> Iterator[_FileOfTensors]:
         if arrays := sidecar_arrays(encoded):
             layout = FileLayout.of([TensorChunk.entire(array, tensor) for array, tensor in arrays.items()])
             yield _FileOfTensors(names.sidecar_tensors(name), layout, list(arrays.values()))
-
-
-def _may_be_unchanged(file: FilePlan, sizes: Collection[int]) -> bool:
-    """``sizes``: of the files of the checkpoint before."""
-    return file.is_frozen and file.layout.length in sizes
 
 
 def _layouts(files: Iterable[FilePlan | _FileOfTensors]) -> Layouts:
