@@ -59,9 +59,8 @@ def readable_tensors(checkpoint: Checkpoint, problems: Problems | None = None) -
         path = checkpoint.file(names.INDEX)
         content = read_json(path)
         try:
-            absent = {name: {**entry, "pieces": []} for name, entry in content.get("absent", {}).items()}
-            saved = content["tensors"] if "shardings" not in content else _listed(checkpoint, content, problems)
-            return {name: _tensor(entry) for name, entry in {**saved, **absent}.items()}
+            absent = {name: _tensor(entry, []) for name, entry in content.get("absent", {}).items()}
+            return _saved(checkpoint, content, problems) | absent
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
             raise DamagedCheckpoint(f"{path}: not an index ({error!r})") from error
     return {}
@@ -115,8 +114,8 @@ def _entries(checkpoint: Checkpoint, name: str) -> list[tuple[str, Mapping[str, 
     raise DamagedCheckpoint(f"{path}: not a sidecar")
 
 
-def _listed(checkpoint: Checkpoint, content: Mapping[str, Any], problems: Problems | None) -> dict[str, Json]:
-    """The tensors of an index as former formats have them: with every chunk, and its bytes in its file."""
+def _saved(checkpoint: Checkpoint, content: Mapping[str, Any], problems: Problems | None) -> dict[str, Json]:
+    """The tensors of an index with every chunk, and its bytes in its file."""
     shardings = [Sharding.checked(each["ranks"], each["mesh"], each["cuts"]) for each in content["shardings"]]
     headers: dict[str, Mapping[str, HeaderEntry] | None] = {}
     listed = {}
@@ -134,7 +133,7 @@ def _listed(checkpoint: Checkpoint, content: Mapping[str, Any], problems: Proble
             pieces.append(
                 {"file": chunk.file, "bytes": span, "offsets": [*chunk.box.offsets], "shape": [*chunk.box.shape]}
             )
-        listed[full_name] = {"dtype": entry["dtype"], "shape": entry["shape"], "pieces": pieces}
+        listed[full_name] = _tensor(entry, pieces)
     return listed
 
 
@@ -150,21 +149,12 @@ def _span(checkpoint: Checkpoint, header: Mapping[str, HeaderEntry], chunk: Stor
     return [*header[chunk.name].span]
 
 
-def _tensor(entry: Any) -> Json:
-    pieces = [
-        {
-            "file": str(piece["file"]),
-            "bytes": None if piece["bytes"] is None else _numbers(piece["bytes"], 2),
-            "offsets": _numbers(piece["offsets"]),
-            "shape": _numbers(piece["shape"]),
-        }
-        for piece in entry["pieces"]
-    ]
+def _tensor(entry: Any, pieces: list[Json]) -> Json:
     return {"dtype": str(entry["dtype"]), "shape": _numbers(entry["shape"]), "pieces": pieces}
 
 
-def _numbers(value: Any, count: int | None = None) -> list[int]:
-    if not isinstance(value, list) or count not in (None, len(value)) or any(type(each) is not int for each in value):
+def _numbers(value: Any) -> list[int]:
+    if not isinstance(value, list) or any(type(each) is not int for each in value):
         raise ValueError(f"{value!r} instead of numbers")
     return value
 

@@ -31,14 +31,6 @@ class ModelRest(TypedDict):
     wrapped: NotRequired[dict[str, SavedSpec]]
 
 
-def check_model_rest(rest: State, names: Collection[str], where: str) -> None:
-    """Raises StateMismatch if ``rest`` cannot have been saved from a model whose saved tensors have these ``names``."""
-    check(rest, ModelRest, where)
-    for alias, name in rest["tied"].items():
-        if name not in names:
-            raise StateMismatch(f"{where}.tied: {alias!r} is tied to {name!r}, which is not saved")
-
-
 class ModelState:
     """A model's parameters, persistent buffers and extra state. Tied tensors are saved once, wrapped ones in parts.
 
@@ -66,7 +58,11 @@ class ModelState:
         return Captured(here.tensors, {"tied": here.tied, "extra": here.extra, **wrapped}, here.frozen)
 
     def check_rest(self, stored: Index, rest: State, where: str) -> None:
-        check_model_rest(rest, stored.known_of(self.key), where)
+        check(rest, ModelRest, where)
+        known = stored.known_of(self.key)
+        for alias, name in rest["tied"].items():
+            if name not in known:
+                raise StateMismatch(f"{where}.tied: {alias!r} is tied to {name!r}, which is not saved")
 
     def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
         model = self._sorted()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, NotRequired, TypedDict
 
 import torch
@@ -134,42 +134,31 @@ def of_all_stages(
     Returns:
         The tensors, those of other stages without data, and the rows of all ranks; both in the optimizer's order.
     """
-    forms = {key: (tuple(each.shape), each.dtype) for key, each in tensors.items()}
-    plain: dict[str, dict[str, object]] = {}
-    sharded: dict[str, list[str]] = {}
-    on_cpu: dict[str, list[str]] = {}
-    wrapped: dict[str, dict[str, WrapperSpec]] = {}
-    strides: dict[str, dict[str, list[int]]] = {}
-    tied: dict[str, dict[str, tuple[str, str]]] = {}
-    all_forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    shapes = {key: (tuple(each.shape), each.dtype) for key, each in tensors.items()}
     on_host = replace(rows, plain={name: _on_host(values) for name, values in rows.plain.items()})
-    for its_forms, its_state in collectives.gather((forms, on_host.by_kind()), "an optimizer's state"):
+    of_all = OptimizerRows()
+    shapes_of_all: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for its_shapes, its_state in collectives.gather((shapes, on_host.by_kind()), "an optimizer's state"):
         of_rank = OptimizerRows.of(its_state)
-        strides |= {name: its for name, its in of_rank.strides.items() if name not in plain}
-        tied |= {name: its for name, its in of_rank.tied.items() if name not in plain}
-        for name in of_rank.plain:
-            if name not in plain:  # a tied parameter has equal state on each of its stages
-                plain[name] = of_rank.plain[name]
-                sharded |= {name: kinds} if (kinds := of_rank.sharded.get(name)) else {}
-                on_cpu |= {name: kinds} if (kinds := of_rank.on_cpu.get(name)) else {}
-                wrapped |= {name: its} if (its := of_rank.wrapped.get(name)) else {}
-        all_forms = its_forms | all_forms
-    ordered = [(name, parameter) for name, parameter in named if name in plain]
+        new = of_rank.plain.keys() - of_all.plain.keys()  # a tied parameter has equal state on each of its stages
+        for part in fields(OptimizerRows):
+            its = getattr(of_rank, part.name)
+            getattr(of_all, part.name).update({name: its[name] for name in its if name in new})
+        shapes_of_all = its_shapes | shapes_of_all
+    ordered = [(name, parameter) for name, parameter in named if name in of_all.plain]
     complete = {
-        key: tensors[key] if key in tensors else like_parameter(_without_data(*all_forms[key]), parameter)
+        key: tensors[key]
+        if key in tensors
+        else like_parameter(torch.empty(shapes_of_all[key][0], dtype=shapes_of_all[key][1], device="meta"), parameter)
         for name, parameter in ordered
-        for kind in sharded.get(name, ())
+        for kind in of_all.sharded.get(name, ())
         if (key := f"{name}.{kind}")
     }
-    return complete, OptimizerRows({name: plain[name] for name, _ in ordered}, sharded, on_cpu, wrapped, strides, tied)
+    return complete, replace(of_all, plain={name: of_all.plain[name] for name, _ in ordered})
 
 
 def _on_host(values: dict[str, object]) -> dict[str, object]:
     return {kind: value.cpu() if isinstance(value, torch.Tensor) else value for kind, value in values.items()}
-
-
-def _without_data(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 Names = dict[str, list[str]]

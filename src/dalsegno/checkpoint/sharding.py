@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -158,15 +158,6 @@ class StoredChunk:
     box: Box
 
 
-class Chunks(Protocol):
-    """The chunks of a tensor, which cover each element exactly once."""
-
-    def __iter__(self) -> Iterator[StoredChunk]: ...
-
-    def overlapping(self, box: Box) -> Iterator[StoredChunk]:
-        """Chunks with elements of ``box``."""
-
-
 @dataclass(frozen=True, slots=True)
 class ListedChunks:
     """Chunks that are known one by one."""
@@ -177,6 +168,7 @@ class ListedChunks:
         return iter(self.chunks)
 
     def overlapping(self, box: Box) -> Iterator[StoredChunk]:
+        """Chunks with elements of ``box``."""
         return (chunk for chunk in self.chunks if chunk.box.common(box) is not None)
 
 
@@ -223,3 +215,7 @@ class ShardedChunks:
     def _chunk(self, number: int, box: Box) -> StoredChunk:
         writer = int(self.sharding.owners[number, self.replica])
         return StoredChunk(names.shard(self.component, writer, is_frozen=self.is_frozen), self.name, box)
+
+
+Chunks = ListedChunks | ShardedChunks
+"""The chunks of a tensor, which cover each element exactly once."""
