@@ -27,8 +27,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.logs import RecordLog, read_records
 from dalsegno.stateful.component import Scope, State
 
-from .optimizer_contents import OptimizerContents
-from .run_state import Place, RunState
+from .run_state import OptimizerContents, Place, RunState
 
 _LOG = "logs/train.jsonl"
 _OPTIMIZER = "optimizer"

@@ -1,17 +1,137 @@
-"""RunState: a training run's state in the terms that the files of all programs share."""
+"""RunState: a training run's state in the terms that the files of all programs share.
+
+Its OptimizerContents is an optimizer's ``state_dict`` by parameter name. torch numbers the parameters in the order of
+the groups. Where a program saves only the numbers, the parameters get names by position
+(``checkpoint/positional_names.py``).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from dalsegno.errors import ConfigurationError
+from dalsegno.checkpoint import positional_names
+from dalsegno.checkpoint.optimizer_rows import OptimizerRows
+from dalsegno.errors import ConfigurationError, StateMismatch
+from dalsegno.stateful.component import State
 
-from .optimizer_contents import OptimizerContents
+_ADDED = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
+"""Keys of a parameter group that are not its optimizer's arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerContents:
+    """Hyperparameters of each group, with the names of its parameters under ``params``; state by name and kind."""
+
+    class_name: str
+    groups: Sequence[Mapping[str, Any]]
+    state: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def of_state_dict(
+        cls, saved: Mapping[str, Any], class_name: str | None, rename: Callable[[str], str], where: str
+    ) -> OptimizerContents:
+        """Convert the result of ``optimizer.state_dict()``, by number or (as DCP's) by FQN. Raises StateMismatch if
+        ``saved`` is not an optimizer's state; ConfigurationError if the class is unknown.
+
+        Args:
+            saved: ``state`` and ``param_groups``.
+            class_name: the optimizer's class; None: inferred from its hyperparameters, if it is one of torch's.
+            rename: applied to FQNs.
+            where: the file, for messages.
+        """
+        try:
+            groups = [dict(group) for group in saved["param_groups"]]
+            names: dict[Any, str] = {}
+            for number, group in enumerate(groups):
+                known = [each if isinstance(each, str) else None for each in group["params"]]
+                for position, name in enumerate(group.pop("param_names", known)):
+                    given = positional_names.name_of(number, position) if name is None else rename(name)
+                    names[group["params"][position]] = given
+                group["params"] = [names[each] for each in group["params"]]
+            state = {names[each]: dict(values) for each, values in saved["state"].items()}
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise StateMismatch(f"{where}: not the state_dict of a torch optimizer ({error!r})") from error
+        return cls(class_name or _class_of(groups, where), groups, state)
+
+    @property
+    def is_by_position(self) -> bool:
+        return positional_names.are_all([group["params"] for group in self.groups])
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all parameters, in the order of the groups."""
+        return [name for group in self.groups for name in group["params"]]
+
+    def steps(self) -> int | None:
+        """The largest count of steps of any parameter; None if the optimizer counts none."""
+        counts = [int(values["step"]) for values in self.state.values() if values.get("step") is not None]
+        return max(counts, default=None)
+
+    def numbered(self) -> dict[str, Any]:
+        """The ``state_dict`` that torch's optimizers load: by number."""
+        numbers = {name: number for number, name in enumerate(self.names)}
+        return {
+            "state": {numbers[name]: dict(self.state[name]) for name in numbers if name in self.state},
+            "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in self.groups],
+        }
+
+    def by_name(self, prefix: str) -> dict[str, Any]:
+        """The ``state_dict`` that DCP's ``set_optimizer_state_dict`` loads: by FQN, with ``prefix`` in front."""
+        return {
+            "state": {f"{prefix}{name}": dict(values) for name, values in self.state.items()},
+            "param_groups": [
+                {**group, "params": [f"{prefix}{name}" for name in group["params"]]} for group in self.groups
+            ],
+        }
+
+    def captured(self) -> tuple[dict[str, torch.Tensor], State]:
+        """Tensors and rest, as a checkpoint stores them."""
+        tensors: dict[str, torch.Tensor] = {}
+        rows = OptimizerRows()
+        for name in self.names:
+            if name not in self.state:
+                continue
+            plain = rows.plain[name] = {}
+            for kind, value in self.state[name].items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    tensors[f"{name}.{kind}"] = value.contiguous()
+                    rows.sharded.setdefault(name, []).append(kind)
+                else:
+                    plain[kind] = value
+        return tensors, {**rows.by_kind(), "other": {}, "groups": [dict(group) for group in self.groups]}
+
+    @classmethod
+    def of_captured(cls, class_name: str, tensors: Mapping[str, torch.Tensor], rest: State) -> OptimizerContents:
+        """The inverse of :meth:`captured`."""
+        rows = OptimizerRows.of(rest)
+        state = {
+            name: {**plain, **{kind: tensors[f"{name}.{kind}"] for kind in rows.sharded.get(name, ())}}
+            for name, plain in rows.plain.items()
+        }
+        return cls(class_name, rest["groups"], state)
+
+
+def _class_of(groups: Sequence[Mapping[str, Any]], where: str) -> str:
+    """The class of ``torch.optim`` with these hyperparameters. Adam and AdamW differ in one value."""
+    own = groups[0].keys() - _ADDED
+    fitting = []
+    for kind in vars(torch.optim).values():
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
+            defaults = kind([torch.zeros(1, 1)]).defaults  # type: ignore[call-arg]
+            decoupled = defaults.get("decoupled_weight_decay")
+            if defaults.keys() == own and decoupled == groups[0].get("decoupled_weight_decay"):
+                fitting.append(kind)
+    if len(fitting) != 1:
+        raise ConfigurationError(
+            f"{where}: does not contain the optimizer's class, and its hyperparameters ({', '.join(sorted(own))}) are "
+            "not those of one optimizer of this torch; pass optimizer= (--optimizer), say torch.optim.AdamW"
+        )
+    return f"{fitting[0].__module__}.{fitting[0].__qualname__}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from dalsegno.checkpoint.weights import Weights
 from dalsegno.errors import ConfigurationError
 
 from . import pickles
-from .optimizer_contents import OptimizerContents
-from .run_state import Place, RunState
+from .run_state import OptimizerContents, Place, RunState
 
 _WRAPPERS = ("module.", "_orig_mod.")
 """Prefixes that DistributedDataParallel and torch.compile add to all names."""
