@@ -97,10 +97,8 @@ def newest_in_memory(
     output_dir: Path, candidates: Candidates, *, after: int, hosts: Hosts
 ) -> MultiHostCheckpoint | None:
     """The newest checkpoint of a step greater than ``after`` that is valid and whole on all hosts together; None if
-    there is none. Every host then has a directory for it, with all but the tensors that it may not need. Collective.
-
-    One that is damaged, or not whole, is skipped with a warning.
-    """
+    there is none. Every host then has a directory for it, with all but the tensors that it may not need. One that is
+    damaged, or not whole, is skipped with a warning. Collective."""
     of_hosts = hosts.run(lambda: _published(output_dir, candidates, after))
     for found in sorted({each for of_host in of_hosts for each in of_host}, reverse=True):
         try:

@@ -66,6 +66,7 @@ saves write only these."""
 
 def plan(tensors: TensorsByComponent, frozen: FrozenNames, absent: FrozenNames) -> Plan:
     """Assign each tensor's boxes to the ranks that write them; one replica of them all, that with the least to write.
+    Raises CannotSave for a tensor with a partial placement, or in uneven shards.
 
     Takes microseconds per tensor, at any number of ranks. Callers keep a plan as long as :func:`signature` is unchanged
     on all ranks.
@@ -74,9 +75,6 @@ def plan(tensors: TensorsByComponent, frozen: FrozenNames, absent: FrozenNames) 
         tensors: of all components.
         frozen: names of those in files of their own.
         absent: names of those that are not saved.
-
-    Raises:
-        CannotSave: for a tensor with a partial placement, or in uneven shards.
     """
     rank, ranks = collectives.rank(), collectives.world_size()
     whole = {False: 0, True: 0}  # apart: frozen tensors stay where they are when an optimizer gets its state
@@ -197,11 +195,8 @@ def _forms(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.dtype], list[int
 
 
 def check_ranks_match(tensors: TensorsByComponent, frozen: FrozenNames) -> None:
-    """Check that all ranks hold the same tensors. Collective: one small reduction.
-
-    Raises:
-        CannotSave: on every rank, if they do not; names the first difference.
-    """
+    """Raise CannotSave, with the first difference, on every rank unless all ranks hold the same tensors. Collective:
+    one small reduction."""
     lines = [
         f"{component}.{_described(name, tensor)}{' frozen' if name in frozen.get(component, ()) else ''}"
         for component, its in tensors.items()

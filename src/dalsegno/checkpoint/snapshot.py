@@ -162,7 +162,8 @@ class Snapshotter:
             self._replan(states, signature)
 
     def prepare(self, sharded: Sequence[Capturable], sizes: Collection[int] = ()) -> Iterator[None]:
-        """Plan the first save and lay out its buffers before it is due. Collective.
+        """Plan the first save and lay out its buffers before it is due. Collective. Raises CannotSave as
+        :meth:`check_serializable`: the first step has created the optimizer's state.
 
         Args:
             sharded: model and optimizer.
@@ -170,9 +171,6 @@ class Snapshotter:
 
         Returns:
             Prefaults the buffers, about a millisecond at each turn; may run on another thread and be interrupted.
-
-        Raises:
-            CannotSave: as :meth:`check_serializable`: the first step has created the optimizer's state.
         """
         self.check_serializable(sharded, ())
         files = [file for file in self._plan.files if not (file.is_frozen and file.layout.length in sizes)]
