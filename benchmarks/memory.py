@@ -23,7 +23,7 @@ from torch import nn
 from dalsegno.checkpoint import MemoryCheckpoints, ModelState, memory_dir
 from dalsegno.distributed.layout import Layout
 from dalsegno.system import filesystem
-from dalsegno.system.byte_sizes import format_bytes
+from dalsegno.system.progress import format_bytes
 from dalsegno.testing import run_ranks
 
 from .row import Row, duration

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dalsegno as ds
-from dalsegno.system.byte_sizes import format_bytes
+from dalsegno.system.progress import format_bytes
 from dalsegno.testing import run_ranks
 
 from .by_hand import Texts, Transformer

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .system.lazy_exports import lazy_exports
+from dalsegno.system.imports import lazy_exports
 
 if TYPE_CHECKING:
     from .analysis import DetectorSettings as DetectorSettings

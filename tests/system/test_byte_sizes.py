@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dalsegno.system.byte_sizes import format_bytes, parse_bytes
+from dalsegno.system.progress import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

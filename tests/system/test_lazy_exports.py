@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = """
-from dalsegno.system.lazy_exports import lazy_exports
+from dalsegno.system.imports import lazy_exports
 
 __getattr__, __dir__ = lazy_exports(__name__, {"broken": ("Part",)})
 """

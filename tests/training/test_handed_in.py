@@ -157,7 +157,7 @@ def test_a_checkpoint_without_their_states_is_loaded(tmp_path: Path, monkeypatch
 
     with monkeypatch.context() as former:
         former.setattr("dalsegno.training.trainer.stateful_behind", lambda _: None)
-        former.setattr("dalsegno.data.own_states.stateful_behind", lambda _: None)
+        former.setattr("dalsegno.data.generators.stateful_behind", lambda _: None)
         build().train()
     assert build().train().global_step == 4
 

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 import dalsegno as ds
+import dalsegno.distributed.hosts as transfers
 from checkpoint.remote.jobs import until
 from dalsegno.checkpoint import in_memory, memory_dir
 from dalsegno.checkpoint.memory_save import MemoryPublication
-from dalsegno.distributed import collectives, file_transfer
+from dalsegno.distributed import collectives
 from dalsegno.distributed.collectives import BackgroundGroup
-from dalsegno.distributed.file_transfer import Transfer
+from dalsegno.distributed.hosts import Transfer
 from dalsegno.errors import DalsegnoError
 from dalsegno.logs import RunFile
 from dalsegno.system import progress
@@ -194,13 +195,13 @@ def test_what_the_last_leg_gave_up_is_no_candidate(tmp_path: Path) -> None:
 def sent_by_leg(folder: Path, crash: int | None, changes: dict[str, Any]) -> Counter[str]:
     """How often this rank sends each file in a leg on hosts a and b."""
     sent: Counter[str] = Counter()
-    send = file_transfer._send
+    send = transfers._send
 
     def counted(transfer: Transfer, *others: Any) -> list[str]:
         sent[transfer.name] += 1
         return send(transfer, *others)
 
-    file_transfer._send = counted
+    transfers._send = counted
     leg(folder, ["a", "b"], crash, "fsdp", changes)
     return sent
 
@@ -288,7 +289,7 @@ def queued_transfer(folder: Path) -> list[float]:
     rank, group, progress, ready = collectives.rank(), BackgroundGroup(), Progress(), folder / "ready"
     (folder / f"{rank}").mkdir()
     (folder / f"{rank}" / "file").write_bytes(b"content")
-    sent = [Transfer("file", 7, file_transfer.xxhash.xxh3_128_hexdigest(b"content"), 0, 1)]
+    sent = [Transfer("file", 7, xxhash.xxh3_128_hexdigest(b"content"), 0, 1)]
     idle: list[float] = []
 
     def queue() -> None:
@@ -299,7 +300,7 @@ def queued_transfer(folder: Path) -> list[float]:
     if rank == 1:
         while not ready.exists():
             time.sleep(0.01)
-    failure = file_transfer.transfer(sent, folder / f"{rank}", group, progress.advance, queue)
+    failure = transfers.transfer(sent, folder / f"{rank}", group, progress.advance, queue)
     assert failure is None and progress.bytes == 7
     return [*idle, progress.idle]
 
@@ -319,13 +320,13 @@ def transfers_with_a_fault(folder: Path) -> tuple[str | None, bool]:
     if rank == 0:
         (directory / "changed").write_bytes(content)
         (directory / "good").write_bytes(content)
-    digest = collectives.broadcast(file_transfer.xxhash.xxh3_128_hexdigest(content), "digest")
+    digest = collectives.broadcast(xxhash.xxh3_128_hexdigest(content), "digest")
     sent = [Transfer(name, size, digest, 0, 1) for name in ("changed", "gone", "good")]
     if rank == 0:
         (directory / "changed").write_bytes(b"\0" * size)
-    failure = file_transfer.transfer(sent, directory, BackgroundGroup())
+    failure = transfers.transfer(sent, directory, BackgroundGroup())
     arrived = (directory / "good").read_bytes()
-    return failure, file_transfer.xxhash.xxh3_128_hexdigest(arrived) == digest
+    return failure, xxhash.xxh3_128_hexdigest(arrived) == digest
 
 
 def test_a_damaged_transfer_is_noticed_and_keeps_no_rank_waiting(tmp_path: Path) -> None:

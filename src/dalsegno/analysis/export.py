@@ -10,7 +10,7 @@ from typing import BinaryIO, Literal, get_args
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs.values import Record, is_number, to_json
 from dalsegno.system import filesystem
-from dalsegno.system.extras import require_extra
+from dalsegno.system.imports import require_extra
 
 from .formats.source import BOOKKEEPING
 from .log import TrainingLog

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from dalsegno.errors import ConfigurationError, NotFound, UnknownName
 from dalsegno.logs.values import Record
-from dalsegno.system.extras import require_extra
+from dalsegno.system.imports import require_extra
 
 from .blocks import concatenate
 from .formats.find import LOOKED_FOR, loose_sources, source_of_file, source_of_run

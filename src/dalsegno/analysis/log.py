@@ -13,7 +13,7 @@ import numpy as np
 from dalsegno.errors import UnknownName
 from dalsegno.logs import Leg, RunFile
 from dalsegno.logs.values import Record
-from dalsegno.system.extras import require_extra
+from dalsegno.system.imports import require_extra
 
 from .blocks import KINDS, concatenate, read_columns
 from .formats.find import source_of_run

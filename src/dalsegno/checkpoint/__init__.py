@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dalsegno.system.lazy_exports import lazy_exports
+from dalsegno.system.imports import lazy_exports
 
 if TYPE_CHECKING:
     from dalsegno.checkpoint.callback_tensors import CallbackTensors as CallbackTensors

@@ -26,8 +26,7 @@ from dalsegno.checkpoint.unchanged_files import LinkableFiles
 from dalsegno.distributed import collectives
 from dalsegno.errors import SaveFailed
 from dalsegno.system import filesystem
-from dalsegno.system.byte_sizes import format_bytes
-from dalsegno.system.progress import Progress
+from dalsegno.system.progress import Progress, format_bytes
 from dalsegno.system.worker import lower_thread_priority
 
 logger = logging.getLogger("dalsegno")

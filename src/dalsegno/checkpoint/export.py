@@ -35,7 +35,7 @@ from dalsegno.checkpoint.tensor_files import SAFETENSORS_NAMES, byte_count, name
 from dalsegno.checkpoint.tensor_reader import ChunkReader
 from dalsegno.errors import CannotSave, ConfigurationError, DamagedCheckpoint, NotFound, UnknownName
 from dalsegno.system import filesystem
-from dalsegno.system.byte_sizes import parse_bytes
+from dalsegno.system.progress import parse_bytes
 
 SINGLE_FILE = "model.safetensors"
 SHARD_INDEX = "model.safetensors.index.json"

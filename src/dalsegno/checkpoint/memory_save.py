@@ -23,8 +23,7 @@ from dalsegno.checkpoint.manifest import Manifest
 from dalsegno.checkpoint.snapshot import Snapshot
 from dalsegno.checkpoint.unchanged_files import LinkableFiles, UnchangedFile
 from dalsegno.distributed import collectives
-from dalsegno.distributed.file_transfer import Transfer, transfer
-from dalsegno.distributed.hosts import Hosts
+from dalsegno.distributed.hosts import Hosts, Transfer, transfer
 from dalsegno.system import filesystem
 from dalsegno.system.worker import lower_thread_priority
 

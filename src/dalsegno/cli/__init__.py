@@ -160,7 +160,7 @@ class _Completion(argparse.Action):
     so that completing a word starts no Python."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, shell: Any, __: str | None = None) -> None:
-        from dalsegno.system.extras import require_extra
+        from dalsegno.system.imports import require_extra
 
         if shell not in SHELLS:
             raise UnknownName("shell", shell, SHELLS)

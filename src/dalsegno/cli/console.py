@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
 
 from dalsegno.logs.values import is_number, to_json
-from dalsegno.system.byte_sizes import format_bytes
+from dalsegno.system.progress import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -231,7 +231,7 @@ def _worker(arguments: argparse.Namespace) -> int:
 def _status(arguments: argparse.Namespace) -> int:
     """Show a DiLoCo server's version and workers."""
     from dalsegno.diloco.worker.client import connect
-    from dalsegno.system.byte_sizes import format_bytes
+    from dalsegno.system.progress import format_bytes
 
     with connect(_options(environment_of(arguments))) as client:
         status = client.status()

@@ -12,7 +12,7 @@ from typing import Any
 
 from dalsegno.errors import ConfigurationError, DalsegnoError, NotFound, UnknownName
 from dalsegno.logs.values import from_json
-from dalsegno.system.extras import how_to_install
+from dalsegno.system.imports import how_to_install
 
 Source = str | Path | Mapping[str, Any]
 """A TOML, YAML or JSON file, or a dict with the same contents."""

@@ -5,8 +5,8 @@ A run iterates a :class:`ResumableLoader` of :class:`Microbatch` es. :func:`trai
 """
 
 from dalsegno.data.loader import to_device
+from dalsegno.data.sources import EvalBatches
 
-from .eval_batches import EvalBatches
 from .loader import NOT_EXACT, Microbatch, ResumableLoader, sample_count
 from .mixture import Mixture
 from .sampler import ResumableSampler

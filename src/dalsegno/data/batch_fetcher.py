@@ -13,10 +13,10 @@ from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
 
+from dalsegno.data.generators import OwnStates
 from dalsegno.distributed.rng import SAMPLE, WORKER, mix, seed_generators
 
 from .loader import Counted
-from .own_states import OwnStates
 from .sampler import IndexBatch
 
 

@@ -16,12 +16,12 @@ import xxhash
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, get_worker_info
 
 from dalsegno.data.digests import digest, parts_of
+from dalsegno.data.generators import OwnStates
 from dalsegno.distributed.rng import capture_generators, preserved_generators, seed_generators
 from dalsegno.stateful.component import Stateful
 
 from .loader import length_of
 from .mixture import Mixture
-from .own_states import OwnStates
 
 SAMPLES = 4
 """Number of probed samples, spread over the whole length; of each dataset of a mixture."""

@@ -10,20 +10,18 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from dalsegno.data.batch_fetcher import Samples, StatefulSamples
-from dalsegno.data.splitting import RankShard, RestartedStream, StatefulRankShard
+from dalsegno.data.loader import CountingCollate, Microbatch, ResumableLoader, length_of, to_device
+from dalsegno.data.map_loader import MapLoader
+from dalsegno.data.replay_loader import ReplayLoader
+from dalsegno.data.sampler import ResumableSampler
+from dalsegno.data.splitting import RankShard, RestartedStream, StatefulRankShard, keeps_its_place, part_of_rank
+from dalsegno.data.stateful_dataloader import StatefulDataLoader, keeps_its_order
+from dalsegno.data.stateful_loader import StatefulLoader
+from dalsegno.data.step_batch import LoaderView
+from dalsegno.data.user_loader import UserLoader
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.component import Stateful
-
-from .loader import CountingCollate, Microbatch, ResumableLoader, length_of
-from .map_loader import MapLoader
-from .replay_loader import ReplayLoader
-from .sampler import ResumableSampler
-from .splitting import keeps_its_place, part_of_rank
-from .stateful_dataloader import StatefulDataLoader, keeps_its_order
-from .stateful_loader import StatefulLoader
-from .step_batch import LoaderView
-from .user_loader import UserLoader
 
 Collate = Callable[[list[Any]], Any]
 
@@ -231,3 +229,44 @@ def _iterable(loader: Any) -> Iterable[Any]:
     if not isinstance(loader, Iterable):
         raise ConfigurationError(f"a {type(loader).__name__} is not a loader: it cannot be iterated")
     return loader
+
+
+# --- an evaluation set as callbacks see it --------------------------------------------------------------------------
+
+
+class EvalBatches:
+    """An evaluation set for callbacks: this rank's batches, from the first on, on the model's device.
+
+    It cannot be read while the set is evaluated, because there is only one position in it.
+    """
+
+    def __init__(self, loader: EvalLoader, device: torch.device) -> None:
+        self._loader = loader
+        self._device = device
+
+    def __len__(self) -> int:
+        """Raises TypeError if the length is unknown."""
+        count = self._loader.length()
+        if count is None:
+            raise TypeError("the length of this evaluation set is unknown")
+        return count
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        """Raises ConfigurationError while the set is evaluated."""
+        if self._loader.is_evaluated:
+            raise ConfigurationError(
+                "eval_dataloader is being evaluated; read it in on_evaluate, or in any event other than "
+                "on_prediction_step and those of the forward pass"
+            )
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
+        try:
+            for microbatch in self._loader:
+                yield to_device(microbatch.batch, self._device)
+        finally:
+            if not self._loader.is_evaluated:  # else this iteration was abandoned and an evaluation has started since
+                self._loader.close()

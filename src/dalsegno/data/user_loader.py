@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from dalsegno.data.generators import OwnStates
 from dalsegno.data.skipped_data import Gaps, Place
 from dalsegno.distributed import collectives
 from dalsegno.distributed.rng import LOADER, mix
@@ -16,7 +17,6 @@ from dalsegno.stateful.component import Scope
 
 from .generators import EpochGenerator
 from .loader import Microbatch, expect_kind, length_of, plain_batch, sample_count
-from .own_states import OwnStates
 from .stateful_dataloader import StatefulDataLoader
 from .workers import ignore_stop_signals
 

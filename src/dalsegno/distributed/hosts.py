@@ -1,15 +1,24 @@
-"""Hosts: which ranks share a memory, for work that one rank of each host does.
+"""Hosts: which ranks share a memory, for work that one rank of each host does; and files sent between hosts.
 
 Two containers with separate shared memories count as two hosts, wherever they run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Self, TypeVar, cast
 
-from . import collectives
+import torch
+import xxhash
+
+from dalsegno.distributed import collectives
+from dalsegno.distributed.collectives import BackgroundGroup
+from dalsegno.system import filesystem
+from dalsegno.system.machine import O_NOFOLLOW
 
 T = TypeVar("T")
 
@@ -64,3 +73,114 @@ class Hosts:
     def by_host(self, of_ranks: Sequence[T]) -> list[T]:
         """Pick, from one value for each rank, that of the lowest rank of each host."""
         return [of_ranks[self.ranks(host)[0]] for host in range(self.count)]
+
+
+# --- files from rank to rank: in pieces, over gloo, each verified by its checksum on arrival ------------------------
+
+
+_PIECE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A file of ``size`` bytes that rank ``source`` sends to rank ``target``; ``xxh3``: its hexadecimal xxh3-128."""
+
+    name: str
+    size: int
+    xxh3: str
+    source: int
+    target: int
+
+
+def transfer(
+    transfers: Sequence[Transfer],
+    directory: Path,
+    group: BackgroundGroup,
+    advance: Callable[[int], object] | None = None,
+    queue: Callable[[], object] | None = None,
+) -> str | None:
+    """Send and receive this rank's part of ``transfers``, from and to files in ``directory``. A failure here does not
+    keep other ranks waiting: the rest is sent and received anyway.
+
+    Args:
+        transfers: the same on all ranks.
+        directory: of this rank.
+        group: used by no other thread meanwhile.
+        advance: called with the number of bytes of each piece that was received or sent. An exception is a failure.
+        queue: called before each transfer: this rank then waits until the other one has finished its former transfers,
+            which may take minutes in which no byte of this rank moves.
+
+    Returns:
+        The first failure on this rank; None if all went well.
+    """
+    failures: list[str] = []
+    for each in transfers:
+        if queue is not None and collectives.rank() in (each.source, each.target):
+            queue()
+        if collectives.rank() == each.source:
+            failures += _send(each, directory / each.name, group, advance)
+        elif collectives.rank() == each.target:
+            failures += _receive(each, directory / each.name, group, advance)
+    return failures[0] if failures else None
+
+
+def _send(sent: Transfer, path: Path, group: BackgroundGroup, advance: Callable[[int], object] | None) -> list[str]:
+    failures: list[str] = []
+
+    def unless_failed(work: Callable[[], object]) -> None:
+        try:
+            if not failures:
+                work()
+        except Exception as error:
+            failures.append(f"{path}: {error}")
+
+    try:
+        descriptor = os.open(path, os.O_RDONLY | O_NOFOLLOW)
+    except OSError as error:
+        failures.append(str(error))
+        descriptor = -1
+    for piece in _pieces(sent.size):
+        unless_failed(partial(os.readv, descriptor, [piece.numpy().data]))  # the target compares the checksum
+        group.send(piece, sent.target)
+        if advance is not None:
+            unless_failed(partial(advance, len(piece)))
+    if descriptor >= 0:
+        os.close(descriptor)
+    return failures
+
+
+def _receive(
+    received: Transfer, path: Path, group: BackgroundGroup, advance: Callable[[int], object] | None
+) -> list[str]:
+    checksum = xxhash.xxh3_128()
+
+    def arriving() -> Iterator[memoryview]:
+        for piece in _pieces(received.size):
+            group.receive(piece, received.source)
+            yield piece.numpy().data
+
+    def hashed() -> Iterator[memoryview]:
+        for piece in incoming:
+            if advance is not None:
+                advance(len(piece))
+            checksum.update(piece)
+            yield piece
+
+    incoming = arriving()
+    try:
+        filesystem.mkdir_nosync(path.parent)
+        filesystem.rewrite_in_place(path, hashed(), received.size)
+    except Exception as error:
+        for _ in incoming:  # nothing more arrives if the connection was lost
+            pass
+        return [f"{path}: {error}"]
+    if checksum.hexdigest() != received.xxh3:
+        return [f"{path}: has checksum {checksum.hexdigest()} on arrival from rank {received.source}"]
+    return []
+
+
+def _pieces(size: int) -> Iterator[torch.Tensor]:
+    """Pieces of one buffer that add up to ``size`` bytes."""
+    buffer = torch.empty(min(size, _PIECE_BYTES), dtype=torch.uint8)
+    for begin in range(0, size, _PIECE_BYTES):
+        yield buffer[: size - begin]

@@ -23,7 +23,7 @@ from dalsegno.data import NOT_EXACT
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import strip_wrappers
 from dalsegno.errors import StateMismatch
-from dalsegno.system.byte_sizes import format_bytes
+from dalsegno.system.progress import format_bytes
 
 logger = logging.getLogger("dalsegno")
 

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dalsegno.system.extras import how_to_install
+from dalsegno.system.imports import how_to_install
 
 from .security import DEFAULT_LIMITS, Limits
 

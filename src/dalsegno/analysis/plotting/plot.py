@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dalsegno.analysis.series import ParameterSeries
 from dalsegno.errors import ConfigurationError, NotFound
-from dalsegno.system.extras import require_extra
+from dalsegno.system.imports import require_extra
 
 from . import View
 from .curves import Log, panels

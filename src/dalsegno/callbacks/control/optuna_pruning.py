@@ -10,7 +10,7 @@ from dalsegno.callbacks.argument_checks import text
 from dalsegno.errors import Locked
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import EvaluateContext
-from dalsegno.system.extras import require_extra
+from dalsegno.system.imports import require_extra
 
 
 class OptunaPruning(Callback):

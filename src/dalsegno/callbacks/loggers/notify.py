@@ -18,7 +18,7 @@ from dalsegno.events.contexts import (
     TrainBeginContext,
     TrainEndContext,
 )
-from dalsegno.system.extras import require_extra
+from dalsegno.system.imports import require_extra
 
 logger = logging.getLogger("dalsegno")
 

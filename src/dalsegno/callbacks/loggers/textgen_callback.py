@@ -26,7 +26,7 @@ from dalsegno.distributed.stage_places import expect_whole, is_cut
 from dalsegno.errors import ConfigurationError, NotFound, UnknownName
 from dalsegno.events.contexts import EvaluateContext, TrainBeginContext, TrainEndContext
 from dalsegno.logs.rewind import PositionState
-from dalsegno.system.extras import how_to_install
+from dalsegno.system.imports import how_to_install
 
 
 class TextgenState(TypedDict):

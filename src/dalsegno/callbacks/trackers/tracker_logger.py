@@ -19,7 +19,7 @@ from dalsegno.logs import RunFile
 from dalsegno.logs.values import to_json
 from dalsegno.policies.triggers import SaveTrigger, save_trigger
 from dalsegno.stateful import schema
-from dalsegno.system.extras import require_extra
+from dalsegno.system.imports import require_extra
 
 from .outbox import OUTBOXES, Outbox
 from .tracker import Card, Entry, Histogram, Points, Status, Text, TrackedRun, Tracker

@@ -16,7 +16,7 @@ from dalsegno.checkpoint.names import CHECKPOINTS, MANIFEST, checkpoint_path, pa
 from dalsegno.errors import DamagedCheckpoint
 from dalsegno.logs.rewind import free_path
 from dalsegno.system import archive, filesystem
-from dalsegno.system.byte_sizes import format_bytes
+from dalsegno.system.progress import format_bytes
 
 from .store import Store
 from .upload import is_run_file, steps_in

@@ -11,7 +11,7 @@ import fsspec
 from fsspec.callbacks import DEFAULT_CALLBACK, Callback
 
 from dalsegno.errors import ConfigurationError
-from dalsegno.system.extras import how_to_install
+from dalsegno.system.imports import how_to_install
 
 PART = 16 << 20
 """Bytes. A larger file is sent in parts of this size, several at once."""

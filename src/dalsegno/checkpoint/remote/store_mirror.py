@@ -17,9 +17,8 @@ from typing import TypeVar
 from dalsegno.distributed import collectives
 from dalsegno.errors import LeaseLost
 from dalsegno.policies.retention import Keep
-from dalsegno.system.byte_sizes import format_bytes
 from dalsegno.system.lease import TTL_S
-from dalsegno.system.progress import Progress
+from dalsegno.system.progress import Progress, format_bytes
 from dalsegno.system.worker import lower_thread_priority
 
 from . import download

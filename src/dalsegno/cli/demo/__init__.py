@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dalsegno.cli.command import option, several
 from dalsegno.errors import ConfigurationError
-from dalsegno.system.extras import require_extra
+from dalsegno.system.imports import require_extra
 
 EXIT_STATUSES = {1: "the runs differ"}
 

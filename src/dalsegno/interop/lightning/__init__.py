@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dalsegno.interop.lightning.dialect import Callback
-from dalsegno.system.lazy_exports import lazy_exports
+from dalsegno.system.imports import lazy_exports
 
 from .dialect import Lightning
 

@@ -1,11 +1,14 @@
-"""Lazy exports: a package imports the module behind a name when the name is first used."""
+"""What is imported only when it is used: the modules of public names, and optional dependencies."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os.path
 import sys
 from collections.abc import Callable, Iterable, Mapping
+
+from dalsegno.errors import ConfigurationError
 
 
 def lazy_exports(
@@ -39,3 +42,22 @@ def lazy_exports(
         return found
 
     return find, lambda: sorted(name for name, home in home_of.items() if exists(home))
+
+
+def how_to_install(extra: str) -> str:
+    """The commands that install ``extra``, for the end of a message."""
+    return f"in a clone of dalsegno, pip install -e '.[{extra}]'; from an index, pip install 'dalsegno[{extra}]'"
+
+
+def require_extra(extra: str, module: str, what: str) -> None:
+    """
+
+    Raises ConfigurationError if ``module`` is not installed.
+
+    Args:
+        extra: that includes the module.
+        module: a module of the library.
+        what: the task that needs it, as the subject of a sentence: "plotting".
+    """
+    if importlib.util.find_spec(module) is None:
+        raise ConfigurationError(f"{what} needs {module}, which is not installed; {how_to_install(extra)}")
