@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 import dalsegno as ds
 import dalsegno.distributed.hosts as transfers

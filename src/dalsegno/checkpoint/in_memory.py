@@ -41,7 +41,7 @@ from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
-from dalsegno.system.byte_sizes import format_bytes
+from dalsegno.system.progress import format_bytes
 
 logger = logging.getLogger("dalsegno")
 

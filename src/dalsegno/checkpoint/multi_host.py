@@ -18,11 +18,10 @@ from dalsegno.checkpoint import checkpoint_dir, memory_dir, names
 from dalsegno.checkpoint.file_reading import FileRecord
 from dalsegno.checkpoint.manifest import Checkpoint, Manifest
 from dalsegno.distributed import collectives
-from dalsegno.distributed.file_transfer import Transfer, transfer
-from dalsegno.distributed.hosts import Hosts
+from dalsegno.distributed.hosts import Hosts, Transfer, transfer
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, RankFailed, StateMismatch
 from dalsegno.system import filesystem
-from dalsegno.system.byte_sizes import format_bytes
+from dalsegno.system.progress import format_bytes
 
 logger = logging.getLogger("dalsegno")
 
