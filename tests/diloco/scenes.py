@@ -18,8 +18,7 @@ from dalsegno.diloco import DiLoCoServer, DiLoCoWorker, Rules, WorkerOptions, ne
 from dalsegno.diloco.server.outer import MakeOptimizer
 from dalsegno.diloco.server.run import OuterRun
 from dalsegno.diloco.server.state import Applied, Joined
-from dalsegno.diloco.wire.frames import in_file_order
-from dalsegno.diloco.wire.messages import Submission
+from dalsegno.diloco.wire.messages import Submission, in_file_order
 from dalsegno.diloco.wire.signature import Specs, TensorSpec
 from dalsegno.system import filesystem
 from dalsegno.testing.tiny import TinyRegression, tiny_regression_data

@@ -14,13 +14,12 @@ first callback is built::
 from __future__ import annotations
 
 from dalsegno.config.registry import find_named
-from dalsegno.config.signature import prose, summary
+from dalsegno.config.signature import describe, prose, summary
 
 from .entries import load_callbacks
 from .registry import NamedCallback, find_callback, named_callbacks
 from .run_config import RunConfig
 from .signature import Argument, Signature, signature_of
-from .values import describe
 
 __all__ = [
     "Argument",

@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from dalsegno.distributed import accelerator
 from dalsegno.errors import ConfigurationError, LeaseLost, RankFailed
 from dalsegno.events.registration import check_callbacks
-from dalsegno.launcher.agent import ForwardedSignals
+from dalsegno.launcher.agent import ForwardedSignals, rendezvous_for
 from dalsegno.launcher.parcel import main_is_importable, write_private
 from dalsegno.launcher.ranks import TARGET, RankStart, run_rank
 from dalsegno.launcher.targets import read_outcome
@@ -33,7 +33,6 @@ from dalsegno.training.stopping import SIGNALS
 from .agent import ENDED, MONITOR_INTERVAL, RankAgent
 from .options import HANG_TIMEOUT, MAX_RESTARTS, LaunchOptions, Start
 from .ranks import warm_up
-from .rendezvous import rendezvous_for
 from .targets import FactoryTarget, Target, to_tree
 
 logger = logging.getLogger("dalsegno")

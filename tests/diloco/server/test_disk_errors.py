@@ -17,8 +17,7 @@ from dalsegno.diloco import DiLoCoServer, nesterov
 from dalsegno.diloco.server.coordinator import Coordinator, Patience
 from dalsegno.diloco.server.run import OuterRun
 from dalsegno.diloco.server.state import Applied, Joined, Left
-from dalsegno.diloco.wire.frames import FrameLayout, head_of_whole_frame
-from dalsegno.diloco.wire.messages import Settings
+from dalsegno.diloco.wire.messages import FrameLayout, Settings, head_of_whole_frame
 from dalsegno.errors import NotFound, NotRunning, SaveFailed
 from dalsegno.logs import read_records
 from dalsegno.system import durability, filesystem

@@ -19,8 +19,15 @@ from dalsegno.diloco import DiLoCoClient, DiLoCoServer, DiLoCoWorker, WorkerOpti
 from dalsegno.diloco.server.files import PIECE
 from dalsegno.diloco.server.run import OuterRun
 from dalsegno.diloco.server.store import Scratch
-from dalsegno.diloco.wire.frames import FrameLayout, FrameReader, bytes_of, frame_pieces, in_file_order
-from dalsegno.diloco.wire.messages import Settings, Submission
+from dalsegno.diloco.wire.messages import (
+    FrameLayout,
+    FrameReader,
+    Settings,
+    Submission,
+    bytes_of,
+    frame_pieces,
+    in_file_order,
+)
 from dalsegno.diloco.wire.signature import Specs, TensorSpec
 from dalsegno.errors import ConfigurationError, Locked, NotFound, NotRunning, StateMismatch
 from dalsegno.system import filesystem

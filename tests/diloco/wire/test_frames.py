@@ -15,14 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from dalsegno.diloco.server.files import SpareFiles, spooled
-from dalsegno.diloco.wire.frames import (
-    FrameLayout,
-    FrameReader,
-    bytes_of,
-    frame_pieces,
-    in_file_order,
-    length_limits,
-)
+from dalsegno.diloco.wire.messages import FrameLayout, FrameReader, bytes_of, frame_pieces, in_file_order, length_limits
 from dalsegno.diloco.wire.signature import Specs, TensorSpec
 from dalsegno.errors import ConfigurationError
 

@@ -6,12 +6,12 @@ import re
 from itertools import islice
 from pathlib import Path
 
+from dalsegno.analysis.formats.json_lines import JsonArray, TrainerState, decode_array
+from dalsegno.analysis.formats.trackers import MetricsCsv
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs.reader import numbered
 
-from .json_array import JsonArray, TrainerState, decode_array
 from .json_lines import JsonLines, decode_lines
-from .metrics_csv import MetricsCsv
 from .source import Naming, Skipped, Source, Unreadable
 from .tensorboard import EventFiles, event_files
 from .trackers import SQLITE, Database, MLflowFiles, WandbRun, is_mlflow_run, wandb_files

@@ -1,4 +1,5 @@
-"""Runs that trackers have written to disk: W&B's files, and the databases and files of MLflow and Trackio.
+"""Runs that trackers have written to disk: W&B's files, the databases and files of MLflow and Trackio, and the
+``metrics.csv`` of Lightning's CSVLogger.
 
 W&B's file ``run-<id>.wandb`` is LevelDB's log format
 (https://github.com/google/leveldb/blob/main/doc/log_format.md) after a header of seven bytes; its records are protobuf
@@ -8,20 +9,20 @@ to be installed. The databases are opened read-only, also while a run writes to 
 
 from __future__ import annotations
 
+import csv
 import json
 import sqlite3
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from dalsegno.analysis.formats.source import Naming, Skipped, Source, is_of_evaluation, kind_of, named, no_step
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs.values import Record, from_json
-
-from .source import Skipped, Source, is_of_evaluation, kind_of
 
 WANDB_HEADER = b":W&B"
 _HEADER_BYTES = 7
@@ -276,3 +277,50 @@ class MLflowFiles(Source):
 
 def is_mlflow_run(folder: Path) -> bool:
     return (folder / "meta.yaml").is_file() and (folder / "metrics").is_dir()
+
+
+# --- metrics.csv: one row per record, empty cells for missing metrics -----------------------------------------------
+
+
+class MetricsCsv(Source):
+    """Raises ConfigurationError on reading, if it has no column with the name of a step."""
+
+    program = "Lightning"
+
+    def records(self, skipped: Skipped) -> Iterator[Record]:
+        with self.path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+            lines = _whole_lines(file, skipped)
+            names = next(csv.reader(lines), [])
+            if not names:
+                return
+            naming = Naming.of(dict.fromkeys(names, 0), self.step_key)
+            if naming is None:
+                raise ConfigurationError(no_step(self.path, names, self.step_key))
+            yield from named(_rows(lines, names, skipped), naming, skipped)
+
+
+def _rows(lines: Iterator[str], names: Sequence[str], skipped: Skipped) -> Iterator[tuple[int, Record]]:
+    """The rows below the names, each with its line number."""
+    for number, row in enumerate(csv.reader(lines), start=2):
+        if len(row) == len(names):
+            yield number, {name: _value(text) for name, text in zip(names, row, strict=True) if text}
+        else:
+            skipped.note(f"line {number}: {len(row)} fields under {len(names)} names")
+
+
+def _whole_lines(file: Iterable[str], skipped: Skipped) -> Iterator[str]:
+    """Drop a last line without a line end: its last number may be incomplete."""
+    for number, line in enumerate(file, start=1):
+        if line.endswith("\n"):
+            yield line
+        else:
+            skipped.note(f"line {number}: torn")
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -33,8 +33,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dalsegno.diloco.wire.frames import FrameReader, length_limits
-from dalsegno.diloco.wire.messages import Settings, Submission, WorkerId, check_worker_id, submission_from_json
+from dalsegno.diloco.wire.messages import (
+    FrameReader,
+    Settings,
+    Submission,
+    WorkerId,
+    check_worker_id,
+    length_limits,
+    submission_from_json,
+)
 from dalsegno.diloco.wire.signature import Specs
 from dalsegno.errors import ConfigurationError, NotFound, NotRunning, StateMismatch
 from dalsegno.stateful.schema import Count, check

@@ -19,8 +19,7 @@ from io import FileIO
 from time import monotonic
 from typing import Any
 
-from dalsegno.diloco.wire.frames import FrameReader
-from dalsegno.diloco.wire.messages import Settings, Submission
+from dalsegno.diloco.wire.messages import FrameReader, Settings, Submission
 from dalsegno.diloco.wire.signature import Specs, check_same
 from dalsegno.errors import DalsegnoError, NotFound, NotRunning, StateMismatch
 from dalsegno.system.durability import NotDurable

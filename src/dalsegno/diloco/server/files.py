@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from dalsegno.diloco.wire.frames import FrameLayout, FrameReader, frame_pieces, head_of_whole_frame, in_file_order
+from dalsegno.diloco.wire.messages import FrameLayout, FrameReader, frame_pieces, head_of_whole_frame, in_file_order
 from dalsegno.diloco.wire.signature import Specs, TensorSpec, element_count, file_layout
 from dalsegno.errors import ConfigurationError, NotFound
 from dalsegno.system import filesystem

@@ -34,8 +34,7 @@ from torch.optim import Optimizer
 
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, OptimizerState, saved_states
 from dalsegno.checkpoint.tensor_files import StoredFile
-from dalsegno.diloco.wire.frames import FrameReader
-from dalsegno.diloco.wire.messages import Submission
+from dalsegno.diloco.wire.messages import FrameReader, Submission
 from dalsegno.diloco.wire.signature import GROUP, Specs, dequantize, element_count, file_layout
 from dalsegno.errors import NotRunning, SaveFailed, StateMismatch
 from dalsegno.logs import RecordLog, read_records

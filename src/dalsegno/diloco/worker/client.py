@@ -19,8 +19,7 @@ from urllib.parse import quote, urlsplit
 
 import torch
 
-from dalsegno.diloco.wire.frames import FrameLayout, FrameReader, bytes_of, frame_pieces
-from dalsegno.diloco.wire.messages import Result, Settings, Submission
+from dalsegno.diloco.wire.messages import FrameLayout, FrameReader, Result, Settings, Submission, bytes_of, frame_pieces
 from dalsegno.diloco.wire.signature import Specs
 from dalsegno.errors import ConfigurationError, NotFound, NotRunning, StateMismatch
 from dalsegno.web.security import trusting

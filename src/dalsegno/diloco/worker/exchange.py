@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dalsegno.diloco.wire.frames import FrameReader, in_file_order
-from dalsegno.diloco.wire.messages import Result, Settings, Submission
+from dalsegno.diloco.wire.messages import FrameReader, Result, Settings, Submission, in_file_order
 from dalsegno.diloco.wire.signature import Specs, fragments_of
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, NotFound, NotRunning, StateMismatch

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dalsegno.diloco.wire.frames import FrameReader, in_file_order
-from dalsegno.diloco.wire.messages import Result, Submission
+from dalsegno.diloco.wire.messages import FrameReader, Result, Submission, in_file_order
 from dalsegno.diloco.wire.signature import Specs
 from dalsegno.distributed import collectives
 from dalsegno.errors import DalsegnoError, StateMismatch

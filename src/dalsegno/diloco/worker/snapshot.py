@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dalsegno.checkpoint.tensor_files import as_bytes
-from dalsegno.diloco.wire.frames import in_file_order
+from dalsegno.diloco.wire.messages import in_file_order
 from dalsegno.diloco.wire.signature import Specs, TensorSpec, as_received, quantize, specs_of
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import named_parameters

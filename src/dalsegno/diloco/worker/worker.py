@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dalsegno.checkpoint import unwrapped
-from dalsegno.diloco.wire.frames import length_limits
-from dalsegno.diloco.wire.messages import Result, Submission
+from dalsegno.diloco.wire.messages import Result, Submission, length_limits
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, DalsegnoError, StateMismatch
 from dalsegno.stateful.schema import check
