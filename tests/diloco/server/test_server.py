@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import http.client
 import json
@@ -9,14 +10,16 @@ import socket
 import threading
 from collections.abc import Iterator
 from functools import partial
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from dalsegno.diloco import DiLoCoClient, DiLoCoServer, DiLoCoWorker, WorkerOptions, nesterov
-from dalsegno.diloco.server.files import PIECE
+from dalsegno.diloco.server.api import Bell, build_app
+from dalsegno.diloco.server.files import PIECE, Growth
 from dalsegno.diloco.server.run import OuterRun
 from dalsegno.diloco.server.store import Scratch
 from dalsegno.diloco.wire.messages import (
@@ -484,3 +487,29 @@ def test_a_client_finds_no_dalsegno_server() -> None:
         DiLoCoClient("outer.example")
     with pytest.raises(NotRunning, match="refused"):
         DiLoCoClient("127.0.0.1:9").status()
+
+
+def test_the_rest_of_the_parameters_is_not_read_for_a_client_that_is_gone(tmp_path: Path) -> None:
+    length, sent = 1 << 24, 0
+    (tmp_path / "parameters").write_bytes(bytes(length))
+    file = FileIO(tmp_path / "parameters")
+
+    class OneFile:
+        def parameters(self, version: int, fragment: int | None) -> tuple[FileIO, Growth]:
+            return file, Growth.complete(length)
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect" if sent else "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        nonlocal sent
+        sent += len(message.get("body", b""))
+
+    async def ask() -> None:
+        app = build_app(cast(Any, OneFile()), Bell(), asyncio.Event(), host="127.0.0.1", token=None)
+        place = {"type": "http", "method": "GET", "path": "/parameters/1", "query_string": b"", "scheme": "http"}
+        await app({**place, "headers": [(b"host", b"127.0.0.1")]}, receive, send)
+
+    asyncio.run(ask())
+    assert 0 < sent < length
+    assert file.closed

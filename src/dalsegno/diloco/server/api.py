@@ -283,7 +283,11 @@ class _Body:
 
 
 class _FileAnswer(Response):
-    """A file as the body. It may be written meanwhile. Closes the file; deleting it does not matter."""
+    """A file as the body. It may be written meanwhile. Closes the file; deleting it does not matter.
+
+    uvicorn ignores what is sent to a client that is gone, so without a look between the pieces, the rest of the file
+    would be read for nobody, and no other request would be answered meanwhile.
+    """
 
     def __init__(self, file: FileIO, growth: Growth) -> None:
         self._file = file
@@ -295,7 +299,10 @@ class _FileAnswer(Response):
         with self._file as file:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             begin, length = 0, 0 if scope["method"] == "HEAD" else self._growth.length
+            request = Request(scope, receive)
             while begin < length:
+                if await request.is_disconnected():
+                    return
                 piece = os.pread(file.fileno(), min(_PIECE, await self._growth.beyond(begin) - begin), begin)
                 if not piece:
                     raise EOFError("the file was truncated while it was sent")
