@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import threading
@@ -545,6 +546,20 @@ def test_no_nonsense_is_a_failure_of_the_server(served: Served, request_line: st
 
 
 # -- its life --------------------------------------------------------------------------------------------------------
+
+
+def test_other_servers_of_the_process_log_as_before(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    """uvicorn's loggers are the process's: the job's server writes nothing to them, and leaves them as they are."""
+    errors, access = logging.getLogger("uvicorn.error"), logging.getLogger("uvicorn.access")
+    assert access.propagate
+    with caplog.at_level(logging.INFO):
+        assert served.ask("GET", "/jobs/job/status").status == 200
+        with socket.create_connection(("127.0.0.1", served.port)) as nonsense:
+            nonsense.sendall(b"nonsense\r\n\r\n")
+            assert is_closed_by_peer(nonsense)
+        errors.warning("of another server")
+        access.info("a request to another server")
+    assert caplog.messages == ["of another server", "a request to another server"]
 
 
 def test_two_jobs_at_once_never_get_the_same_port() -> None:

@@ -10,7 +10,9 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, MutableMapping
+import threading
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from time import monotonic
 from typing import Any, cast
 
@@ -47,8 +49,6 @@ class Connections:
             http=cast(Any, self._connect),  # uvicorn calls it for each connection
             ws="none",
             log_config=None,
-            log_level=logging.CRITICAL,  # uvicorn warns of each malformed request
-            access_log=False,
             proxy_headers=False,
             server_header=False,
             date_header=False,
@@ -64,12 +64,13 @@ class Connections:
     async def serve(self, listener: socket.socket, stopping: asyncio.Event) -> None:
         """Serve until ``stopping``; then wait a moment for the answers in progress, and close all connections."""
         loop = asyncio.get_running_loop()
-        serving = loop.create_task(self._server.serve([listener]))
         beside = [loop.create_task(stopping.wait()), loop.create_task(self._sweep())]
         try:
-            await asyncio.wait([serving, beside[0]], return_when=asyncio.FIRST_COMPLETED)
-            self._server.should_exit = True
-            await serving
+            with _uvicorn_is_silent():
+                serving = loop.create_task(self._server.serve([listener]))
+                await asyncio.wait([serving, beside[0]], return_when=asyncio.FIRST_COMPLETED)
+                self._server.should_exit = True
+                await serving
         finally:
             for task in beside:
                 task.cancel()
@@ -139,6 +140,24 @@ class Connections:
         finally:
             self._busy.discard(client)
             self._waiting_since[client] = monotonic()
+
+
+@contextmanager
+def _uvicorn_is_silent() -> Iterator[None]:
+    """Drop what uvicorn logs on this thread, such as a warning of each malformed request. Its options for this would
+    also silence other servers in this process, which are the user's."""
+    own, loggers = threading.get_ident(), [logging.getLogger(f"uvicorn.{name}") for name in ("error", "access")]
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return threading.get_ident() != own
+
+    for each in loggers:
+        each.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        for each in loggers:
+            each.removeFilter(is_of_others)
 
 
 class _Refusal(asyncio.Protocol):
