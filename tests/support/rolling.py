@@ -13,7 +13,7 @@ import dalsegno as ds
 from dalsegno.callbacks import EMA, DivergenceDetector, JsonLogger, TBLogger
 from dalsegno.data import ResumableSampler
 from dalsegno.distributed import collectives
-from dalsegno.testing.data_order import DataOrder
+from dalsegno.testing.tiny import DataOrder
 from support.models import Deep
 from support.ranked import Numbered
 from support.small import small_trainer

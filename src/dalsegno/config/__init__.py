@@ -13,10 +13,9 @@ first callback is built::
 
 from __future__ import annotations
 
-from dalsegno.config.registry import find_named
+from dalsegno.config.registry import find_named, load_callbacks
 from dalsegno.config.signature import describe, prose, summary
 
-from .entries import load_callbacks
 from .registry import NamedCallback, find_callback, named_callbacks
 from .run_config import RunConfig
 from .signature import Argument, Signature, signature_of

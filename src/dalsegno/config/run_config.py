@@ -11,8 +11,7 @@ from typing import Any
 
 from dalsegno.args import TrainingArguments, answers
 from dalsegno.config.document import Document, Source, error_context
-from dalsegno.config.entries import CallbackEntry, build_callbacks, read_entries
-from dalsegno.config.registry import find_named
+from dalsegno.config.registry import CallbackEntry, build_callbacks, find_named, read_entries
 from dalsegno.config.signature import signature_of
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.events.callback import Callback

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 from dalsegno.system.machine import O_BINARY, O_DIRECT, O_DIRECTORY, O_NOFOLLOW, fcntl
 
 if TYPE_CHECKING:
-    from .lease import Lease  # not needed by commands that only read
+    from dalsegno.system.lease import Lease
+
 
 Buffer = bytes | bytearray | memoryview
 Watcher = Callable[[str, Path], None]
@@ -383,3 +384,25 @@ def numbered(directory: Path, name: str) -> Path:
     while (path := directory / f"{name}.{number:04d}").exists():
         number += 1
     return path
+
+
+# --- going back or starting over moves files into ``rewound/`` and deletes nothing ----------------------------------
+
+
+def new_archive_dir(output_dir: Path) -> Path:
+    """Return an unused path for an abandoned timeline, ``rewound/timeline.0001`` and so on. Does not create it."""
+    return numbered(output_dir / "rewound", "timeline")
+
+
+def run_files(output_dir: Path) -> list[Path]:
+    """What the run in ``output_dir`` consists of: files and directories; nothing if there is no run."""
+    names = ("checkpoints", "recoveries.jsonl", "control.jsonl", "logs", "witness", "run.json", "config.json")
+    return [path for name in names if (path := output_dir / name).exists()]
+
+
+def archive_run(files: Iterable[Path], place: Path) -> None:
+    """Move a run into an archive, one file after another. If the process is killed meanwhile, call it again."""
+    for path in files:
+        make_directory(place)
+        rename(path, place / path.name)
+        fsync_directory(path.parent)

@@ -4,9 +4,9 @@ Start with ``assert_resume_equivalent(factory, kill_at=[...])``.
 """
 
 from dalsegno.testing.thorough_check import BRIEF, THOROUGH, Break, Pattern
+from dalsegno.testing.tiny import DataOrder
 
 from .compare import Row, RunComparison, compare_runs
-from .data_order import DataOrder
 from .equivalence import assert_resume_equivalent, check_resume
 from .faults import FaultPlan
 from .processes import Outcome, Ranks, run_ranks, start_ranks

@@ -25,7 +25,7 @@ from dalsegno.checkpoint.compatibility import check_allowed
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, StateMismatch
 from dalsegno.stateful.schema import Must, check
-from dalsegno.system import archive, filesystem
+from dalsegno.system import filesystem
 
 logger = logging.getLogger("dalsegno")
 
@@ -109,9 +109,9 @@ class ChosenStart:
         """Move the whole run, if there is one, into an archive."""
 
         def move_all() -> None:
-            files = archive.run_files(self._output_dir)
+            files = filesystem.run_files(self._output_dir)
             if files or self._has_url or self._path.exists():
-                archive.archive_run(files, self._write(None))
+                filesystem.archive_run(files, self._write(None))
                 self._complete(is_own=True)
 
         collectives.from_rank_zero(move_all)
@@ -149,7 +149,7 @@ class ChosenStart:
             choice = self._read()
             if choice is not None and choice["checkpoint"] == name and choice["stage"] == "moving":
                 return self._output_dir / choice["archive"]
-        place = archive.new_archive_dir(self._output_dir)
+        place = filesystem.new_archive_dir(self._output_dir)
         self._replace(_Choice(checkpoint=name, stage="moving", archive=place.relative_to(self._output_dir).as_posix()))
         return place
 

@@ -23,7 +23,7 @@ from dalsegno.errors import ConfigurationError, DamagedCheckpoint, Locked, NotFo
 from dalsegno.logs import RecordLog, RunFile
 from dalsegno.policies.recovery import Rollback
 from dalsegno.stateful.component import Stateful
-from dalsegno.system import archive
+from dalsegno.system import filesystem
 from dalsegno.system.filesystem import make_directory
 from dalsegno.system.lock import DirectoryLock, is_visible
 
@@ -307,7 +307,7 @@ class RunLifecycle:
         parts.dispatcher.rollback.fire_with(step, checkpoint.step, rollback.reason)
 
     def _archive_rolled_back(self, rollback: Rollback) -> None:
-        place = archive.new_archive_dir(self._parts.args.directory) / "checkpoints"
+        place = filesystem.new_archive_dir(self._parts.args.directory) / "checkpoints"
         self._checkpoints.archive_after(rollback.to_step, place)
 
     # -- the leg ------------------------------------------------------------------------------------------------

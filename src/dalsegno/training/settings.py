@@ -19,7 +19,7 @@ from dalsegno.data.digests import digest
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import environment_of
 from dalsegno.distributed.modes import modes_of
-from dalsegno.distributed.precision import gathered_dtype
+from dalsegno.distributed.parallel.base import gathered_dtype
 from dalsegno.distributed.sharded_tensors import device_of, strip_wrappers
 from dalsegno.logs.values import decode, encode
 

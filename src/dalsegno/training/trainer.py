@@ -20,8 +20,8 @@ from dalsegno.data.step_batch import LossWeight
 from dalsegno.distributed.layout import build_layout
 from dalsegno.distributed.modes import modes_of, parts_of_batch
 from dalsegno.distributed.parallel import FusedBackward, Pipelined
+from dalsegno.distributed.parallel.base import autocast_dtype
 from dalsegno.distributed.parallel.torchrun import init_distributed
-from dalsegno.distributed.precision import autocast_dtype
 from dalsegno.distributed.sharded_tensors import check_materialized
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.events.callback import Callback

@@ -19,7 +19,7 @@ from dalsegno.callbacks.loggers.json_logger import RecordCallback
 from dalsegno.callbacks.loggers.summary_writer import check_rewound, checked_writer
 from dalsegno.distributed import collectives
 from dalsegno.distributed.inference import inference
-from dalsegno.distributed.precision import autocast_dtype
+from dalsegno.distributed.parallel.base import autocast_dtype
 from dalsegno.distributed.rng import TEXT, mix, seeded_generators
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.distributed.stage_places import expect_whole, is_cut

@@ -17,7 +17,7 @@ from dalsegno.args import TrainingArguments
 from dalsegno.callbacks.profiling.flops import Uncountable, count_flops
 from dalsegno.data.loader import to_device
 from dalsegno.distributed import accelerator, collectives
-from dalsegno.distributed.precision import autocast_dtype
+from dalsegno.distributed.parallel.base import autocast_dtype
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (

@@ -15,7 +15,7 @@ from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.checkpoint.names import CHECKPOINTS, MANIFEST, checkpoint_path, partial_path
 from dalsegno.errors import DamagedCheckpoint
 from dalsegno.logs.rewind import free_path
-from dalsegno.system import archive, filesystem
+from dalsegno.system import filesystem
 from dalsegno.system.progress import format_bytes
 
 from .store import Store
@@ -138,7 +138,7 @@ def _archive_timeline(store: Store, run: Path) -> None:
 def _archive(run: Path, checkpoints: list[Path], url: str) -> None:
     if not checkpoints:
         return
-    place = archive.new_archive_dir(run) / CHECKPOINTS
+    place = filesystem.new_archive_dir(run) / CHECKPOINTS
     for path in checkpoints:
         checkpoint_dir.archive(path, place)
     logger.warning("%d checkpoint(s) here differ from those at %s and were moved to %s", len(checkpoints), url, place)

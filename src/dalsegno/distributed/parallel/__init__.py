@@ -21,9 +21,8 @@ from dalsegno.distributed.modes import (
     TensorParallel,
     modes_of,
 )
-from dalsegno.distributed.parallel.base import WithTrainedLoss, has_own_parameters
+from dalsegno.distributed.parallel.base import WithTrainedLoss, gathered_dtype, has_own_parameters
 from dalsegno.distributed.parallel.fsdp import Spread
-from dalsegno.distributed.precision import gathered_dtype
 from dalsegno.errors import ConfigurationError
 
 from .base import Parallel
@@ -52,7 +51,7 @@ def parallelize(
     """Distribute ``model``, which is on ``device``, by the modes of a checked setting; ``auto`` is DDP.
 
     ``loss_fn``, which computes the loss from the model's output, is distributed too if it has parameters to train.
-    ``bf16``: FSDP gathers parameters in bfloat16, if :func:`~dalsegno.distributed.precision.gathered_dtype` permits.
+    ``bf16``: FSDP gathers parameters in bfloat16, if :func:`.base.gathered_dtype` permits.
 
     With a single rank nothing is distributed, whatever the mode: a script written for many ranks works unchanged.
     Raises ConfigurationError for a mode that needs ranks, if no launcher has set a world size; or if a mode does not

@@ -29,13 +29,13 @@ from dalsegno.interop.hf.calls import (
     KEYWORDS,
     WRAPPERS,
     Call,
+    check_uploads,
     if_epoch_joined,
     if_epoch_left,
     ignoring_last_step,
     invoke_with_event,
 )
 from dalsegno.interop.hf.shared_state import SharedState
-from dalsegno.interop.hf.uploads import check_uploads
 from dalsegno.state import Handler
 from dalsegno.stateful.component import State, Stateful
 
