@@ -155,9 +155,13 @@ class Bridge:
         leg = self._followed
         if error is not None:
             leg.fail(error)
-        else:
+            return
+        try:
             leg.record_end()
-            leg.complete(is_stopped=self.step < leg.state.max_steps)
+        except BaseException as late:
+            leg.fail(late)
+            raise
+        leg.complete(is_stopped=self.step < leg.state.max_steps)
 
     @property
     def _followed(self) -> Leg:

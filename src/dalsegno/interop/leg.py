@@ -433,7 +433,8 @@ class Leg:
         """This rank's share of the step's loss, whose sum over the ranks is the mean that is logged."""
         if not self.losses:
             return None
-        return torch.stack([loss.float() for loss in self.losses]).sum() / collectives.world_size()
+        losses = [loss.to(torch.promote_types(loss.dtype, torch.float32)) for loss in self.losses]
+        return torch.stack(losses).sum() / collectives.world_size()
 
     def step_end(self, unknown: Sequence[Unknown] | None = None) -> None:
         """Fire on_step_end. ``unknown``: in place of the loss and the norm, if the library does not pass them on."""

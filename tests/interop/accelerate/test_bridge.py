@@ -11,7 +11,7 @@ import pytest
 from dalsegno.callbacks import JsonLogger
 from dalsegno.interop.accelerate import UNSUPPORTED_EVENTS
 from dalsegno.testing import run_ranks
-from interop.accelerate.bridged import loop, loop_on_a_rank
+from interop.accelerate.bridged import bridge, loop, loop_on_a_rank
 from interop.bridges import Left, Verdict, leave, records
 from support.listeners import Journal, Listener
 from support.threads import one_thread
@@ -69,6 +69,21 @@ def test_requests_and_epochs(tmp_path: Path) -> None:
     loop(tmp_path, [look], max_steps=-1, num_train_epochs=4, save_strategy="no", eval_strategy="no")
     assert seen == [("begin", 0), ("end", 0), ("begin", 1), "stopped"]
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-6"}
+
+
+def test_an_exception_in_the_final_record_ends_the_leg(tmp_path: Path) -> None:
+    """Nothing of the bridge stays in the accelerator, which the program may use again."""
+
+    def fail(ctx: Any) -> None:
+        if ctx.kind == "final":
+            raise ZeroDivisionError
+
+    journal = Journal(without=tuple(event.handler for event in UNSUPPORTED_EVENTS))
+    one = bridge([journal, Listener({"on_log": fail})], tmp_path)
+    with pytest.raises(ZeroDivisionError), one:
+        pass
+    assert journal.fired[-2:] == ["exception", "train_end"]
+    assert not {"backward", "clip_grad_norm_"} & vars(one._accelerator).keys()
 
 
 # --- whether a resume is exact ----------------------------------------------------------------------------------------

@@ -104,6 +104,19 @@ def test_what_lightning_cannot_do_is_not_ignored(tmp_path: Path) -> None:
         fit(tmp_path, [Listener({"on_step_end": ask})])
 
 
+def test_losses_of_double_precision_are_not_rounded(tmp_path: Path) -> None:
+    micro: list[float] = []
+    whole: list[float] = []
+    look = Listener(
+        {
+            "on_microbatch_end": lambda ctx: micro.append(float(ctx.loss)),
+            "on_step_end": lambda ctx: whole.append(float(ctx.loss)),
+        }
+    )
+    fit(tmp_path, [look], max_epochs=1, precision="64-true")
+    assert whole == micro
+
+
 def test_numbers_of_a_step(tmp_path: Path) -> None:
     """Losses, and gradients before and after clipping, with accumulation."""
     seen: dict[str, list[float]] = {"ready": [], "clipped": [], "loss": [], "micro": []}
