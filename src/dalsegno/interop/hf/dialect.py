@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dalsegno.events.adapters import CallbackAdapter
 from dalsegno.events.callback import Binder, Name
@@ -38,10 +38,6 @@ from dalsegno.interop.hf.calls import (
 from dalsegno.interop.hf.shared_state import SharedState
 from dalsegno.state import Handler
 from dalsegno.stateful.component import State, Stateful
-
-if TYPE_CHECKING:
-    pass
-
 
 _STEP_ENDS = (Event.STEP_END, "on_step_end"), (Event.TRAIN_METRICS, "on_step_end")
 """Where Forgather's ``on_step_end`` is called: after the event, or after ``on_train_metrics``, which precedes it."""
