@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from dalsegno.checkpoint import Checkpoint, read_tensors
+from dalsegno.checkpoint.foreign import pickles
 from dalsegno.checkpoint.foreign.programs import Imported, import_checkpoint
 from dalsegno.errors import ConfigurationError, StateMismatch
 
@@ -162,8 +165,6 @@ def test_lightning(expected: Loop, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["metadata", "item"])
 def test_code_in_a_dcp_folder_is_refused(where: str, tmp_path: Path) -> None:
-    import pickle
-
     folder = tmp_path / "dcp"
     dcp.save(
         {"model": nn.Linear(2, 2).state_dict(), "more": Touch(tmp_path / "ran")}, checkpoint_id=folder, no_dist=True
@@ -173,6 +174,44 @@ def test_code_in_a_dcp_folder_is_refused(where: str, tmp_path: Path) -> None:
     with pytest.raises(StateMismatch, match=r"refused: names posix\.system"):
         import_checkpoint(folder, tmp_path / "run")
     assert not (tmp_path / "ran").exists() and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("where", ["ndarray", "multiarray.scalar"])
+def test_addresses_in_a_file_are_no_objects(where: str, tmp_path: Path) -> None:
+    """NumPy would take the bytes of an array of objects for addresses in memory."""
+    objects = b"cnumpy\ndtype\nX\x01\x00\x00\x00O\x85R"
+    address = b"c_codecs\nencode\nX\x08\x00\x00\x00AAAAAAAAX\x06\x00\x00\x00latin1\x86R"
+    call = {
+        "ndarray": b"cnumpy\nndarray\n(K\x01\x85" + objects + address + b"tR",
+        "multiarray.scalar": b"cnumpy.core.multiarray\nscalar\n" + objects + address + b"\x86R",
+    }[where]
+    torch.save({}, whole := tmp_path / "whole.pt")
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(tmp_path / "crafted.pt", "w") as target:
+        for name in source.namelist():
+            target.writestr(name, b"\x80\x02" + call + b"." if name.endswith("data.pkl") else source.read(name))
+    with pytest.raises(StateMismatch, match=r"unpickler reads \(arrays of 'O' are not arrays of numbers\)"):
+        pickles.load(tmp_path / "crafted.pt")
+
+
+def test_arrays_are_as_saved(tmp_path: Path) -> None:
+    saved = {
+        "random": np.random.get_state(),
+        "columns": [np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.zeros((0, 3))],
+        "big": np.arange(3, dtype=">i4"),
+        "scalar": np.float32(2.5),
+    }
+    torch.save(saved, tmp_path / "arrays.pt")
+    loaded = pickles.load(tmp_path / "arrays.pt")
+    np.testing.assert_equal(loaded, saved)
+    assert loaded["big"].dtype == ">i4" and type(loaded["random"][1]) is np.ndarray
+    assert type(loaded["scalar"]) is np.float32
+
+
+def test_no_reason_advises_against_safety(tmp_path: Path) -> None:
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps({"model": 1}))
+    with pytest.raises(StateMismatch) as refused:
+        pickles.load(tmp_path / "plain.pt")
+    assert "weights_only" not in str(refused.value)
 
 
 def test_what_no_program_wrote_is_refused(tmp_path: Path) -> None:

@@ -21,14 +21,49 @@ from dalsegno.system import filesystem
 
 from .run_state import RunState
 
-_RECONSTRUCT = np.empty(0).__reduce__()[0]
-_SCALAR = np.float64(0).__reduce__()[0]
+_NUMBERS = {np.dtype(code).str[1:] for code in "?bBhHiIlLqQefd"}
+
+
+class _Kind:
+    """What a file names ``numpy.dtype``: of numbers only. NumPy's own takes flags from a file, with which it would use
+    bytes of that file as addresses of objects."""
+
+    def __init__(self, code: str, *_: object) -> None:
+        if code not in _NUMBERS:
+            raise pickle.UnpicklingError(f"arrays of {code!r} are not arrays of numbers")
+        self.dtype = np.dtype(code)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.dtype = self.dtype.newbyteorder(state[1])
+
+
+class _Array:
+    """What a file names ``numpy.ndarray``. NumPy's own accepts any bytes as addresses of objects."""
+
+    def __init__(self, *_: object) -> None:
+        """Empty, whatever the file says; its bytes follow."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, kind, is_fortran, raw = state
+        self.value = _numbers(kind, raw).reshape(shape, order="F" if is_fortran else "C")
+
+
+def _numbers(kind: _Kind, raw: bytes) -> np.ndarray[Any, Any]:
+    if not isinstance(raw, bytes):
+        raise pickle.UnpicklingError(f"an array consists of a {type(raw).__name__}, not of bytes")
+    return np.frombuffer(bytearray(raw), kind.dtype)
+
+
+def _scalar(kind: _Kind, raw: bytes) -> Any:
+    return _numbers(kind, raw)[0]
+
+
 _SAFE: list[Any] = [
-    *((type(np.dtype(code)), f"numpy.dtypes.{type(np.dtype(code)).__name__}") for code in "?bBhHiIlLqQefd"),
-    (np.ndarray, "numpy.ndarray"),
-    (np.dtype, "numpy.dtype"),
-    *((_RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
-    *((_SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+    (_Array, "numpy.ndarray"),
+    (_Kind, "numpy.dtype"),
+    (lambda: b"", "builtins.bytes"),  # as torch.save writes the bytes of an empty array
+    *((_Array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    *((_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
     # dicts under other names, in which Lightning keeps hyperparameters
     (dict, "lightning_fabric.utilities.data.AttributeDict"),
     (dict, "lightning.fabric.utilities.data.AttributeDict"),
@@ -51,7 +86,35 @@ def load(path: Path) -> Any:
 def load_data(source: Path | IO[bytes], *, mmap: bool = False) -> Any:
     """Call within :func:`refusal`."""
     with torch.serialization.safe_globals(_SAFE):
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+        return _with_arrays(torch.load(source, map_location="cpu", weights_only=True, mmap=mmap), {})
+
+
+def _with_arrays(content: Any, done: dict[int, Any]) -> Any:
+    """``content`` with NumPy's arrays in place of what was read. ``done``: containers by their ids."""
+    if isinstance(content, _Array):
+        return content.value
+    if type(content) is tuple:
+        if id(content) not in done:
+            done[id(content)] = tuple(_with_arrays(each, done) for each in content)
+        return done[id(content)]
+    if isinstance(content, dict | list) and id(content) not in done:
+        done[id(content)] = content
+        for key, each in content.items() if isinstance(content, dict) else enumerate(content):
+            content[key] = _with_arrays(each, done)
+    return content
+
+
+_REFUSED = (
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    RuntimeError,
+    ValueError,
+    EOFError,
+    LookupError,
+    # a damaged file has other values where these are used
+    TypeError,
+    AttributeError,
+)
 
 
 @contextmanager
@@ -59,7 +122,7 @@ def refusal(path: Path) -> Iterator[None]:
     """Turn what an unpickler raises into a StateMismatch that names the class or function that the file wants."""
     try:
         yield
-    except (pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError, ValueError, EOFError, LookupError) as error:
+    except _REFUSED as error:
         raise StateMismatch(f"{path}: refused: {_reason(str(error) or repr(error))}; nothing was imported") from error
 
 
@@ -70,7 +133,8 @@ def _reason(text: str) -> str:
             f"names {rest.split()[0]}, which is code or an unknown class, not data; load the file with the program "
             "that wrote it, and save it again without that object"
         )
-    return f"not a file that torch's restricted unpickler reads ({text.splitlines()[0]})"
+    found = text.partition("WeightsUnpickler error:")[2].strip() or text  # before that, torch advises against safety
+    return f"not a file that torch's restricted unpickler reads ({found.splitlines()[0]})"
 
 
 def save(content: object, path: Path) -> Path:
