@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from dalsegno.checkpoint import Checkpoint, read_tensors
@@ -174,6 +175,25 @@ def test_code_in_a_dcp_folder_is_refused(where: str, tmp_path: Path) -> None:
     with pytest.raises(StateMismatch, match=r"refused: names posix\.system"):
         import_checkpoint(folder, tmp_path / "run")
     assert not (tmp_path / "ran").exists() and not (tmp_path / "run").exists()
+
+
+def test_a_dcp_folder_changes_no_class(tmp_path: Path) -> None:
+    dcp.save({"model": nn.Linear(2, 2).state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (tmp_path / "dcp" / ".metadata").write_bytes(
+        b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadataIndex\nN}X\x01\x00\x00\x00xK\x01s\x86b."
+    )
+    with pytest.raises(StateMismatch, match="describes no checkpoint"):
+        import_checkpoint(tmp_path / "dcp", tmp_path / "run")
+    assert not hasattr(MetadataIndex, "x")
+
+
+def test_a_dcp_folder_without_a_chunk_is_refused(tmp_path: Path) -> None:
+    dcp.save({"model": nn.Linear(2, 2).state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    metadata = pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.weight"].chunks.clear()
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(StateMismatch, match=r"chunks of model\.weight are not the whole tensor"):
+        import_checkpoint(tmp_path / "dcp", tmp_path / "run")
 
 
 @pytest.mark.parametrize("where", ["ndarray", "multiarray.scalar"])

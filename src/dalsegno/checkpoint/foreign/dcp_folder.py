@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 import pickle
 import warnings
 from collections.abc import Mapping
+from enum import Enum
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dalsegno.checkpoint.sharding import Box
@@ -81,15 +84,18 @@ def _load_folder(folder: Path) -> dict[str, Any]:
     content: dict[str, Any] = {}
     first: dict[object, torch.Tensor] = {}
     paths = metadata.planner_data or {}
+    places = {(key.fqn, key.offset): each for key, each in metadata.storage_data.items()}
     for name, description in metadata.state_dict_metadata.items():
         if isinstance(description, TensorStorageMetadata):
             value = torch.empty(description.size, dtype=description.properties.dtype)
+            if sum(math.prod(chunk.sizes) for chunk in description.chunks) != value.numel():
+                raise ValueError(f"the chunks of {name} are not the whole tensor")
             for chunk in description.chunks:
                 box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-                part(value, box).copy_(_item(folder, metadata.storage_data[MetadataIndex(name, chunk.offsets)]))
+                part(value, box).copy_(_item(folder, places[name, chunk.offsets]))
             value = first.setdefault(_identity(value, name), value)
         else:
-            value = _item(folder, metadata.storage_data[MetadataIndex(name)])
+            value = _item(folder, places[name, None])
         _insert(content, paths.get(name, (name,)), value)
     return content
 
@@ -131,7 +137,21 @@ class _MetadataUnpickler(pickle.Unpickler):
     torch's restricted unpickler does not know the protocol that DCP writes ``.metadata`` in.
     """
 
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self._named: dict[tuple[str, str], Any] = {}
+
     def find_class(self, module: str, name: str) -> Any:
+        """A file may assign to attributes of what it names: these live as long as the unpickler."""
+        if (module, name) not in self._named:
+            found = self._allowed(module, name)
+            if module != "torch":  # whose dtypes and Size nobody can change
+                is_base = isinstance(found, type) and not issubclass(found, Enum)
+                found = type(name, (found,), {}) if is_base else partial(found)
+            self._named[module, name] = found
+        return self._named[module, name]
+
+    def _allowed(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
