@@ -56,6 +56,10 @@ class Registered(ds.Callback):
         self.state = state
 
 
+def test_tensors_without_elements_are_equal(tmp_path: Path) -> None:
+    assert difference_of(torch.zeros(2, 0), torch.zeros(2, 0), tmp_path) is None
+
+
 def test_what_a_callback_declares_as_varying_is_not_compared(tmp_path: Path) -> None:
     for folder, steps in (("one", 4), ("other", 4), ("longer", 5)):
         small_trainer(tmp_path / folder, Registered(), max_steps=steps, save_steps=steps).train()

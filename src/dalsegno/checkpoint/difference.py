@@ -166,7 +166,7 @@ def _of_tensors(component: str, path: str, one: torch.Tensor, other: torch.Tenso
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Shape (elements, bytes per element)."""
-    return tensor.contiguous().view(torch.uint8).reshape(tensor.numel(), -1)
+    return tensor.contiguous().view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
 
 
 def _distances(one: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
