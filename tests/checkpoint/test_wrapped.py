@@ -426,6 +426,14 @@ def test_low_bit_optimizer_states_resume_bit_by_bit(tmp_path: Path, capsys: pyte
     assert "contains 1 quantized or wrapped states of parameters (wide.weight)" in capsys.readouterr().err
 
 
+def test_a_state_that_no_resume_could_create_is_refused_when_it_is_saved() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.weight]["mean"] = Scaled.of(torch.ones(2, 4))
+    with pytest.raises(CannotSave, match=r"optimizer\.weight\.mean: no resume could create this state, a .*Scaled"):
+        OptimizerState(model, optimizer).capture()
+
+
 def sharded(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model with two quantized weights, under FSDP2 if there are several ranks, and an optimizer of 8 bits."""
     from torch.distributed.fsdp import fully_shard

@@ -20,7 +20,7 @@ from dalsegno.checkpoint.index import Index, StoredTensor
 from dalsegno.checkpoint.model_state import unwrapped
 from dalsegno.checkpoint.names import LOSS, MODEL
 from dalsegno.checkpoint.optimizer_rows import OptimizerRows, check_optimizer_rest, of_all_stages
-from dalsegno.checkpoint.wrapped import create_states, is_wrapped, parts_of
+from dalsegno.checkpoint.wrapped import WrapperSpec, create_states, is_wrapped, parts_of
 from dalsegno.distributed.sharded_tensors import strip_wrappers
 from dalsegno.distributed.stage_places import is_cut, is_on_other_stage, like_parameter
 from dalsegno.errors import CannotSave
@@ -69,6 +69,7 @@ class OptimizerState:
         self._loss_fn = loss_fn
         self._others = others or {}
         self.optimizer: torch.optim.Optimizer = optimizer
+        self._creatable: set[tuple[str, type, str]] = set()  # class of a state, of its parameter, and kind
         self._built = len(optimizer.param_groups)  # the others have been added by the training
 
     @property
@@ -102,6 +103,7 @@ class OptimizerState:
                         tensors[f"{name}.{kind}{end}"] = like_parameter(part.detach(), parameter)
                         rows.sharded.setdefault(name, []).append(f"{kind}{end}")
                     if spec is not None:
+                        self._expect_creatable(name, parameter, kind, spec, parts)
                         rows.wrapped.setdefault(name, {})[kind] = spec
                     continue
                 plain[kind] = value
@@ -122,6 +124,22 @@ class OptimizerState:
             ],
         }
         return Captured(tensors, rest)
+
+    def _expect_creatable(
+        self, name: str, parameter: torch.Tensor, kind: str, spec: WrapperSpec, parts: Tensors
+    ) -> None:
+        """A checkpoint with a state that no resume can create would be refused only by the next leg."""
+        key = spec["class"], type(parameter), kind
+        if key in self._creatable:
+            return
+        saved = {f"{kind}{end}": part for end, part in parts.items()}
+        *_, lines = create_states(self.optimizer, parameter, {kind: spec}, saved)
+        if lines:
+            raise CannotSave(
+                f"{self.key}.{name}.{kind}: no resume could create this state, a {spec['class']}, of "
+                f"{self.class_name}: only those of torchao.optim, or of their weight's class; keep plain tensors in it"
+            )
+        self._creatable.add(key)
 
     def check_rest(self, stored: Index, rest: State, where: str) -> None:
         check_optimizer_rest(rest, self.optimizer, where)

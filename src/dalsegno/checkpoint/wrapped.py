@@ -312,7 +312,7 @@ def _joined(whole: DTensor, part: torch.Tensor, shape: Sequence[int]) -> torch.T
 Specs = Mapping[str, WrapperSpec]
 """Of a parameter's wrapped states, by kind."""
 
-Stored = Mapping[str, StoredTensor]
+Stored = Mapping[str, StoredTensor | torch.Tensor]
 """Of a parameter: the saved tensors, by kind; those of wrapped states by the kinds of their parts."""
 
 
