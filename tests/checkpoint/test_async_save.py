@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.checkpoint import Checkpoint, CheckpointManager
+from dalsegno.checkpoint import Checkpoint, CheckpointManager, checkpoint_dir
+from dalsegno.checkpoint.file_reading import FileRecord
+from dalsegno.checkpoint.manifest import Manifest
 from dalsegno.testing import run_ranks, start_ranks
 from support.async_saves import (
     TROUBLES,
@@ -35,6 +37,28 @@ def test_an_error_on_one_rank_at_each_stage(tmp_path: Path) -> None:
     for name in names:
         checkpoint = Checkpoint.open(tmp_path / "checkpoints" / name)
         checkpoint.verify(checkpoint.manifest.files)
+
+
+def test_files_that_are_on_another_disk_are_not_published(tmp_path: Path) -> None:
+    """As where each host has a disk of its own under the run's name."""
+    partial, final = tmp_path / "step-00000001.partial", tmp_path / "step-00000001"
+    partial.mkdir()
+    manifest = Manifest(
+        step=1,
+        world_size=2,
+        torch="2",
+        dalsegno="1",
+        created="now",
+        metrics={},
+        best=False,
+        finite=True,
+        files={"model/shard-00001.safetensors": FileRecord(8, "0" * 32)},
+        components={},
+        data_ranks=(),
+    )
+    with pytest.raises(FileNotFoundError):
+        checkpoint_dir.publish(manifest, partial, final)
+    assert not final.exists() and [*partial.iterdir()] == []
 
 
 # --- one rank is gone -------------------------------------------------------------------------------------------------

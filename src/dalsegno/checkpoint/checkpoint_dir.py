@@ -81,13 +81,15 @@ def first_valid(
     return None, damaged
 
 
-def publish(manifest: Manifest, partial: Path, final: Path) -> None:
+def publish(manifest: Manifest, partial: Path, final: Path, *, is_whole: bool = True) -> None:
     """Turn ``partial``, which all ranks have written, into the checkpoint ``final``.
+
+    If it ``is_whole``, a directory that is absent here raises OSError: what the ranks have written is not on one disk.
 
     If the disk does not confirm the rename, it is undone: a save that is reported as failed leaves no checkpoint.
     """
     directories = {(partial / name).parent for name in manifest.files} - {partial}
-    for directory in sorted(path for path in directories if path.is_dir()):  # some are in another host's memory alone
+    for directory in sorted(path for path in directories if is_whole or path.is_dir()):
         filesystem.fsync_directory(directory)
     filesystem.write_durably(partial / names.MANIFEST, manifest.to_bytes())
     filesystem.fsync_directory(partial)

@@ -53,7 +53,8 @@ class MemoryPublication:
         for path in [path for path in self.partial.rglob("*") if path.is_file()]:
             if path.relative_to(self.partial).as_posix() not in manifest.files:
                 filesystem.remove(path)
-        checkpoint_dir.publish(manifest, self.partial, self.path)
+        # some directories are in another host's memory alone
+        checkpoint_dir.publish(manifest, self.partial, self.path, is_whole=False)
         self._moves.append((self.partial, self.path))
 
     def hide_superseded(self) -> None:
