@@ -684,6 +684,10 @@ def test_a_tls_handshake_that_never_ends_keeps_nobody_out(
     url = f"https://127.0.0.1:{served.port}"
     with JobClient(url, "job", token=TOKEN, certificate=certificate[0].read_text()) as client:
         assert client.status()["job_id"] == "job"
+        held = served.server._connections
+        assert held is not None
+        wait_until(lambda: len(held.sockets()) <= 4 + 1)  # the client's is not in a handshake
+    assert sum(is_closed_by_peer(raw) for raw in silent[:6]) == 6, "the oldest give way"
     served.server.stop()
     assert not served.server._thread.is_alive()
     for raw in silent:

@@ -1,7 +1,8 @@
 """Connections: those of a stock uvicorn server, bounded in number and in the time for which they wait for their client.
 
 When all places are taken, the connection that has been waiting longest for its client makes room for a new one: slow
-clients cannot keep others out. Handshakes of TLS are not counted; asyncio ends one after 60 seconds.
+clients cannot keep others out. Connections that uvicorn does not count, which are in a TLS handshake or being closed,
+have as many places more, so that nobody can use up the descriptors of the process that trains.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Any, cast
 
@@ -43,6 +44,7 @@ class Connections:
         self._limits = limits
         self._busy: set[Client] = set()  # connections with a request in progress, by the client's address
         self._waiting_since: dict[Client, float] = {}  # the others
+        self.listener: _Listener | None = None
         config = Config(
             self._answer,
             interface="asgi3",
@@ -64,14 +66,16 @@ class Connections:
     async def serve(self, listener: socket.socket, stopping: asyncio.Event) -> None:
         """Serve until ``stopping``; then wait a moment for the answers in progress, and close all connections."""
         loop = asyncio.get_running_loop()
+        own = self.listener = _Listener(listener, self)
         beside = [loop.create_task(stopping.wait()), loop.create_task(self._sweep())]
         try:
             with _uvicorn_is_silent():
-                serving = loop.create_task(self._server.serve([listener]))
+                serving = loop.create_task(self._server.serve([own]))
                 await asyncio.wait([serving, beside[0]], return_when=asyncio.FIRST_COMPLETED)
                 self._server.should_exit = True
                 await serving
         finally:
+            own.close()
             for task in beside:
                 task.cancel()
             for each in self._open():
@@ -79,8 +83,16 @@ class Connections:
             await asyncio.sleep(0)  # the transports close their sockets in the next round of the loop
 
     def sockets(self) -> list[socket.socket]:
-        """Sockets of the open connections."""
-        return [each.transport.get_extra_info("socket") for each in self._open()]
+        """Sockets of the connections, whatever their state."""
+        return [] if self.listener is None else [each for each in self.listener.accepted if each.fileno() >= 0]
+
+    def make_room(self, accepted: list[socket.socket]) -> None:
+        """Close the oldest connection of those that uvicorn does not count, if they have taken all their places."""
+        counted = {each.transport.get_extra_info("socket").fileno() for each in self._open()}
+        others = [each for each in accepted if each.fileno() not in counted]
+        for each in others[: max(0, len(others) - self._limits.connections)]:
+            with suppress(OSError):  # the client is gone
+                each.shutdown(socket.SHUT_RDWR)  # asyncio closes it then
 
     def _open(self) -> list[H11Protocol]:
         connections = cast(set[H11Protocol], self._server.server_state.connections)
@@ -140,6 +152,22 @@ class Connections:
         finally:
             self._busy.discard(client)
             self._waiting_since[client] = monotonic()
+
+
+class _Listener(socket.socket):
+    """Takes the place of ``listener``, and knows the sockets that it has accepted."""
+
+    def __init__(self, listener: socket.socket, connections: Connections) -> None:
+        super().__init__(listener.family, listener.type, listener.proto, fileno=listener.detach())
+        self.setblocking(False)
+        self.accepted: list[socket.socket] = []  # without those that are closed
+        self._connections = connections
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        connection, client = super().accept()
+        self.accepted = [*(each for each in self.accepted if each.fileno() >= 0), connection]
+        self._connections.make_room(self.accepted)
+        return connection, client
 
 
 @contextmanager

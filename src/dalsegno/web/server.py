@@ -167,9 +167,10 @@ class ServerThread:
 
         The descriptors' numbers stay taken, so no object that still refers to one can close another file.
         """
-        for each in [self._listener, *(self._connections.sockets() if self._connections else [])]:
+        connections = self._connections
+        for each in [self._listener, *([connections.listener, *connections.sockets()] if connections else [])]:
             with contextlib.suppress(OSError):
-                if each.fileno() >= 0:
+                if each is not None and each.fileno() >= 0:
                     os.dup2(null, each.fileno(), inheritable=False)
 
 
