@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import uvicorn
 
 from control.talking import Answer, Stream, ask
 from control.test_server import Served
+from dalsegno import cli
 from dalsegno.control.hub import hub_server
 from dalsegno.control.jobs import Registration
 from dalsegno.web.security import new_token, tls_context
@@ -115,3 +117,15 @@ def test_it_trusts_a_jobs_own_certificate(
         assert hub.job.port and hub.ask("GET", "/jobs/job/status").json["job_id"] == "job"
     finally:
         hub.close()
+
+
+def test_its_command_fails_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def break_(self: object) -> None:
+        raise OSError("no more")
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(uvicorn.Server, "main_loop", break_)
+    assert cli.main(["jobs", "open", "--print"]) == 2
+    assert capsys.readouterr().err == "dalsegno: no more\n"

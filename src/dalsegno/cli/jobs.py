@@ -301,7 +301,8 @@ def _open(arguments: argparse.Namespace) -> int:
     listener, token = listen(HOST, arguments.port), new_token()
     address = f"http://{HOST}:{listener.getsockname()[1]}"
     place = _handover(f"open-{os.getpid()}.html", address, {"token": token, **named})
-    server = hub_server(listener, token)
+    failures: list[BaseException] = []
+    server = hub_server(listener, token, failures.append)
     try:
         server.start()
         _show(place, arguments.print)
@@ -311,6 +312,8 @@ def _open(arguments: argparse.Namespace) -> int:
     finally:
         server.stop()
         place.unlink(missing_ok=True)
+    if failures:
+        raise failures[0]
     return 0
 
 

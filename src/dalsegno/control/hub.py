@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -38,8 +38,10 @@ _FORWARDED = ("content-type", "last-event-id")
 _RETURNED = ("content-type", "cache-control")
 
 
-def hub_server(listener: socket.socket, token: str) -> ServerThread:
-    """A hub on ``listener``, which it closes at the end."""
+def hub_server(
+    listener: socket.socket, token: str, on_failure: Callable[[BaseException], None] | None = None
+) -> ServerThread:
+    """A hub on ``listener``, which it closes at the end. ``on_failure``: as of a :class:`ServerThread`."""
 
     def build(stopping: asyncio.Event) -> ASGIApp:
         hub = _Hub()
@@ -51,7 +53,7 @@ def hub_server(listener: socket.socket, token: str) -> ServerThread:
         app = Starlette(routes=routes, exception_handlers={HTTPException: answer_error}, lifespan=hub.lifespan)
         return Gate(app, host=HOST, token=token, open_paths={"/"})
 
-    return ServerThread(listener, build, name="dalsegno-hub", tls=None)
+    return ServerThread(listener, build, name="dalsegno-hub", tls=None, on_failure=on_failure)
 
 
 class _Hub:
