@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import dalsegno as ds
 from config import sample
 from config.sample import Beat, Colour, Window
 from dalsegno.callbacks import DivergenceDetector, JsonLogger
+from dalsegno.config.signature import coerce, complaint
+from dalsegno.stateful.annotations import Mismatch
 from support.small import small_trainer
 
 BEAT = "config.sample:Beat"
@@ -306,3 +309,22 @@ def test_any_other_that_is_not_enabled_is_left_out_and_checked_all_the_same(tmp_
     assert sample.built == []
     with pytest.raises(ds.UnknownName, match="unknown argument 'evry'"):
         ds.load_callbacks([{"use": BEAT, "enabled": False, "evry": 3}])
+
+
+@dataclass
+class Stage:
+    steps: int
+    following: Stage | None = None
+
+
+def test_a_dataclass_that_contains_itself() -> None:
+    assert coerce({"steps": 1, "following": {"steps": 2}}, Stage) == Stage(1, Stage(2))
+    with pytest.raises(Mismatch) as found:
+        coerce({"steps": 1, "following": {"steps": "two"}}, Stage)
+    assert complaint(found.value) == ".following.steps='two'; needs int"
+
+
+def test_a_key_that_does_not_match() -> None:
+    with pytest.raises(Mismatch) as found:
+        coerce({"one": 1.0}, dict[int, float])
+    assert complaint(found.value) == "='one'; as a key, needs int"

@@ -8,6 +8,7 @@ has to fit as it is, the values of a file are converted, a setting may be a numb
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import types
 import typing
@@ -167,6 +168,12 @@ def _one_of(members: tuple[Any, ...], rules: Rules) -> Checker:
     return check
 
 
+def _later(form: Form, rules: Rules) -> Checker:
+    """The checker of a field, made when a value needs it: a dataclass may contain itself."""
+    made = functools.cache(lambda: checker_of(form, rules))
+    return lambda value: made()(value)
+
+
 def _record(kind: Any, rules: Rules) -> Checker:
     """Of a TypedDict or a dataclass: a dict of its fields."""
     if typing.is_typeddict(kind):
@@ -177,8 +184,9 @@ def _record(kind: Any, rules: Rules) -> Checker:
         optional = {each.name for each in own if (each.default, each.default_factory) != (missing, missing)}
         hints = hints_of(kind.__init__) if rules.converts else typing.get_type_hints(kind, include_extras=True)
         forms = {each.name: hints.get(each.name, Any) for each in own}
-    checkers = {name: checker_of(form, rules) for name, form in forms.items()}
     builds = rules.converts and not typing.is_typeddict(kind)
+    of_field = _later if builds else checker_of
+    checkers = {name: of_field(form, rules) for name, form in forms.items()}
     keys = ", ".join(checkers)
 
     def check(value: Any) -> Any:
@@ -216,7 +224,8 @@ def _table(form: Form, inner: tuple[Any, ...], rules: Rules) -> Checker:
         except Mismatch as mismatch:
             if not rules.converts:
                 raise
-            raise Mismatch(key, f"as a key, {mismatch.wanted}", mismatch.complaint) from None
+            complaint = mismatch.complaint or f"needs {mismatch.wanted}"
+            raise Mismatch(key, complaint=f"as a key, {complaint}") from None
 
     def check(value: Any) -> Any:
         if not isinstance(value, Mapping if rules.converts else dict):
