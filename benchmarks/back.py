@@ -56,7 +56,7 @@ import torch
 
 moments["torch"] = time.monotonic()
 import dalsegno as ds
-from dalsegno.checkpoint.format import memory_dir
+from dalsegno.checkpoint import memory_dir
 from dalsegno.testing import TinyRegression, tiny_regression_data
 
 ds.Trainer

@@ -24,6 +24,12 @@ from dalsegno.testing import TinyRegression, run_ranks, tiny_regression_data
 from support.small import arguments
 
 
+@pytest.fixture(autouse=True)
+def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine takes longer to start a worker than a run waits for what is only a warning."""
+    monkeypatch.setattr("dalsegno.data.fingerprint.PROBE_TIMEOUT_S", 300.0)
+
+
 class Pairs(Dataset[Any]):
     """tiny_regression_data, changed a little by what ``draw`` gives."""
 
