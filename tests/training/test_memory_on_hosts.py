@@ -128,7 +128,7 @@ def test_without_the_neighbours_copy_it_resumes_from_the_disk(tmp_path: Path) ->
     run.leg("a", "b", crash=14, **uncopied)
     assert run.origins[2:] == ["memory step-00000010", "memory step-00000013"]
     run.lose("b")
-    assert "was in the memory of a host that is lost" in run.leg("a", "c", crash=12, **uncopied)
+    assert "was in the memory of a lost host" in run.leg("a", "c", crash=12, **uncopied)
     assert run.origins[4:] == ["step-00000008"]
 
 

@@ -140,7 +140,7 @@ def _assembled(output_dir: Path, found: _Published, hosts: Hosts, first: int) ->
     if missing := sorted(manifest.files.keys() - set[str]().union(*held)):
         problem = next((each for _, problems in of_ranks for each in problems), None)
         raise DamagedCheckpoint(
-            problem or f"step {found.step}: {missing[0]} was in the memory of a host that is lost, and no other has it"
+            problem or f"step {found.step}: {missing[0]} was in the memory of a lost host; no other host has a copy"
         )
     hosts.run(lambda: None if is_here else _create(output_dir, found, received[0]))
     directory = memory_dir.find(found.name, output_dir)

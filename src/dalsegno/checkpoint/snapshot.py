@@ -346,7 +346,11 @@ class Snapshotter:
 
 @functools.cache
 def _version() -> str:
-    return importlib.metadata.version("dalsegno")
+    """Of the installed package; of one that is only on the path, such as a clone, there is none."""
+    try:
+        return importlib.metadata.version("dalsegno")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def _sidecar_files(states: States) -> Iterator[_FileOfTensors]:
