@@ -73,7 +73,11 @@ class Connections:
                 serving = loop.create_task(self._server.serve([own]))
                 await asyncio.wait([serving, beside[0]], return_when=asyncio.FIRST_COMPLETED)
                 self._server.should_exit = True
-                await serving
+                try:
+                    await serving
+                except Exception:
+                    await self._server.lifespan.shutdown()  # else it is cancelled with the loop, and says so
+                    raise
         finally:
             own.close()
             for task in beside:

@@ -172,6 +172,19 @@ def test_entries_that_a_failed_thread_leaves_are_reported(tmp_path: Path, caplog
     outbox.close()
 
 
+def test_a_timeline_that_begins_while_a_batch_is_sent_sends_nothing_twice(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path)
+    outbox.add(Text(1, 0.0, "sample", "hello"))
+    checkpoint = outbox.position
+    outbox.add(Text(2, 0.0, "sample", "before"))
+    batch = outbox.claim(500)
+    outbox.replay_from(checkpoint)
+    outbox.add(Text(2, 0.0, "sample", "now"))
+    outbox.handed_over(batch, stored=True)
+    assert [type(each).__name__ for each in outbox.claim(500).entries] == ["Return", "Text"]
+    outbox.close()
+
+
 def test_damaged_lines_do_not_wait_for_ever(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path)
     outbox.add(Text(1, 0.0, "sample", "hello"))

@@ -53,7 +53,6 @@ class Batch(NamedTuple):
     """Number of the first entries that an earlier process may already have sent."""
     begin: int
     end: int
-    generation: int
 
 
 class Outbox:
@@ -74,7 +73,7 @@ class Outbox:
         """Up to which an earlier process has handed entries to a tracker that may have lost them."""
         self._begin = self._stored
         """Of the next entry that is not handed over by this process."""
-        self._generation = 0  # counts the timelines that this process began
+        self._claimed = 0  # up to which a batch that is claimed belongs to this timeline
         self.replay_from(self._end)
 
     def _read_cursor(self) -> None:
@@ -159,7 +158,7 @@ class Outbox:
             self._stored, self._handed, self._begin, self._uncertain = (
                 min(each, begin) for each in (self._stored, self._handed, self._begin, self._uncertain)
             )
-            self._generation += 1
+            self._claimed = min(self._claimed, begin)
             self._timeline += was_handed
             self._write_cursor()
         self._next, self._cards = None, self._find_cards()
@@ -186,9 +185,10 @@ class Outbox:
     def claim(self, most: int) -> Batch:
         """Return up to ``most`` entries that this process has not handed over, and mark them as handed over."""
         with self._changed:
-            begin, end, generation = self._begin, self._front, self._generation
+            begin, end = self._begin, self._front
             if self._is_closed:
-                return Batch([], 0, begin, begin, generation)
+                return Batch([], 0, begin, begin)
+            self._claimed = front = end
         entries: list[Entry] = []
         uncertain = 0
         with self._path.open("rb") as file:  # its own: the training thread may close the other one meanwhile
@@ -199,21 +199,22 @@ class Outbox:
                 entries.append(entry)
                 uncertain += position < self._uncertain
         with self._changed:
-            if self._is_closed or generation != self._generation:  # a new timeline has begun meanwhile
-                return Batch([], 0, begin, begin, generation)
+            if self._is_closed or self._claimed != front:  # a new timeline has begun meanwhile
+                return Batch([], 0, begin, begin)
             if entries and end > self._handed:
                 self._handed = end
                 self._write_cursor()
-        return Batch(entries, uncertain, begin, end, generation)
+        return Batch(entries, uncertain, begin, end)
 
     def handed_over(self, batch: Batch, *, stored: bool) -> None:
-        """Continue after ``batch``. ``stored``: the tracker has stored it; else it may still lose it."""
+        """Continue after ``batch``, or after what a timeline that has begun meanwhile has left of it. ``stored``: the
+        tracker has stored it; else it may still lose it."""
         with self._changed:
-            if self._is_closed or batch.generation != self._generation:
+            if self._is_closed:
                 return
-            self._begin = batch.end
+            self._begin = min(batch.end, self._claimed)
             if stored:
-                self._stored = batch.end
+                self._stored = self._begin
                 self._write_cursor()
 
     def all_stored(self) -> None:
