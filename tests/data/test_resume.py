@@ -24,6 +24,7 @@ from torchdata.nodes import Batcher, IterableWrapper, Loader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dalsegno.data import ResumableLoader, resumable_loader, train_loader
+from dalsegno.data.generators import OwnStates
 from dalsegno.errors import StateMismatch
 from data.journey import Make, travel
 
@@ -398,6 +399,20 @@ def test_killed_while_workers_read_ahead(name: str) -> None:
     make = WITH_WORKERS[name]
     whole = travel(make, epochs=2)
     assert travel(make, 2, {2, len(whole) // 2, "epoch 1", len(whole) - 1}) == whole
+
+
+OF_THIS_SCRIPT = np.random.default_rng(0)
+"""As a script has one. It is the script's to save: a run that resumed would write what the script has drawn since."""
+
+
+def summed(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples).sum()
+
+
+def test_a_scripts_own_generator_is_left_to_it() -> None:
+    loader = DataLoader([torch.tensor(1.0)], collate_fn=summed)  # type: ignore[arg-type]
+    summed.rng = np.random.default_rng(1)  # type: ignore[attr-defined]
+    assert list(OwnStates(loader=loader, collate_fn=summed).find()) == ["collate_fn.rng"]
 
 
 def test_a_generator_that_is_gone() -> None:

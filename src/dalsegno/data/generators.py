@@ -151,12 +151,14 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(own, dict):
         yield from ((f".{name}", value) for name, value in list(own.items()))
     for name, value in [item for kind in type(thing).__mro__ for item in vars(kind).items()]:
+        if name.startswith("__"):  # those of a function lead to its module, and so to all that a script has
+            continue
         if isinstance(value, types.MemberDescriptorType):  # a slot
             try:
                 yield f".{name}", value.__get__(thing)
             except AttributeError:  # empty
                 continue
-        elif name not in own and not name.startswith("__"):
+        elif name not in own:
             yield f".{name}", value
 
 
