@@ -311,4 +311,4 @@ def test_every_public_name_is_found_and_no_other() -> None:
 
 def test_one_module_imports_torchdata() -> None:
     importing = {path.name for path in SOURCE.rglob("*.py") if IMPORTS_TORCHDATA.search(path.read_text())}
-    assert importing == {"stateful_dataloader.py"}
+    assert importing == {"torchdata_loaders.py"}

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from dalsegno.data.digests import digest
 from dalsegno.data.loader import CountingCollate
 from dalsegno.distributed import accelerator
+from dalsegno.distributed.rng import GeneratorStates
 from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import Stateful, is_stateful, stateful_behind
 
@@ -40,6 +41,13 @@ _LEAVES = (
     *(types.ModuleType, types.FunctionType, type, property, staticmethod, classmethod, torch.Tensor, np.ndarray),
     *(str, bytes, bytearray, int, float, complex, type(None)),
 )
+
+
+class EpochGenerators(GeneratorStates):
+    """All generators, as they are when an epoch begins."""
+
+    own: dict[str, Any]
+    """Those that the data owns, by path."""
 
 
 class EpochGenerator(torch.Generator):

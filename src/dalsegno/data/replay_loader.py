@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from dalsegno.data.digests import add_batch
+from dalsegno.data.generators import EpochGenerators
 from dalsegno.data.splitting import RankShard
 from dalsegno.distributed import collectives
 from dalsegno.distributed.rng import (
-    GeneratorStates,
     capture_generators,
     preserved_generators,
     restore_generators,
@@ -28,11 +28,6 @@ from .loader import NOT_EXACT, EpochPlace, Microbatch, or_another_kind
 from .user_loader import END, UserLoader
 
 log = logging.getLogger(__name__)
-
-
-class EpochGenerators(GeneratorStates):
-    own: dict[str, Any]
-    """Those that the data owns, by path."""
 
 
 class ReadContents(TypedDict):

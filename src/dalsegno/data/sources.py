@@ -15,9 +15,9 @@ from dalsegno.data.map_loader import MapLoader
 from dalsegno.data.replay_loader import ReplayLoader
 from dalsegno.data.sampler import ResumableSampler
 from dalsegno.data.splitting import RankShard, RestartedStream, StatefulRankShard, keeps_its_place, part_of_rank
-from dalsegno.data.stateful_dataloader import StatefulDataLoader, keeps_its_order
 from dalsegno.data.stateful_loader import StatefulLoader
 from dalsegno.data.step_batch import LoaderView
+from dalsegno.data.torchdata_loaders import StatefulDataLoader, keeps_its_order, restore_orders_of_nodes
 from dalsegno.data.user_loader import UserLoader
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
@@ -91,6 +91,7 @@ def resumable_loader(loader: Iterable[Any], *, seed: int = 0, world_size: int = 
     samples; any other is read again up to the position. Raises EmptyDataset if the loader has length 0;
     ConfigurationError if it is not iterable.
     """
+    restore_orders_of_nodes(loader)
     kind = StatefulLoader if isinstance(loader, Stateful) and keeps_its_order(loader) else ReplayLoader
     resumable = collectives.run_on_all_ranks(lambda: kind(_iterable(loader), seed=seed, world_size=world_size))
     resumable.exchange_lengths()

@@ -80,13 +80,7 @@ class StatefulLoader(UserLoader):
         self.own_generators.load_state_dict(self._loaded_own)
         if cut:
             self._drop_one(iterator)
-        if (
-            cut
-            or self._epoch_listeners()
-            or self._loaded_own
-            or self._starts_workers()
-            or hasattr(loader, "restart_on_stop_iteration")
-        ):
+        if cut or self._epoch_listeners() or self._loaded_own or self._starts_workers():
             # Again: the loaded state contains another epoch, and the first iterator drew from the loader's generator.
             self._announce_epoch(self.epoch)
             iterator = iter(loader)

@@ -12,7 +12,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.component import Stateful, stateful_behind
 
 from .fingerprint import ProbeResult, fingerprint, probe, same
-from .stateful_dataloader import StatefulDataLoader, keeps_its_order
+from .torchdata_loaders import StatefulDataLoader, keeps_its_order
 
 
 @dataclass(frozen=True, slots=True)

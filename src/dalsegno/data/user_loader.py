@@ -17,7 +17,7 @@ from dalsegno.stateful.component import Scope
 
 from .generators import EpochGenerator
 from .loader import Microbatch, expect_kind, length_of, plain_batch, sample_count
-from .stateful_dataloader import StatefulDataLoader
+from .torchdata_loaders import StatefulDataLoader
 from .workers import ignore_stop_signals
 
 END = object()

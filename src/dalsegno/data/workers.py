@@ -21,7 +21,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import fetch
 
-from .stateful_dataloader import StatefulDataLoader
+from .torchdata_loaders import StatefulDataLoader
 
 _GRACE = 1.0  # seconds at exit
 
