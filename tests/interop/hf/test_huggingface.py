@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import pprint
 import sys
 import threading
 from pathlib import Path
@@ -206,6 +208,18 @@ def test_arguments_have_their_names(tmp_path: Path) -> None:
     assert args.deepspeed is None
     with pytest.raises(AttributeError, match=r"dalsegno has no counterpart of args\.flux_capacitor"):
         _ = args.flux_capacitor
+
+
+def test_arguments_are_printed_and_copied_as_a_dataclass(tmp_path: Path) -> None:
+    args, _, _ = captured(tmp_path, "on_train_begin", run_name="one")
+    names = {field.name for field in dataclasses.fields(args)}
+    assert names == args.to_dict().keys()
+    assert dataclasses.asdict(args)["run_name"] == "one"
+    assert "run_name='one'" in pprint.pformat(args)
+    other = dataclasses.replace(args, run_name="two", gradient_accumulation_steps=7)
+    assert (other.run_name, other.gradient_accumulation_steps, other.learning_rate) == ("two", 7, args.learning_rate)
+    assert (args.run_name, other.device, other.n_gpu, other.deepspeed) == ("one", args.device, 0, None)
+    assert other.to_dict().keys() == args.to_dict().keys()
 
 
 def test_accumulation_steps_are_those_of_the_step(tmp_path: Path) -> None:

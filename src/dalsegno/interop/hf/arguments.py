@@ -6,6 +6,7 @@ import json
 import math
 import socket
 import sys
+from collections.abc import Callable
 from copy import copy
 from dataclasses import MISSING, Field, fields, make_dataclass
 from datetime import datetime
@@ -51,6 +52,15 @@ _FIXED: dict[str, Any] = {
 """Settings of features that only Hugging Face's Trainer has, with the values that turn them off."""
 
 
+_LIVE: dict[str, Callable[[Any], Any]] = {
+    "device": lambda args: device_of(args._model),
+    "gradient_accumulation_steps": lambda args: args._args.accumulation.at(args._state.global_step),  # of the next step
+    "n_gpu": lambda args: 1 if str(args.device).startswith("cuda") else 0,
+    "_n_gpu": attrgetter("n_gpu"),
+}
+"""Settings that change during a run."""
+
+
 class Strategy(StrEnum):
     """Compares equal to Hugging Face's members, and to plain strings."""
 
@@ -67,8 +77,12 @@ class Arguments:
     strategy ``"no"``, and so many steps that no step is a multiple of them.
     """
 
-    def __init__(self, context: Context, *, evaluates: bool) -> None:
-        """``evaluates``: whether there is an evaluation set."""
+    def __init__(self, context: Context | None = None, *, evaluates: bool = False, **values: Any) -> None:
+        """``evaluates``: whether there is an evaluation set. Without a context ``values`` are all that there is, as
+        :func:`dataclasses.replace` needs."""
+        if context is None:
+            vars(self).update(values)
+            return
         args = context.args
         self._args = args
         self._model = context.model
@@ -102,25 +116,12 @@ class Arguments:
         folders = (self._args.directory / "runs" / each for each in names)
         return str(next(folder for folder in folders if not folder.exists()))
 
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of the next step."""
-        return self._args.accumulation.at(self._state.global_step)
-
-    @property
-    def device(self) -> Any:
-        return device_of(self._model)
-
-    @property
-    def n_gpu(self) -> int:
-        return 1 if str(self.device).startswith("cuda") else 0
-
-    _n_gpu = n_gpu
-
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_args", "_state"):
+        if name.startswith("__") or name in ("_args", "_model", "_state"):
             raise AttributeError(name)
-        if hasattr(self._args, name):
+        if name in _LIVE:
+            return _LIVE[name](self)
+        if hasattr(self, "_args") and hasattr(self._args, name):
             return getattr(self._args, name)
         if name in _FIXED:
             return _FIXED[name]
@@ -128,9 +129,16 @@ class Arguments:
 
     @property
     def __dataclass_fields__(self) -> dict[str, Field[Any]]:
-        """So that ``dataclasses.fields`` and ``asdict`` work as with Hugging Face's class."""
-        names = [name for name in self.to_dict() if name.isidentifier()]
-        return {field.name: field for field in fields(make_dataclass("Settings", names))}
+        """So that ``dataclasses.fields``, ``asdict`` and ``replace`` work as with Hugging Face's class."""
+        return {field.name: field for field in fields(self._as_dataclass())}
+
+    @property
+    def __dataclass_params__(self) -> Any:
+        """For ``pprint``."""
+        return vars(self._as_dataclass())["__dataclass_params__"]
+
+    def _as_dataclass(self) -> type:
+        return make_dataclass("Settings", [name for name in self.to_dict() if name.isidentifier()])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return the real class of transformers, if that is imported: W&B's callback builds a Trainer of the copy.
@@ -152,7 +160,8 @@ class Arguments:
         """Return all settings as JSON values."""
         values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         own = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
-        return {**_FIXED, **self._args.to_dict(), **own, "device": str(self.device), "n_gpu": self.n_gpu}
+        settings = self._args.to_dict() if hasattr(self, "_args") else {}
+        return {**_FIXED, **settings, **own, "device": str(self.device), "n_gpu": self.n_gpu}
 
     def __repr__(self) -> str:
         return f"TrainingArguments({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
