@@ -359,6 +359,7 @@ def test_the_trainer_is_at_the_step_of_a_checkpoint_that_is_published_later(
 
     class Upload(base()):  # type: ignore[misc]
         def on_after_save_checkpoint(self, trainer: Any, ckpt_path: str) -> None:
+            assert ckpt_path.startswith(str(tmp_path))
             seen.append((trainer.global_step, Path(ckpt_path).name))
 
     small_trainer(tmp_path, hold_save(monkeypatch, 2, until=4), Upload(), max_steps=6, save_steps=2).train()

@@ -102,6 +102,28 @@ def test_metrics_of_a_step_come_before_its_count(tmp_path: Path) -> None:
     assert {metrics["tokens"] for metrics in given} == {24}
 
 
+def test_the_metrics_of_a_step_reach_a_class_of_dalsegno_under_forgathers_names(tmp_path: Path) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    class Watch(ds.TrainerCallback):
+        def on_train_metrics(  # type: ignore[no-untyped-def, override]
+            self,
+            args: Any,
+            state: Any,
+            control: Any,
+            loss: Any = None,
+            grad_norm: Any = None,
+            tokens: Any = None,
+            **kw: Any,
+        ) -> None:
+            seen.append((loss, grad_norm, tokens))
+            assert kw["metrics"]["loss"] == loss
+
+    train(tmp_path, Watch())
+    assert len(seen) == 9
+    assert all(loss > 0 and grad_norm > 0 and tokens == 24 for loss, grad_norm, tokens in seen)
+
+
 def test_the_numbers_of_a_record_are_those_of_its_interval(tmp_path: Path) -> None:
     norms: list[float] = []
     rates: list[float] = []

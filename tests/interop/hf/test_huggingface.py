@@ -100,7 +100,8 @@ def test_a_leg_that_begins_inside_an_epoch_begins_it(tmp_path: Path) -> None:
 def test_keywords_are_theirs(tmp_path: Path) -> None:
     recorder = Recorder()
     play(tmp_path, recorder)
-    added = {"log": ["logs"], "log_step": ["logs"], "evaluate": ["metrics"], "train_metrics": ["metrics"]}
+    of_step = ["metrics", "loss", "grad_norm", "tokens"]
+    added = {"log": ["logs"], "log_step": ["logs"], "evaluate": ["metrics"], "train_metrics": of_step}
     for name, kwargs in recorder.calls.items():
         assert sorted(kwargs) == sorted([*PLAIN, "trainer", *added.get(name, [])]), name
     given = recorder.calls["step_end"]

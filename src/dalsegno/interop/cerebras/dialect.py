@@ -137,7 +137,7 @@ VALUES: Mapping[str, Callable[[SharedState, Any], Any]] = {
     "last_batch": lambda shared, ctx: shared.batch,
     "metrics": lambda shared, ctx: dict(ctx.logs),
     "step": lambda shared, ctx: ctx.state.global_step,
-    "ckpt_path": lambda shared, ctx: ctx.path,
+    "ckpt_path": lambda shared, ctx: str(ctx.path),
     "exception": lambda shared, ctx: ctx.exception,
 }
 

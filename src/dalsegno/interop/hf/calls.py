@@ -93,6 +93,7 @@ def adding(get: Callable[[SharedState, Any], dict[str, Any]]) -> Wrapper:
 
 
 with_metrics = adding(lambda shared, ctx: {"metrics": shared.metrics_of(ctx)})
+with_step_metrics = adding(lambda shared, ctx: {"metrics": shared.metrics_of(ctx), **_of_step(ctx)})
 with_mutable_record = adding(lambda shared, ctx: {"logs": ctx.logs})
 """Call with the record itself: what the method adds to it is logged."""
 unless_last = under(lambda shared, ctx: not ctx.is_last)
@@ -152,6 +153,14 @@ def ignoring_last_step(invoke: Invoke, binder: Binder) -> Call:
     return call
 
 
+_OF_STEP = ("loss", "grad_norm", "tokens")
+
+
+def _of_step(ctx: contexts.MetricsContext) -> dict[str, Any]:
+    """Return Forgather's numbers of a step, which have no tokens where the batches have none."""
+    return {name: ctx.metrics.get(name, 0 if name == "tokens" else None) for name in _OF_STEP}
+
+
 WRAPPERS: Wrappers = {
     (Event.INIT_END, "on_init_end"): direct,
     (Event.TRAIN_BEGIN, "on_train_begin"): direct,
@@ -164,7 +173,7 @@ WRAPPERS: Wrappers = {
     (Event.PRE_OPTIMIZER_STEP, "on_pre_optimizer_step"): direct,
     (Event.OPTIMIZER_STEP, "on_optimizer_step"): direct,
     (Event.STEP_END, "on_step_end"): direct,
-    (Event.TRAIN_METRICS, "on_train_metrics"): with_metrics,
+    (Event.TRAIN_METRICS, "on_train_metrics"): with_step_metrics,
     (Event.LOG_STEP, "on_epoch_end"): if_epoch_left,
     (Event.LOG_STEP, "on_log_step"): with_mutable_record,
     (Event.LOG, "on_log"): with_record,
@@ -181,6 +190,7 @@ ADDED: Mapping[Wrapper, Sequence[str]] = {
     with_record: ("logs",),
     with_mutable_record: ("logs",),
     with_metrics: ("metrics",),
+    with_step_metrics: ("metrics", *_OF_STEP),
 }
 """Keyword arguments that a wrapper adds."""
 
@@ -262,10 +272,9 @@ def with_mutable_interval_record(invoke: Invoke, binder: Binder) -> Call:
 
 def before_count(invoke: Invoke, binder: Binder) -> Call:
     def call(adapted: Any, ctx: contexts.MetricsContext) -> Answer:
-        before, metrics = ctx.copy(), ctx.metrics
+        before = ctx.copy()
         before.state.global_step -= 1
-        given = {"loss": metrics["loss"], "grad_norm": metrics.get("grad_norm"), "tokens": metrics.get("tokens", 0)}
-        return invoke(adapted, before, **given)
+        return invoke(adapted, before, **_of_step(ctx))
 
     return call
 
@@ -284,7 +293,7 @@ FORGATHER_ADDED: Mapping[Wrapper, Sequence[str]] = {
     **ADDED,
     with_mutable_interval_record: ("logs",),
     with_interval_record: ("logs",),
-    before_count: ("loss", "grad_norm", "tokens"),
+    before_count: _OF_STEP,
 }
 
 
