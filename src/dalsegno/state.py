@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypedDict, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypedDict, get_args
 
 from .errors import ConfigurationError
 from .policies.recovery import RollbackRequest
@@ -250,6 +250,21 @@ class StopRequest(NamedTuple):
         return GivenUp(by=self.by, why=self.reason, diverged=self.diverged, goal=goal) if self.is_final else None
 
 
+class Misnomer:
+    """An attribute of other libraries' objects: reading or setting it raises an AttributeError with what to do here."""
+
+    def __init__(self, advice: str) -> None:
+        self._advice = advice
+
+    def __get__(self, owner: object, kind: type) -> Self:
+        if owner is None:
+            return self
+        raise AttributeError(f"{kind.__name__} has no such attribute; {self._advice}")
+
+    def __set__(self, owner: object, value: object) -> None:
+        self.__get__(owner, type(owner))
+
+
 class TrainerControl:
     """The callbacks' requests. A handler sets a flag; all ranks act on it together at the end of the step.
 
@@ -274,6 +289,8 @@ class TrainerControl:
     should_evaluate: bool
     should_save: bool
     should_epoch_stop: bool
+    should_stop = stop_training = Misnomer("set should_training_stop, or call stop(reason)")
+    should_checkpoint = Misnomer("set should_save")
     stop_request: StopRequest | None
     """The first request to stop; None until there is one."""
     rollback_request: RollbackRequest | None
@@ -316,7 +333,7 @@ class TrainerControl:
 
     @should_training_stop.setter
     def should_training_stop(self, value: bool) -> None:
-        self._stopping = value
+        self._stopping = _flag("should_training_stop", value)
         self._set(value)
 
     @property
@@ -325,7 +342,7 @@ class TrainerControl:
 
     @should_abort_without_save.setter
     def should_abort_without_save(self, value: bool) -> None:
-        self._aborting = value
+        self._aborting = _flag("should_abort_without_save", value)
         self._set(value)
 
     def stop(
@@ -433,6 +450,12 @@ class TrainerControl:
             self._remember(control.stop_request)
         else:
             self._set(self.should_training_stop)
+
+
+def _flag(name: str, value: object) -> bool:
+    if isinstance(value, str):
+        raise ConfigurationError(f"control.{name}={value!r}; needs True or False")
+    return bool(value)
 
 
 def _from_foreign_control(returned: Any) -> TrainerControl:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 import dalsegno as ds
-from dalsegno.callbacks import DefaultMetrics, DivergenceDetector, EarlyStopping, JsonLogger, Notify
+from dalsegno.callbacks import DefaultMetrics, DivergenceDetector, EarlyStopping, GradNormLogger, JsonLogger, Notify
 from dalsegno.errors import (
     CannotSave,
     ConfigurationError,
@@ -330,7 +331,9 @@ def test_a_handler_with_other_parameters(tmp_path: Path) -> None:
     class Foreign(ds.Callback):
         def on_save(self, args: object, state: object, control: object) -> None: ...
 
-    with pytest.raises(ds.ConfigurationError, match=r"Foreign.on_save\(args.*\): a handler takes \(self, ctx\)"):
+    with pytest.raises(
+        ds.ConfigurationError, match=r"Foreign.on_save\(args.*\): a handler takes \(self, ctx\).*TrainerCallback"
+    ):
         small_trainer(tmp_path, Foreign())
 
 
@@ -368,3 +371,136 @@ def test_what_is_refused_in_a_save_reaches_on_exception(tmp_path: Path) -> None:
     with pytest.raises(CannotSave):
         small_trainer(tmp_path, watch, Grows(), max_steps=1, save_steps=1).train()
     assert seen[0].startswith("callbacks.Grows.seen: cannot save a set")
+
+
+def trained(tmp_path: Path, *callbacks: Any, **parts: Any) -> ds.TrainResult:
+    return small_trainer(tmp_path, *callbacks, parts=parts, max_steps=1).train()
+
+
+def in_a_step(tmp_path: Path, do: Callable[[Any], object]) -> object:
+    return trained(tmp_path, Listener({"on_step_end": lambda ctx: (do(ctx), None)[1]}))
+
+
+def with_handler(tmp_path: Path, name: str) -> object:
+    return trained(tmp_path, type("C", (ds.Callback,), {name: lambda self, ctx: None})())
+
+
+def frozen(tmp_path: Path) -> object:
+    return small_trainer(tmp_path, model=TinyRegression().requires_grad_(False))
+
+
+def resumed(tmp_path: Path, origin: str) -> object:
+    trained(tmp_path)
+    return small_trainer(tmp_path).train(origin.format(tmp_path))
+
+
+def at(name: str) -> Callable[[Path], object]:
+    return lambda tmp_path: getattr(small_trainer(tmp_path), name)
+
+
+def adamw() -> torch.optim.Optimizer:
+    return torch.optim.AdamW(TinyRegression().parameters())
+
+
+EVERYDAY: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
+    "an optimizer's class": (
+        lambda path: trained(path, optimizer=torch.optim.AdamW),
+        ConfigurationError,
+        r"optimizer: AdamW is a class; give an instance: AdamW\(model.parameters\(\), …\)",
+    ),
+    "Hugging Face's pair": (
+        lambda path: trained(path, optimizer=(adamw(), None)),
+        ConfigurationError,
+        r"optimizer: a tuple; .* apart: optimizer=…, lr_scheduler=…",
+    ),
+    "a schedule's name": (
+        lambda path: trained(path, lr_scheduler="cosine"),
+        ConfigurationError,
+        r"TrainingArguments\(lr_scheduler_type='cosine'\)",
+    ),
+    "a schedule's class": (
+        lambda path: trained(path, lr_scheduler=torch.optim.lr_scheduler.StepLR),
+        ConfigurationError,
+        r"StepLR is a class; give an instance: StepLR\(optimizer, …\)",
+    ),
+    "no loss": (lambda path: trained(path, loss_fn=lambda *_: None), ConfigurationError, "the loss is None; needs one"),
+    "many losses": (
+        lambda path: trained(path, loss_fn=lambda *_: torch.ones(3, requires_grad=True)),
+        ConfigurationError,
+        r"the loss is a tensor of shape \(3,\); needs one number",
+    ),
+    "no as a flag": (
+        lambda path: in_a_step(path, lambda ctx: setattr(ctx.control, "should_training_stop", "no")),
+        ConfigurationError,
+        "control.should_training_stop='no'; needs True or False",
+    ),
+    "all frozen": (frozen, ConfigurationError, r"all parameters of the model are frozen; set requires_grad_\(True\)"),
+    "from a run's folder": (
+        lambda path: resumed(path, "{}"),
+        ConfigurationError,
+        "the folder of a run; pass one of its checkpoints, such as .*step-00000500.* set output_dir= to it",
+    ),
+    "from the latest": (
+        lambda path: resumed(path, "latest"),
+        ConfigurationError,
+        "'latest': there is no such path; pass True for the newest checkpoint",
+    ),
+    "an empty set among others": (
+        lambda path: trained(path, eval_dataset={"full": tiny_regression_data(4), "void": []}),
+        ds.EmptyDataset,
+        "the set 'void': the dataset has length 0",
+    ),
+    "a path for logs": (lambda path: ds.open_logs(str(path / "none")), ds.NotFound, "none: no such file or folder"),
+    "fit": (at("fit"), AttributeError, r"'fit'; use trainer.train\(\)"),
+    "save_model": (at("save_model"), AttributeError, "use dalsegno.export_model"),
+    "the trainer's step": (at("global_step"), AttributeError, "use trainer.state.global_step"),
+    "the context's step": (
+        lambda path: in_a_step(path, lambda ctx: ctx.global_step),
+        AttributeError,
+        "StepEndContext has no attribute 'global_step'; use ctx.state.global_step",
+    ),
+    "should_stop is set": (
+        lambda path: in_a_step(path, lambda ctx: setattr(ctx.control, "should_stop", True)),
+        AttributeError,
+        "set should_training_stop",
+    ),
+    "should_stop is read": (
+        lambda path: in_a_step(path, lambda ctx: ctx.control.should_stop),
+        AttributeError,
+        "set should_training_stop",
+    ),
+    "Lightning's handler": (
+        lambda path: with_handler(path, "on_train_batch_end"),
+        UnknownName,
+        "'on_train_batch_end'; did you mean 'on_microbatch_end'",
+    ),
+    "a function": (lambda path: trained(path, lambda ctx: None), UnknownDialect, r"dalsegno.on\(dalsegno.Event"),
+    "an argument too many": (lambda path: type("C", (ds.Callback,), {})(3), TypeError, "argument"),
+    "a setting that is set later": (
+        lambda path: setattr(arguments(path), "max_step", 3),
+        UnknownName,
+        "unknown setting of TrainingArguments 'max_step'; did you mean 'max_steps'",
+    ),
+    "no folder": (lambda _: ds.TrainingArguments(""), ConfigurationError, "output_dir=''; name the run's folder"),
+}
+
+
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_what_is_often_got_wrong_in_the_first_week(tmp_path: Path, name: str) -> None:
+    do, kind, text = EVERYDAY[name]
+    with pytest.raises(kind, match=text):
+        do(tmp_path)
+
+
+def test_what_is_often_tried_in_the_first_week_and_works(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A set given to evaluate(), one path for a report, the home directory; a schedule of evaluations without a set."""
+    trainer = small_trainer(
+        tmp_path / "run", JsonLogger(), GradNormLogger(), max_steps=1, logging_steps=1, eval_steps=1
+    )
+    trainer.train()
+    said = "GradNormLogger does nothing, evaluations (Every(steps=1)) are not made: there is no"
+    assert [each for each in caplog.messages if each.startswith(said)]
+    assert trainer.evaluate({"web": tiny_regression_data(4)}).keys() >= {"eval_web_loss"}
+    assert ds.write_report(tmp_path / "run", tmp_path / "report.html").stat().st_size
+    assert [log.name for log in ds.open_logs(str(tmp_path / "run"))] == ["run"]
+    assert ds.TrainingArguments("~/run").output_dir == Path.home() / "run"

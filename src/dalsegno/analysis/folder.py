@@ -51,9 +51,12 @@ def open_log(path: str | os.PathLike[str], step_key: str | None = None) -> Train
     return runs[0] if runs[0].path == path else RunFolder(path, runs)
 
 
-def open_logs(paths: Iterable[str | os.PathLike[str]], step_key: str | None = None) -> list[TrainingLog]:
+def open_logs(
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], step_key: str | None = None
+) -> list[TrainingLog]:
     """The runs under all paths, in order. Runs of the same name, such as ``a/run`` and ``b/run``, get as much of their
-    path as makes the names unique. Raises as :func:`open_log` does."""
+    path as makes the names unique. A single path is a list of one. Raises as :func:`open_log` does."""
+    paths = [paths] if isinstance(paths, str | os.PathLike) else paths
     runs = [run for path in paths for run in open_log(path, step_key)]
     make_names_unique(runs)
     return runs

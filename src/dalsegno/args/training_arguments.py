@@ -213,9 +213,17 @@ class TrainingArguments:
                 raise UnknownName(f"argument of {cls.__name__}", name, known, answers(known, "Trainer"))
         return super().__new__(cls)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not hasattr(type(self), name) and name not in self.__dataclass_fields__:
+            known = [field.name for field in fields(self)]
+            raise UnknownName(f"setting of {type(self).__name__}", name, known, answers(known, "Trainer"))
+        super().__setattr__(name, value)
+
     @short_traceback
     def __post_init__(self) -> None:
         check_each(self, TrainingArguments)
+        if not str(self.output_dir):
+            raise ConfigurationError("output_dir=''; name the run's folder, or '.' for the current one")
         if not is_url(self.output_dir):
             if self.local_dir is not None:
                 raise ConfigurationError(
@@ -224,9 +232,9 @@ class TrainingArguments:
                 )
             if is_mangled_url(self.output_dir):
                 raise ConfigurationError(f"output_dir={str(self.output_dir)!r}: pass a URL as str, not as Path")
-            self.output_dir = Path(self.output_dir).absolute()
+            self.output_dir = Path(self.output_dir).expanduser().absolute()
         elif self.local_dir is not None:
-            self.local_dir = Path(self.local_dir).absolute()
+            self.local_dir = Path(self.local_dir).expanduser().absolute()
         self.parallel = modes.checked(self.parallel)
         self._check_optimization()
         if self.bf16 and self.fp16:

@@ -11,7 +11,7 @@ from dalsegno.args import TrainingArguments
 from dalsegno.distributed import accelerator
 from dalsegno.distributed.layout import Layout
 from dalsegno.distributed.modes import parts_of_batch
-from dalsegno.errors import ConfigurationError
+from dalsegno.errors import ConfigurationError, EmptyDataset
 
 from . import (
     EvalBatches,
@@ -93,10 +93,13 @@ def evaluation_sets_from_args(
 
     if not isinstance(given, dict):
         return [EvaluationSet("eval", "eval", loader_of(given))]
-    return [
-        EvaluationSet(name or "eval", f"eval_{name}" if name else "eval", loader_of(source))
-        for name, source in given.items()
-    ]
+    sets = []
+    for name, source in given.items():
+        try:
+            sets.append(EvaluationSet(name or "eval", f"eval_{name}" if name else "eval", loader_of(source)))
+        except EmptyDataset as error:
+            raise EmptyDataset(f"the set {name!r}: {error}") from error
+    return sets
 
 
 def eval_batches(sets: Sequence[EvaluationSet], device: torch.device) -> EvalBatches | dict[str, EvalBatches]:

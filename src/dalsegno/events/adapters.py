@@ -21,7 +21,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, update_wrapper
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -227,6 +227,11 @@ def _detect_dialect(callback: object) -> type[CallbackAdapter]:
         kinds = [kind for kind in installed_dialects().values() if seen(callback, kind)]
         if len(kinds) == 1:
             return kinds[0]
+    if isinstance(callback, FunctionType):
+        raise UnknownDialect(
+            f"callbacks: {callback.__name__} is a function; say at which event it is called: "
+            "dalsegno.on(dalsegno.Event.STEP_END, function)"
+        )
     known = ", ".join(map(repr, installed_dialects())) or "none"
     raise UnknownDialect(
         f"callbacks: {callback!r} is not a dalsegno.Callback, and its dialect cannot be detected; if it was written "

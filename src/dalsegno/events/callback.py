@@ -42,6 +42,27 @@ Answer = TrainerControl | None
 """A handler may return a TrainerControl, whose flags are then copied."""
 
 HANDLERS = {event.handler: event for event in Event}
+_NAMES_ELSEWHERE = {
+    "on_fit_start": "on_train_begin",
+    "on_fit_end": "on_train_end",
+    "on_train_start": "on_train_begin",
+    "on_train_epoch_start": "on_epoch_begin",
+    "on_train_epoch_end": "on_epoch_end",
+    "on_batch_begin": "on_microbatch_begin",
+    "on_batch_start": "on_microbatch_begin",
+    "on_batch_end": "on_microbatch_end",
+    "on_train_batch_begin": "on_microbatch_begin",
+    "on_train_batch_start": "on_microbatch_begin",
+    "on_train_batch_end": "on_microbatch_end",
+    "on_substep_end": "on_microbatch_end",
+    "on_before_optimizer_step": "on_pre_optimizer_step",
+    "on_validation_start": "on_evaluate_begin",
+    "on_validation_begin": "on_evaluate_begin",
+    "on_validation_end": "on_evaluate",
+    "on_save_checkpoint": "state_dict() and load_state_dict() are what a callback saves; on_save is for its file",
+    "on_load_checkpoint": "state_dict() and load_state_dict() are what a callback saves; on_load comes after them",
+}
+"""Handlers of Lightning, Keras and Hugging Face."""
 
 C = TypeVar("C", bound="Callback")
 
@@ -109,6 +130,8 @@ class Callback:
     """False: its handlers need more than a snapshot of the context, so ``Background`` refuses it."""
     needs_evaluations: bool = False
     """True: it needs evaluations, so a run without anything to evaluate on is refused."""
+    only_at_evaluations: bool = False
+    """True: without evaluations it does nothing, so a run without anything to evaluate on warns of it."""
     reads_nonfinite_loss: bool = False
     """True: it reads NaN or infinity from the ``loss`` of training records, which other trainers may leave out."""
     ranks: Literal["all", "zero"] = "all"
@@ -143,7 +166,7 @@ class Callback:
         names = {name for own in (*kinds, vars(self)) for name in own if name.startswith("on_")}
         for name in names:
             if name not in HANDLERS and callable(getattr(self, name)):
-                raise UnknownName(f"handler in {type(self).__name__}:", name, HANDLERS)
+                raise UnknownName(f"handler in {type(self).__name__}:", name, HANDLERS, _NAMES_ELSEWHERE)
         events = [event for handler, event in HANDLERS.items() if handler in names and self._overrides(handler)]
         for event in events:
             _check_signature(self, event)
@@ -229,7 +252,8 @@ def _check_signature(callback: Callback, event: Event) -> None:
     except TypeError as error:
         raise ConfigurationError(
             f"{callback.key}.{event.handler}({', '.join(inspect.signature(handler).parameters)}): a handler takes "
-            "(self, ctx); everything else is in ctx: ctx.args, ctx.state, ctx.control, ctx.model, …"
+            "(self, ctx); everything else is in ctx: ctx.args, ctx.state, ctx.control, ctx.model, …. For Hugging "
+            "Face's (args, state, control, **kwargs) derive the class from dalsegno.TrainerCallback"
         ) from error
     if isinstance(function, FunctionType):
         _checked.add(function)

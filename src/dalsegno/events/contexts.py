@@ -74,6 +74,13 @@ class Context:
     """The evaluation data, by name if there are several sets. May be read, but not during its evaluation."""
     trainer: TrainerLike
 
+    def __getattr__(self, name: str) -> Any:
+        parts = ("state", "control", "trainer", "args")
+        for part in () if name in parts or name.startswith("_") else parts:
+            if hasattr(getattr(self, part), name):
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; use ctx.{part}.{name}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
     def copy(self) -> Self:
         """Copy the context and the run's state, to keep after the handler has returned."""
         kept = copy.copy(self)

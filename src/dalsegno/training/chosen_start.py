@@ -30,6 +30,9 @@ from dalsegno.system import filesystem
 logger = logging.getLogger("dalsegno")
 
 
+_NEWEST = ("auto", "best", "last", "latest", "newest")
+
+
 @dataclass(frozen=True, slots=True)
 class ResumeOptions:
     """How a leg begins: the arguments of ``Trainer.train`` and ``dalsegno.Run`` about it."""
@@ -58,6 +61,10 @@ class ResumeOptions:
             raise ConfigurationError(
                 f"resume_from_checkpoint={self.origin!r}; pass True (from the newest checkpoint, if any), False "
                 "(start anew) or a checkpoint's path"
+            )
+        if str(self.origin) in _NEWEST and not Path(str(self.origin)).exists():
+            raise ConfigurationError(
+                f"resume_from_checkpoint={self.origin!r}: there is no such path; pass True for the newest checkpoint"
             )
         object.__setattr__(self, "allow_changes", check_allowed(self.allow_changes))
         names = [self.load_components] if isinstance(self.load_components, str) else list(self.load_components)

@@ -103,6 +103,12 @@ def _check_saveable(parts: RunParts) -> None:
     """Raises ConfigurationError if a schedule or the optimizer has no state that can be saved."""
     expect_optimizer(parts.optimizer)
     for each in parts.schedulers:
+        if isinstance(each, str):
+            raise ConfigurationError(f"lr_scheduler={each!r}; name it in TrainingArguments(lr_scheduler_type={each!r})")
+        if isinstance(each, type):
+            raise ConfigurationError(
+                f"lr_scheduler: {each.__name__} is a class; give an instance: {each.__name__}(optimizer, …)"
+            )
         if not isinstance(each, Stateful):
             raise ConfigurationError(
                 f"lr_scheduler: a {type(each).__name__} has no state_dict and load_state_dict, so a resumed run would "

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 from dalsegno.args import TrainingArguments
 from dalsegno.data import EvalLoader, to_device
 from dalsegno.data.step_batch import LossWeight, iter_steps
-from dalsegno.distributed import accelerator
+from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.inference import evaluating
 from dalsegno.distributed.rng import RandomState
 from dalsegno.errors import ConfigurationError, UnknownName
@@ -73,11 +73,12 @@ class EvaluationRunner:
         """Set the metrics measured at the current step so far, in this leg or the previous one."""
         self._measured = self._state.global_step, dict(metrics)
 
-    def evaluate(self) -> dict[str, float]:
-        """Measure the model on each set. Collective."""
+    def evaluate(self, evaluations: Sequence[Evaluation] = ()) -> dict[str, float]:
+        """Measure the model on each set; on those of the run, if none is given. Collective."""
         metrics: dict[str, float] = {}
-        for evaluation in self._evaluations:
-            metrics |= self._run(evaluation, metrics, is_last=evaluation is self._evaluations[-1])
+        evaluations = evaluations or self._evaluations
+        for evaluation in evaluations:
+            metrics |= self._run(evaluation, metrics, is_last=evaluation is evaluations[-1])
         return metrics
 
     def evaluate_step(self, stop_requested: Callable[[], bool]) -> bool:
@@ -258,6 +259,7 @@ def _number(value: Any) -> float:
     return number
 
 
+_NO_SET = "there is no evaluation set: pass eval_dataset= or eval_dataloader= (to ds.Run: evaluate=)"
 _MAX_SEARCHED = 10_000
 """Steps: a longer run is not searched for one that is both saved and evaluated."""
 
@@ -268,12 +270,15 @@ def expect_evaluations(args: TrainingArguments, callbacks: Iterable[Callback], *
     if args.keep is not None and _best_rules(args):
         waiting.append(f"keep={args.keep!r}")
     if not waiting:
+        idle = [f"{callback.key} does nothing" for callback in callbacks if callback.only_at_evaluations]
+        default = TrainingArguments.eval_steps, TrainingArguments.eval_strategy
+        if args.evaluation and (args.eval_steps, args.eval_strategy) != default:
+            idle.append(f"evaluations ({args.evaluation}) are not made")
+        if idle and not has_sets and collectives.rank() == 0:
+            logger.warning("%s: %s", ", ".join(idle), _NO_SET)
         return
     if not has_sets:
-        raise ConfigurationError(
-            f"{waiting[0]} needs evaluations, and there is no evaluation set: pass eval_dataset= or eval_dataloader= "
-            "(to ds.Run: evaluate=)"
-        )
+        raise ConfigurationError(f"{waiting[0]} needs evaluations, and {_NO_SET}")
     if not args.evaluation:
         logger.warning("%s needs evaluations, but none is scheduled: set eval_steps", waiting[0])
     elif _best_rules(args) and _never_meet(args):

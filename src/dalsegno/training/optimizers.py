@@ -41,6 +41,15 @@ def takes_adam_settings(args: TrainingArguments) -> bool:
 
 def expect_optimizer(optimizer: object) -> None:
     """Raises ConfigurationError for an object that only behaves like an optimizer: its state cannot be saved."""
+    if isinstance(optimizer, type):
+        raise ConfigurationError(
+            f"optimizer: {optimizer.__name__} is a class; give an instance: {optimizer.__name__}(model.parameters(), …)"
+        )
+    if isinstance(optimizer, list | tuple):
+        raise ConfigurationError(
+            f"optimizer: a {type(optimizer).__name__}; give the optimizer and its schedule apart: optimizer=…, "
+            "lr_scheduler=…. Only a loop of your own steps several: dalsegno.Run(optimizer=[…])"
+        )
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
             f"optimizer: a {type(optimizer).__name__} is not a torch.optim.Optimizer, so its state cannot be saved; "
@@ -57,6 +66,9 @@ def optimizer_from_args(modules: Iterable[nn.Module], args: TrainingArguments) -
     settings = {"lr": args.learning_rate, **(adam if takes_adam_settings(args) else {}), **(args.optim_args or {})}
     parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        state = "are frozen; set requires_grad_(True) on those to train" if parameters else "are missing"
+        raise ConfigurationError(f"optim={args.optim!r} has nothing to train: all parameters of the model {state}")
     groups: Groups = [
         {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": args.weight_decay},
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},

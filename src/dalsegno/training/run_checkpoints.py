@@ -185,6 +185,11 @@ class RunCheckpoints:
     def verified(self, path: Path) -> Checkpoint:
         """The checkpoint at ``path``, of this run or another. Raises NotFound or DamagedCheckpoint, and
         ConfigurationError if ``path`` contains weights only."""
+        if collectives.from_rank_zero((path / "run.json").is_file):
+            raise ConfigurationError(
+                f"resume_from_checkpoint={str(path)!r}: the folder of a run; pass one of its checkpoints, such as "
+                f"{str(path / 'checkpoints' / 'step-00000500')!r}. To resume the run itself, set output_dir= to it"
+            )
         if collectives.from_rank_zero(lambda: weights_are_at(path)):
             raise ConfigurationError(
                 f"resume_from_checkpoint={str(path)!r}: contains weights only, so no run can resume from it; also pass "

@@ -343,6 +343,8 @@ class ForwardPass:
         else:
             returned = self.module(*_arguments(batch)[0])
         loss, outputs = self._find_loss(returned, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ConfigurationError(f"the loss is {_described(loss)}; needs one number: a 0-dim tensor, the mean loss")
         if dispatcher.after_forward:
             dispatcher.after_forward.fill(outputs, batch)
             dispatcher.after_forward.fire()
@@ -361,12 +363,16 @@ class ForwardPass:
                 return returned["loss"], returned
         elif isinstance(getattr(returned, "loss", None), torch.Tensor):
             return returned.loss, {"loss": returned.loss, "outputs": returned}
-        is_tensor = isinstance(returned, torch.Tensor)
-        described = f"tensor of shape {tuple(returned.shape)}" if is_tensor else type(returned).__name__
         raise ConfigurationError(
-            f"the model returned a {described} and no loss; return the loss as a 0-dim tensor, as .loss or "
+            f"the model returned {_described(returned)} and no loss; return the loss as a 0-dim tensor, as .loss or "
             'as ["loss"], or pass loss_fn(outputs, batch) to the trainer'
         )
+
+
+def _described(returned: Any) -> str:
+    if isinstance(returned, Tensor):
+        return f"a tensor of shape {tuple(returned.shape)}"
+    return "None" if returned is None else f"a {type(returned).__name__}"
 
 
 def _arguments(batch: Any) -> tuple[list[Any], dict[str, Any]]:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from dalsegno.args import TrainingArguments, answers
 from dalsegno.control import CommandQueue
 from dalsegno.data import EvalLoader, ResumableLoader, TrainingData
-from dalsegno.data.build import Collator, eval_batches, evaluation_sets_from_args, train_loader_from_args
+from dalsegno.data.build import Collator, EvaluationSet, eval_batches, evaluation_sets_from_args, train_loader_from_args
 from dalsegno.data.step_batch import LossWeight
 from dalsegno.distributed.layout import build_layout
 from dalsegno.distributed.modes import modes_of, parts_of_batch
@@ -140,6 +140,13 @@ class Trainer:
         )
         self._parts.dispatcher.init_end.fire_with()
 
+    def __getattr__(self, name: str) -> Any:
+        advice = _ELSEWHERE.get(name)
+        if advice is None and name in TrainerState.__dataclass_fields__:
+            advice = f"trainer.state.{name}"
+        use = "" if advice is None else f"; use {advice}"
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{use}", name=name, obj=self)
+
     @property
     def state(self) -> TrainerState:
         return self._parts.state
@@ -213,18 +220,25 @@ class Trainer:
                 return loop.train(lifecycle.session(resumed_from), self._train_step)
 
     @short_traceback
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """Evaluate the model as it is on each evaluation set. Collective.
+
+        Args:
+            eval_dataset: one set, or a dict of several, instead of the trainer's.
 
         Raises:
             ConfigurationError: if there is no evaluation set.
         """
-        if not self._lifecycle.boundary.evaluations.has_sets:
+        evaluations = self._lifecycle.boundary.evaluations
+        if eval_dataset is None and not evaluations.has_sets:
             raise ConfigurationError(
                 "trainer.evaluate(): there is no evaluation set; pass eval_dataset= or eval_dataloader= to the "
                 "trainer, or use trainer.predict(dataset)"
             )
-        return self._lifecycle.boundary.evaluations.evaluate()
+        return evaluations.evaluate([self._evaluation(*each) for each in self._sets_of(eval_dataset)])
+
+    def _sets_of(self, dataset: Any) -> list[EvaluationSet]:
+        return evaluation_sets_from_args(self.args, self._parts.layout, dataset, None, self._collator)
 
     @short_traceback
     def predict(self, test_dataset: Any) -> dict[str, float]:
@@ -233,9 +247,7 @@ class Trainer:
         ``on_prediction_step`` receives the outputs of each batch, ``on_predict`` the metrics.
         """
         metrics: dict[str, float] = {}
-        for name, prefix, loader in evaluation_sets_from_args(
-            self.args, self._parts.layout, test_dataset, None, self._collator
-        ):
+        for name, prefix, loader in self._sets_of(test_dataset):
             evaluation = self._evaluation(name, prefix.replace("eval", "test", 1), loader)
             metrics |= evaluation(self._lifecycle.boundary.evaluations.between_batches)
         self._parts.dispatcher.predict.fire_with(metrics)
@@ -338,6 +350,19 @@ def _with_state(**functions: object) -> dict[str, Stateful]:
     found = {name: stateful_behind(each) for name, each in functions.items()}
     return {name: each for name, each in found.items() if each is not None}
 
+
+_ELSEWHERE = {
+    "fit": "trainer.train()",
+    "resume": "trainer.train(), which resumes by itself",
+    "test": "trainer.predict(dataset)",
+    "validate": "trainer.evaluate()",
+    "save_checkpoint": "trainer.save()",
+    "save_model": "dalsegno.export_model(checkpoint, folder), or trainer.save() for a checkpoint",
+    "save_state": "trainer.save()",
+    "log_metrics": "trainer.log(metrics)",
+    "should_stop": "trainer.control.should_training_stop, or trainer.stop()",
+}
+"""Attributes of other libraries' trainers."""
 
 _UNSUPPORTED_IF_FUSED = dict.fromkeys(
     [Event.GRADIENTS_READY, Event.PRE_OPTIMIZER_STEP],

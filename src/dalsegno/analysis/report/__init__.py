@@ -18,6 +18,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from dalsegno.analysis.divergence import DetectorSettings
+from dalsegno.analysis.folder import open_logs
 from dalsegno.analysis.log import TrainingLog
 from dalsegno.analysis.plotting.curves import colour
 from dalsegno.analysis.plotting.plot import TITLES
@@ -37,7 +38,7 @@ MOST_HEATMAPS = 8
 
 
 def write_report(
-    logs: Sequence[TrainingLog],
+    logs: Sequence[TrainingLog] | str | os.PathLike[str],
     path: str | os.PathLike[str],
     *,
     title: str | None = None,
@@ -46,6 +47,7 @@ def write_report(
     """Write a report on runs, at most 5 MB, as one HTML file; returns its path.
 
     Args:
+        logs: as :func:`open_logs` returns them, or the path of a run or of a folder of runs.
         path: overwritten if it exists.
         title: None: the names of the runs.
         settings: of the divergence detector.
@@ -53,6 +55,7 @@ def write_report(
     Raises:
         ConfigurationError: without a run, or if the runs do not fit into 5 MB.
     """
+    logs = open_logs(logs) if isinstance(logs, str | os.PathLike) else logs
     if not logs:
         raise ConfigurationError("a report needs at least one run")
     names = [log.name for log in logs]

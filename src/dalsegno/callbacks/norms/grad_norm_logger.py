@@ -45,6 +45,7 @@ class GradNormLogger(RecordCallback):
     """
 
     state_schema = GradNormState
+    only_at_evaluations = True
 
     def __init__(self, pattern: str | None = None, *, path: str | Path | None = None, name: str | None = None) -> None:
         super().__init__("logs/gradient_norms.jsonl", path, name)

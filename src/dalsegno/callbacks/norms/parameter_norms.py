@@ -119,6 +119,7 @@ class ParameterNormLogger(RecordCallback):
     """
 
     state_schema = ParameterNormState
+    only_at_evaluations = True
 
     def __init__(
         self,
