@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import default_collate
 
 from dalsegno.args import TrainingArguments
 from dalsegno.distributed import accelerator
@@ -25,6 +26,65 @@ from . import (
 )
 
 Collator = Callable[[list[Any]], Any]
+
+
+_PADDING = {"attention_mask": 0, "token_type_ids": 0, "special_tokens_mask": 1, "labels": -100}
+"""Values that a loss and a model ignore, by column."""
+
+
+class PaddedRows:
+    """torch's ``default_collate``; and rows of lists, as Hugging Face's datasets have them, of which it makes tensors.
+
+    Rows of different lengths are padded where a column's value for that is known: the tokenizer's for ``input_ids``,
+    or 0 beside an ``attention_mask``. A tokenizer that makes masks gets the one that is missing.
+    """
+
+    def __init__(self, processing_class: Any = None) -> None:
+        tokenizer = getattr(processing_class, "tokenizer", processing_class)
+        token, segment = getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "pad_token_type_id", 0)
+        self._values = {**_PADDING, "token_type_ids": segment, **({"input_ids": token} if token is not None else {})}
+        self._is_left = getattr(tokenizer, "padding_side", "right") == "left"
+        self._masks = "attention_mask" in getattr(tokenizer, "model_input_names", ())
+
+    def __call__(self, rows: list[Any]) -> Any:
+        if isinstance(rows[0], Mapping) and any(map(_is_numbers, rows[0].values())):
+            return self._columns(rows)
+        try:
+            return default_collate(rows)
+        except RuntimeError as error:
+            if isinstance(rows[0], Mapping):
+                return self._columns(rows)
+            raise ConfigurationError(
+                f"the samples of a batch cannot be stacked: {error}; pass data_collator=, a function from a list of "
+                "samples to a batch"
+            ) from error
+
+    def _columns(self, rows: list[Mapping[str, Any]]) -> dict[str, Any]:
+        if self._masks and "input_ids" in rows[0] and "attention_mask" not in rows[0]:
+            rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
+        values = self._values if "attention_mask" not in rows[0] else {"input_ids": 0, **self._values}
+        return {name: self._column(name, [row[name] for row in rows], values.get(name)) for name in rows[0]}
+
+    def _column(self, name: str, values: list[Any], padding: int | None) -> Any:
+        try:
+            tensors = [torch.tensor(each or [0])[: len(each)] if _is_numbers(each) else each for each in values]
+            lengths = {len(each) for each in tensors if isinstance(each, torch.Tensor) and each.ndim}
+            if len(lengths) > 1 and padding is not None:
+                tensors = [self._padded(each, max(lengths), padding) for each in tensors]
+            return default_collate(tensors)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"the column {name!r} of a batch's rows cannot be stacked: {error}. Pass data_collator=, a function "
+                "from a list of rows to a batch, or processing_class=, the tokenizer, which pads rows of tokens"
+            ) from error
+
+    def _padded(self, row: torch.Tensor, length: int, padding: int) -> torch.Tensor:
+        missing = row.new_full((length - len(row), *row.shape[1:]), padding)
+        return torch.cat([missing, row] if self._is_left else [row, missing])
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, list) and (not value or isinstance(value[0], int | float | list))
 
 
 class EvaluationSet(NamedTuple):

@@ -11,6 +11,9 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +29,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from dalsegno.data import to_device
 from dalsegno.data.loader import Microbatch
 from dalsegno.data.step_batch import StepBatch
+from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.distributed.parallel import Parallel
 from dalsegno.distributed.parallel.pipeline import Pipelined
@@ -38,6 +42,8 @@ from dalsegno.stateful.component import Stateful
 
 from .learning_rate import follow_groups
 from .parts import RunParts
+
+logger = logging.getLogger("dalsegno")
 
 
 class StepResult(NamedTuple):
@@ -298,14 +304,16 @@ class PipelinedAccumulation:
 Accumulation = MicrobatchAccumulation | PipelinedAccumulation
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
-"""``loss_fn(outputs, batch) -> loss``, for models that return no loss."""
+"""``loss_fn(outputs, batch) -> loss``, for models that return no loss; ``loss_fn(outputs, y)`` for batches ``(x, y)``
+whose last part the model does not take."""
 
 Outputs = MutableMapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """Calls ``module(**batch)`` (a mapping), ``module(*batch)`` (a tuple or list) or ``module(batch)``.
+    """Calls ``module(**batch)`` (a mapping), ``module(*batch)`` (a tuple or list) or ``module(batch)``, as far as
+    ``signature`` takes the batch.
 
     The loss is ``loss_fn(outputs, batch)``; without a ``loss_fn``, the returned tensor, its ``.loss`` or its
     ``["loss"]``.
@@ -317,6 +325,7 @@ class ForwardPass:
     device: torch.device
     autocast: torch.dtype | None
     is_compiled: bool
+    signature: BatchSignature
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -334,14 +343,14 @@ class ForwardPass:
         if self.is_compiled:
             keep_batch_size_static(batch)
         if dispatcher.before_forward:
-            args, kwargs = _arguments(batch)
+            args, kwargs = self.signature.arguments(batch)
             dispatcher.before_forward.fill(batch, args, kwargs)
             dispatcher.before_forward.fire()
-            returned = self.module(*args, **kwargs)
+            returned = self.module(*args, **self.signature.taken(kwargs))
         elif isinstance(batch, (dict, Mapping)):  # dict first: Mapping takes 1 µs
-            returned = self.module(**batch)
+            returned = self.module(**self.signature.taken(batch))
         else:
-            returned = self.module(*_arguments(batch)[0])
+            returned = self.module(*self.signature.arguments(batch)[0])
         loss, outputs = self._find_loss(returned, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ConfigurationError(f"the loss is {_described(loss)}; needs one number: a 0-dim tensor, the mean loss")
@@ -353,7 +362,7 @@ class ForwardPass:
 
     def _find_loss(self, returned: Any, batch: Any) -> tuple[torch.Tensor, Outputs]:
         if self.loss_fn is not None:
-            loss = self.loss_fn(returned, batch)
+            loss = self.loss_fn(returned, self.signature.loss_argument(batch))
             return loss, {"loss": loss, "outputs": returned}
         if isinstance(returned, torch.Tensor):
             if returned.ndim == 0:
@@ -365,7 +374,7 @@ class ForwardPass:
             return returned.loss, {"loss": returned.loss, "outputs": returned}
         raise ConfigurationError(
             f"the model returned {_described(returned)} and no loss; return the loss as a 0-dim tensor, as .loss or "
-            'as ["loss"], or pass loss_fn(outputs, batch) to the trainer'
+            f'as ["loss"], or pass loss_fn(outputs, batch) to the trainer{self.signature.advice(batch)}'
         )
 
 
@@ -375,17 +384,91 @@ def _described(returned: Any) -> str:
     return "None" if returned is None else f"a {type(returned).__name__}"
 
 
-def _arguments(batch: Any) -> tuple[list[Any], dict[str, Any]]:
-    if isinstance(batch, Mapping):
-        return [], dict(batch)
-    if isinstance(batch, (tuple, list)):
+class BatchSignature:
+    """Which parts of a batch the model takes, and which one the loss function does.
+
+    A mapping's columns that are no parameters of ``model.forward`` are not passed to it. Of ``(x, y)``, the last part
+    is the loss function's if that has a ``target``, as torch's do, or the model takes one argument less.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction | None) -> None:
+        base = getattr(model, "get_base_model", None)  # peft's wrapper passes any column on
+        parameters = [*inspect.signature((base() if callable(base) else model).forward).parameters.values()]
+        kinds = {each.kind for each in parameters}
+        self._named = {each.name for each in parameters if each.kind is not inspect.Parameter.POSITIONAL_ONLY}
+        self._takes_any_name = inspect.Parameter.VAR_KEYWORD in kinds
+        positional = [each for each in parameters if each.kind in _POSITIONAL]
+        self._most = math.inf if inspect.Parameter.VAR_POSITIONAL in kinds else len(positional)
+        self._has_loss_fn = loss_fn is not None
+        self._loss_name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        self._takes_target = _second_parameter(loss_fn) == "target"
+        self._model = type(model).__name__
+        self._warned = set[str]()
+
+    def taken(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The columns that the model takes. Warns once of each other one."""
+        if self._takes_any_name or columns.keys() <= self._named:
+            return columns
+        others = [name for name in columns if name not in self._named]
+        if new := [name for name in others if name not in self._warned]:
+            self._warned |= {*new}
+            if collectives.rank() == 0:
+                text = "%s.forward() does not take %s: not passed to the model; loss_fn= and callbacks get all columns"
+                logger.warning(text, self._model, ", ".join(map(repr, new)))
+        if len(others) == len(columns):
+            raise ConfigurationError(
+                f"{self._model}.forward({', '.join(self._named)}) takes none of the batch's columns: "
+                f"{', '.join(map(repr, others))}; rename them, or pass data_collator="
+            )
+        return {name: value for name, value in columns.items() if name in self._named}
+
+    def arguments(self, batch: Any) -> tuple[list[Any], dict[str, Any]]:
+        """The model's arguments; of a mapping, all columns."""
+        if isinstance(batch, Mapping):
+            return [], dict(batch)
+        if not isinstance(batch, (tuple, list)):
+            return [batch], {}
         if batch and all(isinstance(each, str) for each in batch):
             raise ConfigurationError(
                 f"the model was given a batch of {len(batch)} texts ({batch[0][:40]!r}…); convert them to tensors in "
                 "the dataset, or pass data_collator=, a function from a list of samples to a batch"
             )
-        return list(batch), {}
-    return [batch], {}
+        if len(batch) > self._most and not self._has_loss_fn:
+            raise ConfigurationError(
+                f"the batch has {len(batch)} parts, and {self._model}.forward() takes {self._most}; pass loss_fn=, "
+                "which is called with the outputs and the last part: CrossEntropyLoss(), or a function (outputs, y)"
+            )
+        return [*(batch[:-1] if self._has_target(batch) else batch)], {}
+
+    def loss_argument(self, batch: Any) -> Any:
+        """What the loss function gets besides the outputs."""
+        if self._takes_target and isinstance(batch, Mapping):
+            raise ConfigurationError(
+                f"loss_fn: {self._loss_name} takes (outputs, target), and the batch is a mapping of "
+                f"{', '.join(map(repr, batch))}; pass a function (outputs, batch) that picks both, such as lambda "
+                "outputs, batch: loss(outputs, batch['labels']), or let the dataset yield (x, y)"
+            )
+        return batch[-1] if self._has_target(batch) else batch
+
+    def advice(self, batch: Any) -> str:
+        """For a model that returned no loss."""
+        others = [name for name in batch if name not in self._named] if isinstance(batch, Mapping) else []
+        return f" (it does not take {', '.join(map(repr, others))})" if others and not self._takes_any_name else ""
+
+    def _has_target(self, batch: Any) -> bool:
+        is_pair = isinstance(batch, (tuple, list)) and len(batch) > 1
+        return is_pair and (self._takes_target or (self._has_loss_fn and len(batch) == self._most + 1))
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _second_parameter(loss_fn: object) -> str | None:
+    try:
+        names = [*inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn).parameters]  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # None, or a builtin without a signature
+        return None
+    return names[1] if len(names) > 1 else None
 
 
 def keep_batch_size_static(batch: Any) -> None:

@@ -15,7 +15,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from dalsegno.args import TrainingArguments, answers
 from dalsegno.control import CommandQueue
 from dalsegno.data import EvalLoader, ResumableLoader, TrainingData
-from dalsegno.data.build import Collator, EvaluationSet, eval_batches, evaluation_sets_from_args, train_loader_from_args
+from dalsegno.data.build import (
+    Collator,
+    EvaluationSet,
+    PaddedRows,
+    eval_batches,
+    evaluation_sets_from_args,
+    train_loader_from_args,
+)
 from dalsegno.data.step_batch import LossWeight
 from dalsegno.distributed.layout import build_layout
 from dalsegno.distributed.modes import modes_of, parts_of_batch
@@ -42,6 +49,7 @@ from .result import TrainResult
 from .settings import UserSupplied
 from .train_step import (
     Accumulation,
+    BatchSignature,
     EvaluationForward,
     ForwardPass,
     GradNormDemand,
@@ -58,22 +66,24 @@ class Trainer:
     """Trains ``model`` with the settings ``args``, and resumes the run in ``args.output_dir``.
 
     Args:
-        model: called with each batch, ``model(**batch)`` for a mapping; returns the loss as a 0-dim tensor, as
-            ``.loss`` or as ``["loss"]``.
+        model: called with each batch, ``model(**batch)`` for a mapping, of which it gets the columns that its
+            ``forward`` takes; returns the loss as a 0-dim tensor, as ``.loss`` or as ``["loss"]``.
         args: the settings of the run.
         train_dataset: map or iterable dataset; or pass your own ``train_dataloader``, which is used as it is.
         eval_dataset: the same for evaluation; the sets of a dict are evaluated one by one, under their names.
-        loss_fn: ``loss_fn(outputs, batch)``, for models that return no loss. If it is a module, it is moved to the
-            model's device, its parameters are trained with the model's, and all its tensors are saved. Of this and the
-            next two, an object with ``state_dict`` and ``load_state_dict`` is saved.
+        loss_fn: ``loss_fn(outputs, batch)``, for models that return no loss. Batches ``(x, y)`` are split if it is one
+            of torch's losses, or the model takes ``x`` only: ``model(x)``, then ``loss_fn(outputs, y)``. If it is a
+            module, it is moved to the model's device, its parameters are trained with the model's, and all its tensors
+            are saved. Of this and the next two, an object with ``state_dict`` and ``load_state_dict`` is saved.
         loss_weight: weight of a batch's mean loss within its step, a function of the batch, say its number of tokens;
             None: its number of samples. On several ranks it costs a small collective per step.
-        data_collator: makes a batch from a list of samples; None: torch's own.
+        data_collator: makes a batch from a list of samples; None: torch's own, which also takes rows of lists, as
+            Hugging Face's datasets have them, and pads them as ``processing_class`` does.
         optimizer: built on ``model`` (and ``loss_fn``); None: AdamW from ``args``.
         lr_scheduler: one or a list, each stepped after every step (a ``ReduceLROnPlateau`` after every evaluation,
             with ``metric_for_best_model``); None: warm-up and decay from ``args``.
         callbacks: called in this order, after the default ones; those of other libraries work too.
-        processing_class: tokenizer or processor; passed to callbacks.
+        processing_class: tokenizer or processor; pads rows of lists, and is passed to callbacks.
 
     Raises:
         ConfigurationError: if parts are missing, or do not fit together.
@@ -108,13 +118,13 @@ class Trainer:
     ) -> None:
         callbacks = instances(callbacks)
         _check_arguments(model, args, callbacks)
-        self.model, self.args, self._collator = model, args, data_collator
+        self.model, self.args, self._collator = model, args, data_collator or PaddedRows(processing_class)
         device = init_distributed(args.use_cpu)
         check_writable(args.directory)
         layout = build_layout(args.parallel, device)
-        loader = train_loader_from_args(args, layout, train_dataset, train_dataloader, data_collator)
+        loader = train_loader_from_args(args, layout, train_dataset, train_dataloader, self._collator)
         placed = place(model, loss_fn, optimizer, args, device, layout)
-        sets = evaluation_sets_from_args(args, layout, eval_dataset, eval_dataloader, data_collator)
+        sets = evaluation_sets_from_args(args, layout, eval_dataset, eval_dataloader, self._collator)
         _check_best(args, [each.name for each in sets])
         schedulers = build_schedulers(lr_scheduler, placed.optimizer, args, loader)
         context_fields = {
@@ -396,6 +406,7 @@ def build_step(
         device,
         autocast_dtype(bf16=args.bf16, fp16=args.fp16),
         args.torch_compile,
+        BatchSignature(parts.model, placed.loss_module or placed.loss_fn),
     )
     scaler = grad_scaler(placed.layout, device) if args.fp16 else None
     accumulate: Accumulation
