@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adafactor, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 import dalsegno as ds
 from dalsegno.testing import TinyRegression, tiny_regression_data
@@ -29,6 +29,9 @@ NAMED: dict[str, tuple[dict[str, Any], Build]] = {
         {"optim_args": {"momentum": 0.9, "nesterov": True}},
         lambda groups: SGD(groups, lr=0.01, momentum=0.9, nesterov=True),
     ),
+    "adam": ({"adam_beta2": 0.9}, lambda groups: Adam(groups, lr=0.01, betas=(0.9, 0.9))),
+    "rmsprop": ({"optim_args": {"momentum": 0.9}}, lambda groups: RMSprop(groups, lr=0.01, momentum=0.9)),
+    "nadam": ({}, lambda groups: NAdam(groups, lr=0.01)),
     "torch.optim:RMSprop": ({"optim_args": {"alpha": 0.9}}, lambda groups: RMSprop(groups, lr=0.01, alpha=0.9)),
 }
 STEPS = 5
@@ -84,6 +87,38 @@ def test_a_named_optimizer_resumes_under_a_schedule(tmp_path: Path, name: str) -
         return small_trainer(output_dir, *more, optim=name, max_steps=STEPS, save_steps=100, **NAMED[name][0])
 
     assert_resumes(trainer, tmp_path, 2)
+
+
+class Wide(nn.Module):
+    """Has a matrix that is large enough to be quantized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 1)])
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return ((x - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_4bit", "adamw_fp8"])
+def test_an_optimizer_of_torchao_resumes(tmp_path: Path, name: str) -> None:
+    def trainer(output_dir: Path, *more: ds.Callback) -> ds.Trainer:
+        torch.manual_seed(0)
+        return small_trainer(output_dir, *more, model=Wide(), optim=name, max_steps=STEPS, save_steps=100)
+
+    with torch.compiler.set_stance("force_eager"):  # its kernels take 20 s to compile
+        last = assert_resumes(trainer, tmp_path, 2)
+    state = last._parts.optimizer.state[last.model.layers[1].weight]["exp_avg"]  # type: ignore[index, union-attr]
+    assert type(state).__module__.startswith("torchao.")
+
+
+@pytest.mark.parametrize("name", ["adadelta", "adagrad", "adamax", "asgd", "radam"])
+def test_the_others_of_torch_are_built_by_name(tmp_path: Path, name: str) -> None:
+    optimizer = small_trainer(tmp_path, optim=name, weight_decay=0.1)._parts.optimizer
+    assert type(optimizer).__name__.lower() == name
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
 def in_order(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -148,6 +183,16 @@ class NotAnOptimizer(nn.Module):
         ({"optim": f"{__name__}:NotAnOptimizer"}, "builds a NotAnOptimizer, not an optimizer of torch"),
         ({"optim_args": "momentum=0.9"}, "optim_args='momentum=0.9'; needs a dict of arguments"),
         ({"min_lr": 1.0}, "min_lr=1 is over learning_rate=0.01"),
+        ({"lr_scheduler_kwargs": {"power": 2}}, "kwargs= of 'linear': 'power'; known: none"),
+        (
+            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1e-5}},
+            r"'lr_end'; use TrainingArguments\(min_lr=…\)",
+        ),
+        (
+            {"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": {"decay_type": "root"}},
+            r"lr_scheduler_kwargs=\{'decay_type': 'root'\}; needs one of linear, cosine, 1-sqrt",
+        ),
+        ({"optim": "adamw_torch_8bit"}, "did you mean 'adamw_8bit'"),
         ({"warmup_ratio": 2.0}, "warmup_ratio=2.0; needs a fraction of the run's steps, 0 to 1"),
     ],
 )

@@ -107,26 +107,53 @@ def test_schedules_by_name(tmp_path: Path, settings: dict[str, Any], expected: l
     assert rates == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", ["cosine_with_min_lr", "warmup_stable_decay"])
-def test_schedules_with_a_floor_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
+RESTARTS, POWER, WSD = "cosine_with_restarts", "polynomial", "warmup_stable_decay"
+OF_TRANSFORMERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "cosine": ("cosine_with_min_lr", {"min_lr": 0.001}, {"lr_scheduler_type": "cosine", "min_lr": 0.001}),
+    "cosine_with_min_lr": ("cosine_with_min_lr", {"min_lr": 0.001}, {"min_lr": 0.001}),
+    "restarts": (RESTARTS, {"num_cycles": 3}, {"lr_scheduler_kwargs": {"num_cycles": 3}}),
+    "once": (RESTARTS, {}, {}),
+    "power": (POWER, {"power": 2.0, "lr_end": 0.001}, {"lr_scheduler_kwargs": {"power": 2.0}, "min_lr": 0.001}),
+    "power 1": (POWER, {"lr_end": 0.0}, {}),
+    "inverse root": ("inverse_sqrt", {}, {}),
+    "inverse root, faster": ("inverse_sqrt", {"timescale": 3}, {"lr_scheduler_kwargs": {"timescale": 3}}),
+    "constant": ("constant_with_warmup", {}, {}),
+    "wsd": (
+        WSD,
+        {"num_decay_steps": 10, "min_lr_ratio": 0.1, "decay_type": "linear"},
+        {"lr_scheduler_type": "wsd", "decay_ratio": 0.25, "min_lr": 0.001},
+    ),
+    "wsd, a cosine": (WSD, {"num_decay_steps": 4}, {"decay_ratio": 0.1}),
+    "wsd, a root": (
+        WSD,
+        {"num_decay_steps": 7, "decay_type": "1-sqrt"},
+        {"lr_scheduler_kwargs": {"num_decay_steps": 7, "decay_type": "1-sqrt"}},
+    ),
+}
+"""Name and arguments there; settings here, if it is not the same name alone."""
+
+
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+def test_schedules_equal_those_of_transformers_and_resume(tmp_path: Path, name: str) -> None:
     get_scheduler = pytest.importorskip("transformers").get_scheduler
+    kind, theirs, ours = OF_TRANSFORMERS[name]
     optimizer = SGD(nn.Linear(1, 1).parameters(), lr=0.01)
-    ours: dict[str, Any]
-    if kind == "cosine_with_min_lr":
-        theirs, ours = {"min_lr": 0.001}, {"lr_scheduler_type": "cosine", "min_lr": 0.001}
-    else:
-        theirs = {"num_decay_steps": 10, "min_lr_ratio": 0.1, "decay_type": "linear"}
-        ours = {"lr_scheduler_type": "wsd", "decay_ratio": 0.25, "min_lr": 0.001}
     schedule = get_scheduler(kind, optimizer, 5, 40, theirs)
-    rates: list[float] = []
-    note = Listener({"on_step_end": lambda ctx: rates.append(ctx.lr)})
-    small_trainer(tmp_path, note, max_steps=40, warmup_steps=5, **ours).train()
+    rates: dict[int, float] = {}
+
+    def build(output_dir: Path, *more: ds.Callback) -> ds.Trainer:
+        note = Listener({"on_step_end": lambda ctx: rates.update({ctx.step: ctx.lr})})
+        settings = {"max_steps": 40, "warmup_steps": 5, "save_steps": 100, "lr_scheduler_type": kind, **ours}
+        return small_trainer(output_dir, note, *more, **settings)
+
+    assert_resumes(build, tmp_path, 20)
     expected = []
     for _ in range(40):
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    assert rates[5:] == pytest.approx(expected[5:], abs=1e-12)  # theirs may warm up from the floor, ours from zero
+    seen = [rates[step] for step in range(1, 41)]
+    assert seen[5:] == pytest.approx(expected[5:], abs=1e-12)  # theirs may warm up from the floor, ours from zero
 
 
 def test_a_schedule_that_needs_an_end_is_refused_where_there_is_none(tmp_path: Path) -> None:

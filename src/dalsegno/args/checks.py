@@ -17,13 +17,36 @@ from dalsegno.stateful.annotations import Checker, Mismatch, Rules, checker_of, 
 
 Converted = TypeVar("Converted")
 
-_SCHEDULES = ("linear", "cosine", "constant", "wsd")
-OPTIMIZERS = ("adamw", "adamw_fused", "adafactor", "sgd", "muon")
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "cosine": (),
+    "cosine_with_min_lr": (),
+    "cosine_with_restarts": ("num_cycles",),
+    "polynomial": ("power",),
+    "constant": (),
+    "constant_with_warmup": (),
+    "inverse_sqrt": ("timescale",),
+    "wsd": ("decay_type", "num_decay_steps"),
+    "warmup_stable_decay": ("decay_type", "num_decay_steps"),
+}
+"""Arguments of each schedule, beyond the settings that all have."""
+DECAY_TYPES = ("linear", "cosine", "1-sqrt")
+_OTHER_SCHEDULE_ARGUMENTS = {
+    **dict.fromkeys(("lr_end", "min_lr", "min_lr_rate", "min_lr_ratio"), "use TrainingArguments(min_lr=…)"),
+    "num_warmup_steps": "use TrainingArguments(warmup_steps=…)",
+}
+OPTIMIZERS = (
+    *("adamw", "adamw_fused", "adafactor", "sgd", "muon"),
+    *("adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop"),
+    *("adamw_8bit", "adamw_4bit", "adamw_fp8"),
+)
 _OTHER_OPTIMIZERS = {
-    "adam": "adamw",
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw_fused",
-    "rmsprop": "name its class: optim='torch.optim:RMSprop'",
+    "adamw_torch_8bit": "adamw_8bit",
+    "adamw_torch_4bit": "adamw_4bit",
+    "adamw_bnb_8bit": "adamw_8bit, or name its class: optim='bitsandbytes.optim:AdamW8bit'",
+    "rprop": "name its class: optim='torch.optim:Rprop'",
 }
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 _OTHER_TRACKERS = {
@@ -114,8 +137,8 @@ def check_each(args: Any, cls: type) -> None:
         args: TrainingArguments.
         cls: that class itself; ``args`` may be of a subclass, whose further settings are not checked.
     """
-    if args.lr_scheduler_type not in _SCHEDULES:
-        allowed = ", ".join(map(repr, _SCHEDULES))
+    if not isinstance(args.lr_scheduler_type, str) or args.lr_scheduler_type not in SCHEDULES:
+        allowed = ", ".join(map(repr, SCHEDULES))
         raise ConfigurationError(f"lr_scheduler_type={args.lr_scheduler_type!r}; allowed are {allowed}")
     for name, check in _checkers(cls).items():
         least = _AT_LEAST.get(name)
@@ -136,9 +159,10 @@ def check_each(args: Any, cls: type) -> None:
     if args.optim not in OPTIMIZERS and ":" not in args.optim:
         raise UnknownName("optimizer in optim=", args.optim, OPTIMIZERS, _OTHER_OPTIMIZERS)
     args.report_to = _trackers(args.report_to)
-    for name in ("optim_args", "gradient_checkpointing_kwargs"):
+    for name in ("optim_args", "gradient_checkpointing_kwargs", "lr_scheduler_kwargs"):
         if not isinstance(getattr(args, name), dict | None):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}; needs a dict of arguments, or None")
+    _check_schedule(args.lr_scheduler_type, args.lr_scheduler_kwargs or {})
     for ratio in ("warmup_ratio", "decay_ratio"):
         if getattr(args, ratio) > 1:
             raise ConfigurationError(f"{ratio}={getattr(args, ratio)!r}; needs a fraction of the run's steps, 0 to 1")
@@ -147,6 +171,20 @@ def check_each(args: Any, cls: type) -> None:
     seconds = args.max_seconds
     if seconds is not None and not 0 < seconds < math.inf:
         raise ConfigurationError(f"max_seconds={seconds!r}; needs a number over 0, or None for no limit")
+
+
+def _check_schedule(schedule: str, arguments: dict[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name not in SCHEDULES[schedule]:
+            what = f"argument in lr_scheduler_kwargs= of {schedule!r}:"
+            raise UnknownName(what, name, SCHEDULES[schedule], _OTHER_SCHEDULE_ARGUMENTS)
+        if name == "decay_type":
+            fits, words = value in DECAY_TYPES, f"one of {', '.join(DECAY_TYPES)}"
+        else:
+            fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+            words = "a number over 0"
+        if not fits:
+            raise ConfigurationError(f"lr_scheduler_kwargs={{{name!r}: {value!r}}}; needs {words}")
 
 
 def _trackers(names: Any) -> list[str]:

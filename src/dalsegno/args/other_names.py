@@ -82,7 +82,6 @@ HUGGING_FACE = {
     "train_batch_size": "per_device_train_batch_size",
     "eval_batch_size": "per_device_eval_batch_size",
     "evaluation_strategy": "eval_strategy",
-    "lr_scheduler_kwargs": "min_lr and decay_ratio shape the schedule; another one: Trainer(lr_scheduler=…)",
     "optim_target_modules": _OPTIMIZER,
     "optimizers": "optimizer",
     "optimizer_cls_and_kwargs": _OPTIMIZER,

@@ -81,7 +81,9 @@ class TrainingArguments:
 
     optim: str = "adamw"
     """Optimizer, unless one is passed to the trainer: ``adamw``, ``adamw_fused``, ``adafactor``, ``sgd``, ``muon``
-    (with AdamW for what is not a matrix in the model's blocks), or the name of a class, ``my_package:MyOptimizer``."""
+    (with AdamW for what is not a matrix in the model's blocks); torch's ``adadelta``, ``adagrad``, ``adam``,
+    ``adamax``, ``asgd``, ``nadam``, ``radam``, ``rmsprop``; torchao's ``adamw_8bit``, ``adamw_4bit``, ``adamw_fp8``,
+    whose state is smaller; or the name of a class, ``my_package:MyOptimizer``."""
     optim_args: dict[str, Any] | None = None
     """Further arguments of the optimizer: ``{"momentum": 0.9}``. For ``muon`` also ``matrices``, names of those that it
     updates: ``["layers.*"]``."""
@@ -96,8 +98,14 @@ class TrainingArguments:
     adam_epsilon: float = 1e-8
     """Epsilon of AdamW, which keeps the division finite."""
     lr_scheduler_type: str = "linear"
-    """Schedule after warm-up: ``linear`` or ``cosine`` down to ``min_lr`` at ``max_steps``; ``wsd``: constant, then
-    linear down to ``min_lr`` in the last ``decay_ratio`` of the steps; or ``constant``."""
+    """Schedule after warm-up: ``linear``, ``cosine`` (also ``cosine_with_min_lr``), ``cosine_with_restarts`` or
+    ``polynomial`` down to ``min_lr`` at ``max_steps``; ``wsd``: constant, then linear (``warmup_stable_decay``: a
+    cosine) down to ``min_lr`` in the last ``decay_ratio`` of the steps; ``inverse_sqrt``, not below ``min_lr``; or
+    ``constant`` (also ``constant_with_warmup``)."""
+    lr_scheduler_kwargs: dict[str, Any] | None = None
+    """Arguments of the schedule: ``num_cycles`` (1) of ``cosine_with_restarts``, ``power`` (1.0) of ``polynomial``,
+    ``timescale`` (the warm-up, or 10,000 steps) of ``inverse_sqrt``; ``num_decay_steps``, instead of ``decay_ratio``,
+    and ``decay_type`` (``linear``, ``cosine``, ``1-sqrt``) of ``wsd`` and ``warmup_stable_decay``."""
     min_lr: float = 0.0
     """Learning rate at which the schedule ends."""
     decay_ratio: float = 0.1

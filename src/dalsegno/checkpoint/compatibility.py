@@ -108,6 +108,7 @@ RULES: dict[str, Rule] = {
     "dataloader_drop_last": Rule("warning", "the length of epochs changes"),
     "lr_scheduler": Rule("warning", "the saved position is loaded into a schedule of another class"),
     "lr_scheduler_type": _OTHER_SCHEDULE,
+    "lr_scheduler_kwargs": _OTHER_SCHEDULE,
     "min_lr": _OTHER_SCHEDULE,
     "decay_ratio": _OTHER_SCHEDULE,
     "warmup_steps": _OTHER_SCHEDULE,

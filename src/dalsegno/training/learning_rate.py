@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -129,27 +129,53 @@ def build_schedulers(given: Any, optimizer: Optimizer, args: TrainingArguments, 
 def scheduler_from_args(optimizer: Optimizer, args: TrainingArguments, max_steps: Callable[[], int]) -> LambdaLR:
     """A linear rise over the warm-up, then ``lr_scheduler_type`` down to ``min_lr`` at ``max_steps()``, or constant.
     ``max_steps`` is called each time: it may be raised between two calls of ``train()``."""
-    if max_steps() < 0 and (args.lr_scheduler_type != "constant" or args.warmup_ratio):
+    if max_steps() < 0 and (has_end(args) or args.warmup_ratio):
         needs = f"lr_scheduler_type={args.lr_scheduler_type!r}" if not args.warmup_ratio else "warmup_ratio"
         raise ConfigurationError(
             f"{needs} needs the last step, and the data has no length; set max_steps, or 'constant' with warmup_steps"
         )
     lowest = args.min_lr / args.learning_rate if args.learning_rate else 0.0
+    kind, options = args.lr_scheduler_type, args.lr_scheduler_kwargs or {}
 
     def factor(step: int) -> float:
         last = max_steps()
         warmup = args.warmup_steps or math.ceil(args.warmup_ratio * last)
         if step < warmup:
             return step / warmup
-        if args.lr_scheduler_type == "constant":
+        if kind == "inverse_sqrt":
+            scale = options.get("timescale") or warmup or 10_000
+            return max(lowest, math.sqrt(scale / (step - warmup + scale)))
+        if not has_end(args):
             return 1.0
-        begin = warmup if args.lr_scheduler_type != "wsd" else max(warmup, last - math.ceil(args.decay_ratio * last))
+        begin, shape = warmup, kind
+        if kind in _STABLE:
+            begin = max(warmup, last - int(options.get("num_decay_steps") or math.ceil(args.decay_ratio * last)))
+            shape = options.get("decay_type", _STABLE[kind])
         left = min(1.0, max(0.0, (last - step) / max(1, last - begin)))
-        if args.lr_scheduler_type == "cosine":
-            left = 0.5 * (1 - math.cos(math.pi * left))
-        return lowest + (1 - lowest) * left
+        done = min(1.0, max(0.0, (step - begin) / max(1, last - begin)))
+        return lowest + (1 - lowest) * _decayed(shape, left, done, options)
 
     return LambdaLR(optimizer, factor)
+
+
+_STABLE = {"wsd": "linear", "warmup_stable_decay": "cosine"}
+"""Schedules that decay at the end only, and the shape in which they do."""
+
+
+def has_end(args: TrainingArguments) -> bool:
+    """Whether the schedule depends on the last step."""
+    return args.lr_scheduler_type not in ("constant", "constant_with_warmup", "inverse_sqrt")
+
+
+def _decayed(shape: str, left: float, done: float, options: Mapping[str, Any]) -> float:
+    """Factor, 1 to 0, when the fraction ``done`` of the decay lies behind, and ``left`` ahead."""
+    if shape == "cosine_with_restarts":
+        return 0.5 * (1 + math.cos(math.pi * (options.get("num_cycles", 1) * done % 1))) if left else 0.0
+    if shape.startswith("cosine"):
+        return 0.5 * (1 - math.cos(math.pi * left))
+    if shape == "polynomial":
+        return float(left ** options.get("power", 1.0))
+    return 1 - math.sqrt(done) if shape == "1-sqrt" else left
 
 
 def planned_steps(args: TrainingArguments, loader: ResumableLoader) -> int:

@@ -22,14 +22,32 @@ from .muon import MuonWithAdamW
 
 logger = logging.getLogger("dalsegno")
 
-_NAMED: dict[str, Callable[..., Optimizer]] = {
+_NAMED: dict[str, Callable[..., Optimizer] | str] = {
     "adamw": AdamW,
     "adamw_fused": partial(AdamW, fused=True),
     "adafactor": Adafactor,
     "sgd": SGD,
     "muon": MuonWithAdamW,
+    "adadelta": "torch.optim:Adadelta",
+    "adagrad": "torch.optim:Adagrad",
+    "adam": "torch.optim:Adam",
+    "adamax": "torch.optim:Adamax",
+    "asgd": "torch.optim:ASGD",
+    "nadam": "torch.optim:NAdam",
+    "radam": "torch.optim:RAdam",
+    "rmsprop": "torch.optim:RMSprop",
+    "adamw_8bit": "torchao.optim:AdamW8bit",
+    "adamw_4bit": "torchao.optim:AdamW4bit",
+    "adamw_fp8": "torchao.optim:AdamWFp8",
 }
-_TAKE_ADAM_SETTINGS = ("adamw", "adamw_fused", "muon")
+_TAKE_ADAM_SETTINGS = (
+    "adam",
+    "adamax",
+    "nadam",
+    "radam",
+    "muon",
+    *(name for name in _NAMED if name.startswith("adamw")),
+)
 
 Groups = list[dict[str, Any]]
 
@@ -80,7 +98,8 @@ def optimizer_from_args(modules: Iterable[nn.Module], args: TrainingArguments) -
             for group in groups
             for muon in (True, False)
         ]
-    build = _NAMED.get(args.optim) or find_named(args.optim, "optimizer", "torch.optim:RMSprop")
+    build = _NAMED.get(args.optim, args.optim)
+    build = find_named(build, "optimizer", "torch.optim:RMSprop") if isinstance(build, str) else build
     try:
         optimizer = build([group for group in groups if group["params"]], **settings)
     except (TypeError, ValueError, RuntimeError) as error:

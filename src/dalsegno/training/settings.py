@@ -23,7 +23,7 @@ from dalsegno.distributed.parallel.base import gathered_dtype
 from dalsegno.distributed.sharded_tensors import device_of, strip_wrappers
 from dalsegno.logs.values import decode, encode
 
-from .learning_rate import InitialHyperparameters, planned_steps
+from .learning_rate import InitialHyperparameters, has_end, planned_steps
 from .optimizers import takes_adam_settings
 from .parts import RunParts
 
@@ -40,7 +40,14 @@ _OPTIMIZER_SETTINGS = {
 
 _ADAM_SETTINGS = {name for name in _OPTIMIZER_SETTINGS if name.startswith("adam_")}
 _OF_OPTIMIZER = {"optim", "optim_args"}
-_SCHEDULE_SETTINGS = {"lr_scheduler_type", "min_lr", "decay_ratio", "warmup_steps", "warmup_ratio"}
+_SCHEDULE_SETTINGS = {
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "min_lr",
+    "decay_ratio",
+    "warmup_steps",
+    "warmup_ratio",
+}
 _LOADER_SETTINGS = {"per_device_train_batch_size"}  # and every name that begins with dataloader_
 _LOOP_SETTINGS = {
     "per_device_eval_batch_size",
@@ -154,7 +161,7 @@ class RecordedSettings:
     def _recorded(self) -> dict[str, Any]:
         args, supplied = self._args, self._supplied
         values = {name: value for name, value in args.to_dict().items() if self._has_effect(name)}
-        if not supplied.schedule and args.lr_scheduler_type != "constant":
+        if not supplied.schedule and has_end(args):
             values[END_OF_SCHEDULE] = planned_steps(args, self._loader)
         elif args.max_steps > 0:
             values["max_steps"] = args.max_steps
