@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DEPTH = 4
 """Levels of directories below the given one that are searched for runs."""
 
-NOT_RUNS = {"checkpoints", "rewound", "logs"}
+NOT_RUNS = {"checkpoints", "rewound", "logs", "witness"}
 
 
 def open_log(path: str | os.PathLike[str], step_key: str | None = None) -> TrainingLog:

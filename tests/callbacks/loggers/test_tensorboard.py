@@ -61,6 +61,21 @@ def test_the_default_curves(tmp_path: Path) -> None:
     assert dict(drawn["eval-perplexity"]) == pytest.approx(perplexities)
 
 
+def test_its_curves_are_read_under_the_names_of_the_records(tmp_path: Path) -> None:
+    trainer(tmp_path, TBLogger(), JsonLogger()).train()
+    of_json, of_curves = (ds.open_log(tmp_path / place).summary() for place in (".", EVENTS))
+    for name in ("loss", "learning_rate", "grad_norm"):
+        theirs, ours = getattr(of_curves, name), getattr(of_json, name)
+        assert (theirs.name, theirs.final) == (ours.name, pytest.approx(ours.final, rel=1e-6))
+    assert {"eval_loss", "eval_perplexity"} <= {metric.name for metric in of_curves.evaluation}
+
+
+def test_a_json_log_of_any_name_is_preferred_to_event_files(tmp_path: Path) -> None:
+    trainer(tmp_path, TBLogger(), JsonLogger(path="metrics.jsonl")).train()
+    assert ds.open_log(tmp_path).source.program == "JSON lines"
+    assert [run.source.program for run in ds.open_log(tmp_path.parent)] == ["JSON lines"]
+
+
 def test_each_of_several_evaluation_sets_has_its_curves(tmp_path: Path) -> None:
     class Drawn:
         def __init__(self) -> None:

@@ -81,7 +81,8 @@ def source_of_run(folder: Path, step_key: str | None = None) -> Source | None:
         return MetricsCsv(folder / "metrics.csv", step_key)
     for place in (folder, folder / "logs" / "tensorboard"):
         if event_files(place):
-            return EventFiles(place)
+            loose = loose_sources(folder, step_key)  # a JSON log of the run contains more than its curves
+            return loose[0] if len(loose) == 1 else EventFiles(place)
     if files := [*folder.glob("run-*.wandb"), *wandb_files(folder)]:
         return WandbRun(files[-1])
     return MLflowFiles(folder) if is_mlflow_run(folder) else None

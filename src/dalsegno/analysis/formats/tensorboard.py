@@ -22,6 +22,16 @@ _PREFIXES = {"train": "", "eval": "eval_"}
 """Tags of Hugging Face and dalsegno: ``train/loss`` is ``loss``, ``eval/loss`` is ``eval_loss``."""
 
 
+_TAGS = {
+    "train-loss": "loss",
+    "learning-rate": "learning_rate",
+    "grad-norm": "grad_norm",
+    "eval-loss": "eval_loss",
+    "eval-perplexity": "eval_perplexity",
+}
+"""Tags of the curves that TBLogger writes by default, and the names in the records that they were drawn from."""
+
+
 class EventFiles(Source):
     """All event files of one directory, the oldest first.
 
@@ -81,6 +91,7 @@ def _records(path: Path, skipped: Skipped) -> Iterator[Record]:
 
 def _name_of(tag: str) -> tuple[str, str | None]:
     """The metric's name, and the group that separates records of different kinds (None for the epoch, in all kinds)."""
+    tag = _TAGS.get(tag, tag)
     group, slash, name = tag.partition("/")
     if not slash or group not in _PREFIXES:
         group, name = "", tag
