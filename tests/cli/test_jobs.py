@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import dalsegno as ds
 from cli.command import DALSEGNO, environment
@@ -129,13 +130,46 @@ def test_two_jobs_are_told_apart(training: Training, tmp_path: Path, capsys: Cap
 
 def test_a_job_without_a_server_takes_commands_by_its_folder(tmp_path: Path, capsys: Capture) -> None:
     training = Training(tmp_path / "runs/a", job_id="quiet", enable_http=False)
+    assert "took effect" in output(capsys, "log", "quiet")
     assert "took effect" in output(capsys, "save", "runs/a")
     assert "did you mean 'save_steps'?" in refused(capsys, "set", "runs/a", "save_step=1")
-    assert "has no server" in refused(capsys, "status", "quiet")
-    assert "name it by its output_dir" in refused(capsys, "save", "quiet")
+    status = json.loads(output(capsys, "status", "quiet", "--json"))
+    assert status["job_id"] == "quiet"
+    assert status["global_step"] >= 1
+    assert status["loss"] > 0
+    assert "has no server" in refused(capsys, "callbacks", "quiet")
     assert "took effect" in output(capsys, "stop", "runs/a")
     training.end()
     assert "no job has read the command" in refused(capsys, "save", "runs/a", "--wait", "0")
+
+
+OF_THE_EXTRA = ("httpx", "starlette", "uvicorn", "prometheus_client")
+
+
+def test_without_the_extra_jobs_are_reached_through_their_files(tmp_path: Path) -> None:
+    """In a process whose packages are those of this environment but for the extra's."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for path in Path(torch.__file__).parents[1].iterdir():
+        if not path.name.startswith(OF_THE_EXTRA) and path.suffix != ".pth":
+            (packages / path.name).symlink_to(path)
+    source = Path(ds.__file__).parents[1]
+
+    def without(*words: str) -> str:
+        command = [sys.executable, "-S", "-m", "dalsegno", *words]
+        paths = {"PYTHONPATH": f"{source}{os.pathsep}{packages}"}
+        result = subprocess.run(command, capture_output=True, text=True, env={**environment(), **paths}, cwd=tmp_path)
+        assert "Traceback" not in result.stderr, result.stderr
+        return result.stdout + result.stderr
+
+    training = Training(tmp_path / "runs/a", job_id="first")
+    assert "took effect" in without("jobs", "log", "first")
+    assert "loss" in without("jobs", "status", "first")
+    assert "dalsegno[control]" in without("jobs", "callbacks", "first")
+    assert "dalsegno[control]" in without("jobs", "open")
+    assert "dalsegno[control]" in without("diloco", "serve", "-o", "outer", "-n", "1")
+    assert "took effect" in without("jobs", "stop", "first")
+    training.end()
 
 
 def test_abort_asks_on_a_terminal(training: Training) -> None:

@@ -31,7 +31,7 @@ from dalsegno.cli.console import (
     text,
     visible,
 )
-from dalsegno.errors import ConfigurationError, DalsegnoError
+from dalsegno.errors import ConfigurationError, DalsegnoError, NotFound
 from dalsegno.logs.values import is_number
 
 if TYPE_CHECKING:
@@ -151,9 +151,18 @@ PLACE = {"job_id", "status", "timestamp", "logged_at", "global_step", "max_steps
 
 @command(JOB, JSON)
 def _status(arguments: argparse.Namespace) -> int:
-    """Show a job's step, epoch, and the last values of what it logs."""
-    with client_of(arguments) as client:
-        status = client.status()
+    """Show a job's step, epoch, and the last values of what it logs.
+
+    A job without a server is shown as its log has it.
+    """
+    from dalsegno.control.client import JobClient, asks_over_http, resolve
+
+    job = None if arguments.remote else resolve(required_job(arguments))
+    if job is None or asks_over_http(job):
+        with remote_client(arguments) if job is None else JobClient.of(job) as client:
+            status = client.status()
+    else:
+        status = _logged_status(job)
     if arguments.json:
         print_json(status)
         return 0
@@ -165,6 +174,22 @@ def _status(arguments: argparse.Namespace) -> int:
     ]
     print_facts(visible(str(status.get("job_id"))), [(visible(name), visible(fact)) for name, fact in facts])
     return 0
+
+
+def _logged_status(job: Job) -> dict[str, Any]:
+    """The status of a job as far as its files contain it: of the newest checkpoint, if it has no log."""
+    from dalsegno.analysis import open_log
+    from dalsegno.control.client import running
+    from dalsegno.logs.run_file import RunFile
+
+    folder = running(job).output_dir
+    leg = RunFile(folder).last_leg()
+    values: dict[str, Any] = {} if leg is None else {"global_step": leg.last_step}
+    with contextlib.suppress(NotFound):
+        for record in open_log(folder).records():
+            values |= record if record["kind"] != "header" else {}
+    values.pop("kind", None)
+    return {**values, "job_id": job.job_id, "status": job.state, "logged_at": values.pop("timestamp", None)}
 
 
 def step_of(status: dict[str, Any]) -> str:
@@ -292,6 +317,9 @@ def _open(arguments: argparse.Namespace) -> int:
             fragment = {} if client.token is None else {"token": client.token}
             _show(_handover("open.html", client.base_url, fragment), arguments.print)
         return 0
+    from dalsegno.web.server import check_installed
+
+    check_installed()
     from dalsegno.control.client import resolve, running
     from dalsegno.control.hub import HOST, hub_server
     from dalsegno.web.security import new_token

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote
 
-import httpx
-
 from dalsegno.errors import ConfigurationError, NotFound, NotRunning
+from dalsegno.system.imports import require_extra
 from dalsegno.web.security import trusting
 
 from . import inbox
 from .jobs import Endpoint, Job, check_job_id, find_job, list_jobs, read_token
+
+if TYPE_CHECKING:
+    import httpx
 
 TIMEOUT = 10.0
 """Seconds for an answer, beyond those that a command waits for its effect."""
@@ -38,6 +41,9 @@ class JobClient:
     def __init__(
         self, base_url: str, job_id: str | None = None, *, token: str | None = None, certificate: str | None = None
     ) -> None:
+        require_extra("control", "httpx", "asking a job over HTTP")
+        import httpx
+
         self.base_url = base_url
         self.token = token
         self._job_id = job_id
@@ -128,6 +134,8 @@ class JobClient:
         return content
 
     def _ask(self, method: str, path: str, **options: Any) -> httpx.Response:
+        import httpx
+
         try:
             answer = self._http.request(method, path, **options)
         except httpx.TimeoutException as error:
@@ -142,20 +150,21 @@ class JobClient:
 def send_command(
     name: str, command: str, data: Mapping[str, Any] | None = None, *, wait: float = 0.0
 ) -> dict[str, Any]:
-    """Send a command to a job: over HTTP if it has a server, else as a file in its output_dir, if that is its name.
+    """Send a command to the job with this id or output_dir: over HTTP, or as a file in its output_dir.
 
     Returns the answer of :meth:`JobClient.send`, and raises what that raises.
     """
-    folder = Path(name)
     try:
         job = resolve(name)
     except NotFound:
-        if not folder.is_dir():
+        if not Path(name).is_dir():
             raise
-        job = None
-    if job is not None and (job.endpoint is None or job.endpoint.port is not None or not folder.is_dir()):
-        with JobClient.of(job) as client:
-            return client.send(command, data, wait=wait)
+        folder = Path(name)
+    else:
+        if asks_over_http(job):
+            with JobClient.of(job) as client:
+                return client.send(command, data, wait=wait)
+        folder = Path(running(job).output_dir)
     answer = inbox.send(
         folder,
         command,
@@ -168,6 +177,12 @@ def send_command(
         raise NotRunning(answer.error) if answer.kind == NotRunning.__name__ else ConfigurationError(answer.error)
     status = "failed" if answer.error else "acknowledged" if answer.step is None else "done"
     return {"status": status, "command": command, "id": answer.id, "step": answer.step, "error": answer.error}
+
+
+def asks_over_http(job: Job) -> bool:
+    """Whether the job answers over HTTP, as far as this environment can ask, or cannot be reached in another way."""
+    endpoint = running(job)
+    return (endpoint.port is not None and find_spec("httpx") is not None) or not Path(endpoint.output_dir).is_dir()
 
 
 def resolve(name: str) -> Job:

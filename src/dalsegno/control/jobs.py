@@ -69,7 +69,7 @@ class Endpoint:
     def base_url(self) -> str:
         """Raises NotFound if the job has no server."""
         if self.port is None:
-            raise NotFound(f"job {self.job_id} has no server; name it by its output_dir, to send commands as files")
+            raise NotFound(f"job {self.job_id} has no server, which this needs; status, save, stop and others do not")
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"{'https' if self.certificate else 'http'}://{f'[{host}]' if ':' in host else host}:{self.port}"
 

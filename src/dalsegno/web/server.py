@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dalsegno.system.imports import how_to_install
+from dalsegno.system.imports import require_extra
 
 from .security import DEFAULT_LIMITS, Limits
 
@@ -39,17 +39,13 @@ _NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 def is_installed() -> bool:
     """Whether the libraries of the extra ``control``, or ``diloco``, are there."""
-    return not _missing()
+    return all(importlib.util.find_spec(name) for name in _NEEDED)
 
 
 def check_installed() -> None:
-    """Raises ModuleNotFoundError if a library of the extra ``control`` is missing."""
-    if missing := _missing():
-        raise ModuleNotFoundError(f"{', '.join(missing)} missing: {how_to_install('control')}")
-
-
-def _missing() -> list[str]:
-    return [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    """Raises ConfigurationError if a library of the extra ``control`` is missing."""
+    for name in _NEEDED:
+        require_extra("control", name, "a server")
 
 
 def listen(host: str, port: int | None) -> socket.socket:

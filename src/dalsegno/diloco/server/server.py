@@ -57,8 +57,7 @@ class DiLoCoServer:
         keyfile: its key.
 
     Raises:
-        ConfigurationError: for a value that cannot work.
-        ModuleNotFoundError: if a library of the extra ``diloco`` is missing.
+        ConfigurationError: for a value that cannot work, or if a library of the extra ``diloco`` is missing.
     """
 
     def __init__(
