@@ -63,6 +63,11 @@ class Local(ds.Callback):
         self.function = function
 
 
+def test_a_factory_that_needs_callbacks_gets_an_empty_list(tmp_path: Path) -> None:
+    arguments = {"output_dir": str(tmp_path), "max_steps": 1}
+    assert ds.launch(launched.build_with, nproc=1, callbacks=[], arguments=arguments).global_step == 1
+
+
 def replaced() -> ds.Callback:
     callback = Local(signal.getpid if hasattr(signal, "getpid") else os.getpid)  # type: ignore[arg-type]
     callback.function = lambda: None

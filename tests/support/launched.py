@@ -18,6 +18,11 @@ from support.small import small_trainer
 STARTS = "TORCHELASTIC_RESTART_COUNT"
 
 
+def build_with(callbacks: Sequence[Any], output_dir: str, **settings: Any) -> ds.Trainer:
+    """As :func:`build`; a program whose callbacks are all given from outside."""
+    return build(output_dir, callbacks, **settings)
+
+
 def build(output_dir: str, callbacks: Sequence[Any] = (), **settings: Any) -> ds.Trainer:
     """Two samples per rank and step."""
     given = {"max_steps": 8, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 2, **settings}

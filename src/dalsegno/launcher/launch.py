@@ -76,7 +76,8 @@ def launch(
 
     Args:
         factory: returns the trainer, called as ``factory(callbacks=[…], **arguments)``; a function at the top level of
-            a module, or its name ``"module:function"``. It gets ``callbacks`` only if some are given.
+            a module, or its name ``"module:function"``. It gets ``callbacks`` if some are given, or if this parameter
+            has no default.
         nproc: ranks on this host; ``"auto"``: one per GPU.
         callbacks: travel to the ranks by the import path of their class, the arguments of its constructor, and their
             state.

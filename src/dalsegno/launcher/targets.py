@@ -64,7 +64,8 @@ class ConfigTarget:
 
 @dataclass(frozen=True, slots=True)
 class FactoryTarget:
-    """A function that returns a trainer; called with ``callbacks=``, if there are any, and ``arguments``."""
+    """A function that returns a trainer; called with ``callbacks=``, if there are any or it needs them, and
+    ``arguments``."""
 
     factory: Callable[..., Any]
     callbacks: Sequence[Callback] = ()
@@ -80,7 +81,9 @@ class FactoryTarget:
         unpack(self.packed())
 
     def run(self, launched: float) -> Ended:
-        given = {"callbacks": list(self.callbacks)} if self.callbacks else {}
+        asked = inspect.signature(self.factory).parameters.get("callbacks")
+        needs_them = asked is not None and asked.default is asked.empty
+        given = {"callbacks": list(self.callbacks)} if self.callbacks or needs_them else {}
         trainer = self.factory(**given, **self.arguments)
         if not callable(getattr(trainer, "train", None)):
             raise ConfigurationError(f"{_name(self.factory)} returned a {type(trainer).__name__}, not a trainer")
