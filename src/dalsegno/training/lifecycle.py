@@ -155,6 +155,7 @@ class RunLifecycle:
             return self._result.checkpoint
         self._continue_rollback()
         checkpoint = self._select_checkpoint()
+        parts.random_state.start()  # an imported checkpoint has no state of it
         if checkpoint is not None:
             parts.dispatcher.before_load.fire_with(checkpoint.path, checkpoint.step)
             self._model_modified = True  # even if the load fails
@@ -164,7 +165,6 @@ class RunLifecycle:
         if not options.load_components:
             parts.dispatcher.before_load.fire_with(None, 0)
         self._commands.restore(0)
-        parts.random_state.start()
         if options.load_components:
             self._load_components()
         elif (leg := _UNSAVED.get(parts.model)) is not None:

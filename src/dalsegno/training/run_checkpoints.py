@@ -305,9 +305,10 @@ class RunCheckpoints:
 
 
 def _expect_whole_run(checkpoint: Checkpoint) -> None:
-    wanted = ["model", "optimizer", *PROGRESS]
-    wanted.remove(SETTINGS)  # which an imported checkpoint lacks
-    if missing := [key for key in wanted if key not in checkpoint.manifest.components]:
+    saved = checkpoint.manifest.components
+    is_imported = "loader" in saved and saved["loader"].class_name == f"{IMPORTED}.loader"
+    progress = ("trainer", "loader") if is_imported else PROGRESS
+    if missing := [key for key in ("model", "optimizer", *progress) if key not in saved and key != SETTINGS]:
         raise DamagedCheckpoint(
             f"{checkpoint.path}: contains no state of {', '.join(missing)}, so no run can resume from it; "
             'train(…, load_components=("model",)) begins a new run with its weights'

@@ -92,8 +92,7 @@ def test_hf_trains_on(tmp_path: Path) -> None:
     class Check(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             trained.check_loaded(kwargs["model"], kwargs["optimizer"].optimizer, kwargs["lr_scheduler"])
-            assert state.global_step == BEGUN
-            assert [each["loss"] for each in state.log_history] == losses_here(trained.folder)[:BEGUN]
+            assert (state.global_step, state.epoch) == (BEGUN, BEGUN * BATCH / SAMPLES)
 
     trainer = hf_trainer(tmp_path / "out", model(seed=7), save_strategy="no", optim="adamw_torch")
     trainer.add_callback(Check())

@@ -72,8 +72,9 @@ def imported(begun: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     parts = {row["part"]: row for row in json.loads(done.stdout)["parts"]}
     taken = {part for part, row in parts.items() if row["taken"] == "yes"}
-    assert taken == {"model", "optimizer", "learning rate schedule", "random generators", "place in the data", "log"}
-    assert parts.keys() - taken == {"training_args.bin", "callback TrainerControl", "order of the data"}
+    assert taken == {"model", "optimizer", "learning rate schedule", "place in the data"}
+    never = {"random generators", "gradient scaler", "log", "settings"}
+    assert parts.keys() - taken == {*never, "callback TrainerControl", "order of the data"}
     return folder
 
 
@@ -88,9 +89,8 @@ def test_the_next_steps_here_are_those_that_hf_would_have_taken(begun: Any, run:
     result = trainer_here(run, net).train()
     assert result.global_step == STEPS
     ours = losses_here(run)
-    assert len(ours) == STEPS
-    np.testing.assert_allclose(ours[:BEGUN], theirs[:BEGUN], rtol=0, atol=0)  # their log
-    np.testing.assert_allclose(ours[BEGUN:], theirs[BEGUN:], rtol=1e-4)
+    assert len(ours) == STEPS - BEGUN
+    np.testing.assert_allclose(ours, theirs[BEGUN:], rtol=1e-4)
     for name, each in net.state_dict().items():
         torch.testing.assert_close(each, final[name], rtol=1e-3, atol=1e-5)
 
@@ -109,11 +109,6 @@ def test_every_part_is_what_hf_saved(begun: Any, run: Path) -> None:
     schedule = torch.load(folder / "scheduler.pt", weights_only=True)
     assert loaded.scheduler["last_epoch"] == schedule["last_epoch"] == BEGUN
     assert loaded.scheduler["_last_lr"] == schedule["_last_lr"]
-    with torch.serialization.safe_globals(
-        [np._core.multiarray._reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType]
-    ):  # type: ignore[attr-defined]
-        random = torch.load(folder / "rng_state.pth", weights_only=True)
-    assert torch.equal(loaded.random, random["cpu"])
     assert (loaded.step, loaded.epoch, loaded.samples) == (BEGUN, BEGUN * BATCH / len(Sentences()), BEGUN * BATCH)
 
 
@@ -123,7 +118,7 @@ class Loaded(ds.Callback):
     def on_load(self, ctx: Any) -> None:
         self.optimizer = copy.deepcopy(ctx.optimizer.state_dict())
         self.scheduler = dict(ctx.lr_scheduler.state_dict())
-        self.random = torch.get_rng_state()
+        self.drawn = torch.rand(4)
         self.step, self.epoch, self.samples = ctx.state.global_step, ctx.state.epoch, ctx.state.samples_seen
         self.notes = list(ctx.report.notes)
 
@@ -144,6 +139,19 @@ def test_a_map_dataset_continues_at_the_same_number_of_samples_and_says_so(
     assert any(message in each.getMessage() for each in caplog.records if each.levelname == "WARNING")
 
 
+def test_the_generators_are_seeded_by_the_arguments(run: Path, tmp_path: Path) -> None:
+    drawn = []
+    for number, seed in enumerate((1, 1, 2)):
+        torch.seed()
+        loaded = Loaded()
+        trainer = trainer_here(Path(shutil.copytree(run, tmp_path / f"run-{number}")), model(seed=7), seed=seed)
+        trainer.add_callback(loaded)
+        torch.seed()
+        trainer.train()
+        drawn.append(loaded.drawn)
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
 def test_another_order_of_parameters_is_refused(run: Path) -> None:
     net = model(seed=7)
     groups = [[each for each in net.parameters() if (each.ndim < 2) is small] for small in (False, True)]
@@ -156,13 +164,6 @@ def test_another_order_of_parameters_is_refused(run: Path) -> None:
     one = torch.optim.AdamW(net.parameters(), lr=0.01)
     with pytest.raises(StateMismatch, match="2 parameter groups in the checkpoint, 1 here"):
         trainer_here(run, net, optimizer=one).train()
-
-
-def test_other_arguments_are_said(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = trainer_here(run, model(seed=7), max_steps=30)
-    trainer.add_callback(Loaded())
-    trainer.train()
-    assert f"max_steps of the schedule: saved {STEPS}, now 30" in caplog.text
 
 
 def test_another_schedule_is_said(run: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -183,7 +184,7 @@ def of_two_ranks(run: Path) -> list[float]:
 
 def test_two_ranks_with_fsdp_go_on_from_the_run_of_one(begun: Any, run: Path) -> None:
     losses, _ = run_ranks(of_two_ranks, 2, run)
-    np.testing.assert_allclose(losses[BEGUN:], begun[1][BEGUN:], rtol=1e-4)
+    np.testing.assert_allclose(losses, begun[1][BEGUN:], rtol=1e-4)
 
 
 def test_the_optimizer_is_needed_to_resume_and_the_weights_are_not_lost(begun: Any, tmp_path: Path) -> None:

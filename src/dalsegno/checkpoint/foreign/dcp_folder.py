@@ -34,11 +34,9 @@ from dalsegno.errors import ConfigurationError
 
 from . import pickles
 from .run_state import RunState
-from .source import Source
-from .torch_file import NO_RANDOM, progress_of, run_of_dict
+from .source import Files, Program, Source
+from .torch_files import dict_of_run, run_of_dict
 
-PROGRAM = "Distributed Checkpoint (DCP)"
-HAS_SAFETENSORS = False
 _METADATA = ".metadata"
 _DESCRIPTIONS = {
     "torch.distributed.checkpoint.metadata": {
@@ -59,16 +57,12 @@ _DESCRIPTIONS = {
 _PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
 
 
-def is_at(path: Path) -> bool:
-    return (path / _METADATA).is_file()
-
-
-def read(source: Source) -> RunState:
+def _read(source: Source) -> RunState:
     with pickles.refusal(source.path):
         content = _load_folder(source.path)
     if isinstance(optimizer := content.get("optimizer"), Mapping):
         content["optimizer"] = _nested(optimizer) if "state" not in optimizer else _with_numbers(optimizer)
-    program = PROGRAM
+    program = DCP.name
     if isinstance(progress := content.pop("train_state", None), Mapping):
         program = "torchtitan"
         content["step"] = int(progress["step"])
@@ -182,17 +176,19 @@ def _with_numbers(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     return {**optimizer, "state": state}
 
 
-def write(run: RunState, target: Path, prefix: str) -> tuple[list[Path], Mapping[str, str]]:
-    """A folder for ``dcp.load``: ``model``, ``optimizer`` by name, and what a file of torch.save has besides."""
-    parts = {"model": run.state_dict(prefix), **progress_of(run)}
-    if run.optimizer is not None:
-        if run.optimizer.is_by_position:
-            raise ConfigurationError(
-                "the optimizer's parameters have only positions, as imported; DCP needs names, which the first "
-                "checkpoint of a run that resumes here has"
-            )
-        parts["optimizer"] = run.optimizer.by_name(prefix)
+def _write(run: RunState, target: Path, prefix: str) -> Files:
+    """A folder for ``dcp.load``: what a file of torch.save has, the optimizer by name."""
+    if run.optimizer is not None and run.optimizer.is_by_position:
+        raise ConfigurationError(
+            "the optimizer's parameters have only positions, as imported; DCP needs names, which the first "
+            "checkpoint of a run that resumes here has"
+        )
+    optimizer = None if run.optimizer is None else run.optimizer.state_dict(lambda name: f"{prefix}{name}")
+    content = dict_of_run(run, prefix, optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that one process saves
-        dcp_save(parts, checkpoint_id=target, no_dist=True)
-    return sorted(target.iterdir()), NO_RANDOM | run.further_schedulers()
+        dcp_save(content, checkpoint_id=target, no_dist=True)
+    return sorted(target.iterdir()), run.further_schedulers()
+
+
+DCP = Program("Distributed Checkpoint (DCP)", is_at=lambda path: (path / _METADATA).is_file(), read=_read, write=_write)

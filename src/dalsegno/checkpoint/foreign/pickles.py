@@ -1,6 +1,6 @@
 """Read and write files of ``torch.save``. These are pickles: torch's restricted unpickler reads them, as data only.
 
-``torch.load(weights_only=True)`` builds tensors, NumPy's arrays and plain containers. A file that names any other class
+``torch.load(weights_only=True)`` builds tensors, numbers and plain containers. A file that names any other class
 or function is refused.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -18,8 +18,6 @@ import torch
 
 from dalsegno.errors import NotFound, StateMismatch
 from dalsegno.system import filesystem
-
-from .run_state import RunState
 
 _NUMBERS = {np.dtype(code).str[1:] for code in "?bBhHiIlLqQefd"}
 
@@ -38,24 +36,16 @@ class _Kind:
 
 
 class _Array:
-    """What a file names ``numpy.ndarray``. NumPy's own accepts any bytes as addresses of objects."""
+    """What a file names ``numpy.ndarray``, of which nothing is taken. NumPy's own accepts any bytes as addresses of
+    objects."""
 
-    def __init__(self, *_: object) -> None:
-        """Empty, whatever the file says; its bytes follow."""
+    def __init__(self, *_: object) -> None: ...
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        _, shape, kind, is_fortran, raw = state
-        self.value = _numbers(kind, raw).reshape(shape, order="F" if is_fortran else "C")
-
-
-def _numbers(kind: _Kind, raw: bytes) -> np.ndarray[Any, Any]:
-    if not isinstance(raw, bytes):
-        raise pickle.UnpicklingError(f"an array consists of a {type(raw).__name__}, not of bytes")
-    return np.frombuffer(bytearray(raw), kind.dtype)
+    def __setstate__(self, state: object) -> None: ...
 
 
 def _scalar(kind: _Kind, raw: bytes) -> Any:
-    return _numbers(kind, raw)[0]
+    return np.frombuffer(raw, kind.dtype)[0]
 
 
 _SAFE: list[Any] = [
@@ -70,7 +60,7 @@ _SAFE: list[Any] = [
     (dict, "pytorch_lightning.utilities.parsing.AttributeDict"),
     (dict, "lightning.pytorch.utilities.parsing.AttributeDict"),
 ]
-"""What files may name beyond what torch allows: NumPy's numbers and arrays, and plain dicts."""
+"""What files may name beyond what torch allows: NumPy's numbers, arrays that nobody reads, and plain dicts."""
 
 
 def load(path: Path) -> Any:
@@ -86,22 +76,7 @@ def load(path: Path) -> Any:
 def load_data(source: Path | IO[bytes], *, mmap: bool = False) -> Any:
     """Call within :func:`refusal`."""
     with torch.serialization.safe_globals(_SAFE):
-        return _with_arrays(torch.load(source, map_location="cpu", weights_only=True, mmap=mmap), {})
-
-
-def _with_arrays(content: Any, done: dict[int, Any]) -> Any:
-    """``content`` with NumPy's arrays in place of what was read. ``done``: containers by their ids."""
-    if isinstance(content, _Array):
-        return content.value
-    if type(content) is tuple:
-        if id(content) not in done:
-            done[id(content)] = tuple(_with_arrays(each, done) for each in content)
-        return done[id(content)]
-    if isinstance(content, dict | list) and id(content) not in done:
-        done[id(content)] = content
-        for key, each in content.items() if isinstance(content, dict) else enumerate(content):
-            content[key] = _with_arrays(each, done)
-    return content
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 _REFUSED = (
@@ -143,24 +118,3 @@ def save(content: object, path: Path) -> Path:
     torch.save(content, partial)
     filesystem.rename(partial, path)
     return path
-
-
-def save_states(run: RunState, program: str, target: Path, names: Mapping[str, str]) -> list[Path]:
-    """Save the optimizer, the first schedule and the gradient scaler, as far as there are any, under ``names``."""
-    states = {
-        "optimizer": run.expect_optimizer(program).numbered(),
-        "scheduler": next(iter(run.schedulers), None),
-        "scaler": run.scaler,
-    }
-    return [save(state, target / names[key]) for key, state in states.items() if state is not None]
-
-
-def tied_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Further name to first name of each tensor that has several: they are one place in memory."""
-    first: dict[object, str] = {}
-    names = {
-        name: first.setdefault((each.data_ptr(), each.dtype, each.shape, each.stride()), name)
-        for name, each in tensors.items()
-        if each.numel()
-    }
-    return {name: other for name, other in names.items() if name != other}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from dalsegno.checkpoint import checkpoint_dir, names
 from dalsegno.checkpoint.export import checkpoint_to_export, export_model
@@ -13,40 +12,29 @@ from dalsegno.errors import ConfigurationError, DalsegnoError, NotFound, StateMi
 from dalsegno.system import filesystem
 from dalsegno.system.lock import DirectoryLock
 
-from . import accelerate_folder, dcp_folder, huggingface, lightning_file, own_checkpoint, torch_file
+from . import own_checkpoint
+from .dcp_folder import DCP
+from .hf_folders import ACCELERATE, HUGGING_FACE
 from .run_state import RunState
-from .source import Source
-
-
-class Program(Protocol):
-    """A module with the layout of a program's files."""
-
-    PROGRAM: str
-    """Its name in messages."""
-    HAS_SAFETENSORS: bool
-    """Whether its model is in files of safetensors, as ``export_model`` writes them."""
-
-    def is_at(self, path: Path) -> bool:
-        """Whether ``path`` is such a checkpoint, by names of files only."""
-
-    def read(self, source: Source) -> RunState:
-        """Read everything that a run here can use."""
-
-    def write(self, run: RunState, target: Path, prefix: str) -> tuple[Sequence[Path], Mapping[str, str]]:
-        """Write what the program resumes from; return the files, and what has no place there and why.
-
-        ``target`` does not exist, or contains the model as safetensors. ``prefix`` is added to the names of tensors.
-        """
-
+from .source import Program, Source
+from .torch_files import LIGHTNING, TORCH
 
 PROGRAMS: Mapping[str, Program] = {
-    "hf": huggingface,
-    "accelerate": accelerate_folder,
-    "dcp": dcp_folder,
-    "lightning": lightning_file,
-    "torch": torch_file,
+    "hf": HUGGING_FACE,
+    "accelerate": ACCELERATE,
+    "dcp": DCP,
+    "lightning": LIGHTNING,
+    "torch": TORCH,
 }
 """By key; in the order in which a folder is recognized."""
+
+_NOT_TAKEN = {
+    "order of the data": "this run's own: in the current epoch some samples come twice, some never",
+    "random generators": "never taken: seeded anew",
+    "gradient scaler": "never taken: begins with its first scale",
+    "log": "never taken: the run here begins one",
+    "settings": "never taken: set the arguments in TrainingArguments",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +88,14 @@ def import_checkpoint(
     elif (found := next((each for each in PROGRAMS.values() if each.is_at(place)), None)) is not None:
         layout = found
     else:
-        known = ", ".join(each.PROGRAM for each in PROGRAMS.values())
+        known = ", ".join(each.name for each in PROGRAMS.values())
         raise ConfigurationError(f"{place}: not recognized as a checkpoint of {known}")
     try:
         run = layout.read(Source(place, step, epoch, strip_prefix, optimizer))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         if isinstance(error, DalsegnoError):
             raise
-        raise StateMismatch(
-            f"{place}: is not as {layout.PROGRAM} writes it ({error!r}); nothing was imported"
-        ) from error
+        raise StateMismatch(f"{place}: is not as {layout.name} writes it ({error!r}); nothing was imported") from error
     run = replace(run, left_out={**run.left_out, **_missing(run)})
     filesystem.make_directory(target)
     with DirectoryLock(target):
@@ -124,22 +110,17 @@ def _program(key: str) -> Program:
 
 
 def _expect_no_run(target: Path) -> None:
-    """A log without checkpoints, as a killed import leaves, is moved to ``logs/rewound/`` when the next one writes."""
     if (target / "run.json").exists() or checkpoint_dir.newest_first(target / names.CHECKPOINTS):
         raise ConfigurationError(f"{target}: has a run already; choose another directory")
 
 
 def _missing(run: RunState) -> dict[str, str]:
-    """Parts that the files do not contain, and what follows from that."""
-    found = {"order of the data": "this run's own: in the current epoch some samples come twice, some never"}
+    """Parts that the files do not contain, or that are never taken, and what follows from that."""
+    found = dict(_NOT_TAKEN)
     if run.optimizer is None:
         found["optimizer"] = "not saved (save_only_model=True?), so no run can resume from this"
-    if not run.random:
-        found["random generators"] = "not saved: seeded anew"
     if not run.place.is_known:
         found["place in the data"] = "not saved: it begins anew; pass --epoch, say 1.25"
-    if not run.records:
-        found["log"] = "not saved with the checkpoint"
     return found
 
 
@@ -163,7 +144,7 @@ def export_checkpoint(
     max_shard_size: int | str = "5GB",
     config_from: str | Path | None = None,
 ) -> ExportedRun:
-    """Write model, optimizer, schedule, random state and progress in the files of another program. In one process.
+    """Write model, optimizer, schedule and progress in the files of another program. In one process.
 
     Verifies the checkpoint first. Memory holds all tensors.
 
@@ -188,11 +169,11 @@ def export_checkpoint(
     source = checkpoint_to_export(checkpoint, best=best)
     run = own_checkpoint.read(source)
     weights: list[Path] = []
-    if layout.HAS_SAFETENSORS:
-        run.expect_optimizer(layout.PROGRAM)
+    if layout.has_safetensors:
+        run.expect_optimizer(layout.name)
         done = export_model(source.path, place, max_shard_size=max_shard_size, config_from=config_from)
         weights = [*done.files, *done.copied]
     else:
         filesystem.make_directory(place.parent)
     files, left_out = layout.write(run, place, add_prefix)
-    return ExportedRun(source.path, layout.PROGRAM, [*weights, *files], {**run.left_out, **left_out})
+    return ExportedRun(source.path, layout.name, [*weights, *files], {**run.left_out, **left_out})

@@ -75,18 +75,13 @@ class OptimizerContents:
     def numbered(self) -> dict[str, Any]:
         """The ``state_dict`` that torch's optimizers load: by number."""
         numbers = {name: number for number, name in enumerate(self.names)}
-        return {
-            "state": {numbers[name]: dict(self.state[name]) for name in numbers if name in self.state},
-            "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in self.groups],
-        }
+        return self.state_dict(numbers.__getitem__)
 
-    def by_name(self, prefix: str) -> dict[str, Any]:
-        """The ``state_dict`` that DCP's ``set_optimizer_state_dict`` loads: by FQN, with ``prefix`` in front."""
+    def state_dict(self, key_of: Callable[[str], Any]) -> dict[str, Any]:
+        """A ``state_dict`` with the key of each parameter; DCP's ``set_optimizer_state_dict`` loads one by name."""
         return {
-            "state": {f"{prefix}{name}": dict(values) for name, values in self.state.items()},
-            "param_groups": [
-                {**group, "params": [f"{prefix}{name}" for name in group["params"]]} for group in self.groups
-            ],
+            "state": {key_of(name): dict(self.state[name]) for name in self.names if name in self.state},
+            "param_groups": [{**group, "params": [*map(key_of, group["params"])]} for group in self.groups],
         }
 
     def captured(self) -> tuple[dict[str, torch.Tensor], State]:
@@ -172,9 +167,8 @@ class RunState:
         model: tensors by FQN, each tied tensor once.
         tied: further name of a tied tensor to its name in ``model``, as far as known.
         schedulers: ``state_dict`` of each learning rate schedule.
-        random: of each rank, the states ``python``, ``numpy``, ``torch`` and ``cuda`` (a list).
-        records: of the log, with ``global_step`` and ``epoch``.
-        settings: of the run, by their names in ``TrainingArguments``.
+        settings: of a run here, by their names in ``TrainingArguments``; for an export.
+        world_size: number of ranks.
         left_out: parts that are missing in the files, or have no place in a run here, and why.
     """
 
@@ -184,15 +178,9 @@ class RunState:
     tied: Mapping[str, str] = field(default_factory=dict)
     optimizer: OptimizerContents | None = None
     schedulers: Sequence[Mapping[str, Any]] = ()
-    scaler: Mapping[str, Any] | None = None
-    random: Sequence[Mapping[str, Any]] = ()
     place: Place = Place()
-    tokens_seen: int = 0
-    total_flos: float = 0.0
-    best_metric: float | None = None
-    best_step: int = 0
-    records: Sequence[Mapping[str, Any]] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    world_size: int = 1
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     def state_dict(self, prefix: str) -> dict[str, torch.Tensor]:

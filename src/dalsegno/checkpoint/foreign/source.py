@@ -1,8 +1,8 @@
-"""Source: another program's checkpoint, and what the caller knows of it and its files do not contain."""
+"""A program's layout of files; and a source: such files, and what the caller knows that they do not contain."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,6 @@ class Source:
     strip_prefix: str = ""
     optimizer: str | None = None
 
-    def load_existing(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Content of the pickled files that exist, by key."""
-        return {key: pickles.load(self.path / name) for key, name in names.items() if (self.path / name).is_file()}
-
     def load_weights(self) -> Mapping[str, Any]:
         """The model's tensors in a folder, as safetensors or else pickled.
 
@@ -75,7 +71,6 @@ class Source:
         step: object = None,
         place: Place | None = None,
         schedulers: Sequence[Mapping[str, Any]] = (),
-        scaler: Mapping[str, Any] | None = None,
         unknown: Iterable[object] = (),
         callbacks: Iterable[object] = (),
     ) -> RunState:
@@ -89,7 +84,6 @@ class Source:
             step: finished steps, if saved; else the optimizer's own count.
             place: position in the data, if saved.
             schedulers: ``state_dict`` of each.
-            scaler: the gradient scaler's.
             unknown: names of other parts.
             callbacks: names of callbacks with a state.
         """
@@ -104,7 +98,7 @@ class Source:
             raise ConfigurationError(
                 f"strip_prefix={self.strip_prefix!r}: no tensor has such a name; they are {first} …"
             )
-        tied = pickles.tied_names(own)
+        tied = _tied_names(own)
         return RunState(
             program=program,
             step=self._step(step, contents),
@@ -112,9 +106,7 @@ class Source:
             tied={self._renamed(alias): self._renamed(name) for alias, name in tied.items()},
             optimizer=contents,
             schedulers=schedulers,
-            scaler=scaler,
             place=Place.at(self.epoch) if self.epoch is not None else place or Place(),
-            settings=_settings(contents),
             left_out={
                 **{str(name): "unknown to a run here" for name in unknown},
                 **{f"callback {name}": _CALLBACK for name in callbacks},
@@ -143,15 +135,36 @@ def _unwrapped(name: str) -> str:
     return name
 
 
-def _settings(optimizer: OptimizerContents | None) -> dict[str, Any]:
-    """Hyperparameters of AdamW as settings of ``TrainingArguments``, for the comparison when a run resumes."""
-    if optimizer is None or not optimizer.class_name.endswith(".AdamW"):
-        return {}
-    first = optimizer.groups[0]
-    return {
-        "learning_rate": float(first.get("initial_lr", first["lr"])),
-        "weight_decay": float(first["weight_decay"]),
-        "adam_beta1": float(first["betas"][0]),
-        "adam_beta2": float(first["betas"][1]),
-        "adam_epsilon": float(first["eps"]),
+def _tied_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Further name to first name of each tensor that has several: they are one place in memory."""
+    first: dict[object, str] = {}
+    names = {
+        name: first.setdefault((each.data_ptr(), each.dtype, each.shape, each.stride()), name)
+        for name, each in tensors.items()
+        if each.numel()
     }
+    return {name: other for name, other in names.items() if name != other}
+
+
+Files = tuple[Sequence[Path], Mapping[str, str]]
+"""Written files, and what has no place in them, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The layout of a program's files.
+
+    Attributes:
+        name: in messages.
+        is_at: whether a path is such a checkpoint, by names of files only.
+        read: read everything that a run here can use.
+        write: write what the program resumes from, with a prefix that is added to the names of tensors. The target does
+            not exist, or contains the model as safetensors.
+        has_safetensors: whether the model is in files of safetensors, as ``export_model`` writes them.
+    """
+
+    name: str
+    is_at: Callable[[Path], bool]
+    read: Callable[[Source], RunState]
+    write: Callable[[RunState, Path, str], Files]
+    has_safetensors: bool = False

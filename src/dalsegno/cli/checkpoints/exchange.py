@@ -43,8 +43,8 @@ def import_(arguments: argparse.Namespace) -> int:
 
     SOURCE is a folder "checkpoint-500" of Hugging Face's Trainer, a file .ckpt of Lightning, a folder of Accelerate's
     save_state, of PyTorch's Distributed Checkpoint or of torchtitan, or a file of torch.save. OUTPUT_DIR becomes a run
-    with that one checkpoint and the log up to it: train() of a trainer with the same model, and with output_dir
-    OUTPUT_DIR, resumes from there. A table lists what was imported, and what was not and why.
+    with that one checkpoint: train() of a trainer with the same model, and with output_dir OUTPUT_DIR, resumes from
+    there. A table lists what was imported, and what was not and why.
 
     Pickled files are read as data, by torch's restricted unpickler; a file that contains code is refused.
     """
@@ -77,15 +77,9 @@ def _parts(done: Imported) -> list[dict[str, Any]]:
         taken["optimizer"] = f"{optimizer.class_name}, {len(optimizer.groups)} groups, parameters by {by}"
     if run.schedulers:
         taken["learning rate schedule"] = ", ".join(f"at step {each.get('last_epoch', '?')}" for each in run.schedulers)
-    if run.scaler is not None:
-        taken["gradient scaler"] = f"scale {run.scaler.get('scale', '?')}"
-    if run.random:
-        taken["random generators"] = f"of {len(run.random)} ranks"
     if run.place.is_known:
         within = "" if run.place.microbatches is None else f", after {number(run.place.microbatches)} micro-batches"
         taken["place in the data"] = f"epoch {run.place.position:g}{within}"
-    if run.records:
-        taken["log"] = f"{number(len(run.records))} records"
     rows = [{"part": part, "taken": "yes", "detail": detail} for part, detail in taken.items()]
     return rows + [{"part": part, "taken": "no", "detail": why} for part, why in run.left_out.items()]
 
@@ -119,7 +113,7 @@ def export(arguments: argparse.Namespace) -> int:
     from_pretrained and safetensors.torch.load_file read. Memory holds one tensor at a time. The checkpoint is verified
     first; for a run, the newest checkpoint that verifies is exported, or with --best the one with the best evaluation.
 
-    With --program, TARGET also gets optimizer, schedule, random state and progress, so that the program trains on: a
+    With --program, TARGET also gets optimizer, schedule and progress, so that the program trains on: a
     folder of Hugging Face's Trainer (hf), of Accelerate's save_state (accelerate) or of PyTorch's Distributed
     Checkpoint (dcp), or a file of Lightning (lightning) or of torch.save (torch). With --adapters, TARGET gets only
     the adapters of a PEFT model (LoRA), as PeftModel.from_pretrained reads them.
