@@ -26,7 +26,7 @@ MOST_FILES = {
     "analysis": 31,
     "args": 4,
     "callbacks": 52,
-    "checkpoint": 60,
+    "checkpoint": 58,
     "cli": 23,
     "config": 5,
     "control": 12,
