@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,9 @@ class Loop:
         return {"lr_scheduler": self.scheduler, "state": {"counter": self.counter}}
 
     def train(self, stop: int | None = None) -> Any:
-        run = ds.Run(self.args, model=self.model, optimizer=self.optimizer, loader=self.loader, **self.given())
+        run = ds.Run(
+            self.args, **{"model": self.model, "optimizer": self.optimizer, "loader": self.loader, **self.given()}
+        )
         with run:
             for batch in run.batches():
                 run.step_end(self.step(batch))
@@ -285,6 +288,35 @@ class SavesBoth(TwoModels):
         return {**super().given(), "state": state}
 
 
+class TwoInAList(SavesBoth):
+    """Under AMP, as docs/own-loop.md has it, each with a schedule of its own; the first has one group more."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        super().__init__(folder, **settings)
+        first, *rest = self.model.parameters()
+        self.optimizer = torch.optim.AdamW([{"params": [first], "lr": 0.02}, {"params": rest}], lr=0.01)
+        self.scheduler = LambdaLR(self.optimizer, lambda step: 0.8**step)
+        self.of_second = LambdaLR(self.second, lambda step: 0.9**step)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+
+    def given(self) -> dict[str, Any]:
+        state = {"counter": self.counter, "critic": self.critic, "scaler": self.scaler}
+        schedules = [self.scheduler, self.of_second]
+        return {"optimizer": [self.optimizer, self.second], "lr_scheduler": schedules, "state": state}
+
+    def step(self, batch: dict[str, Tensor]) -> Tensor:
+        mistake = (self.critic(batch["x"]) - batch["y"]).square().mean()
+        loss: Tensor = self.model(**batch) * mistake.detach()
+        for each, optimizer in ((mistake, self.second), (loss, self.optimizer)):
+            self.scaler.scale(each).backward()  # type: ignore[no-untyped-call]
+            self.scaler.step(optimizer)
+            optimizer.zero_grad()
+        self.scaler.update()
+        self.scheduler.step()
+        self.of_second.step()
+        return loss
+
+
 class Bundle:
     """What a user saves as one."""
 
@@ -370,6 +402,7 @@ class EndsEpochs(Loop):
         EmptiesFirst,
         EmptiesInPlace,
         SavesBoth,
+        TwoInAList,
         SavesABundle,
         SavesScaler,
         SchedulesInTurn,
@@ -384,6 +417,43 @@ def test_a_loop_that_resumes_exactly_is_not_warned(
 ) -> None:
     assert is_exact(tmp_path, kind)
     assert said(caplog) == []
+
+
+class HalfTrained(Loop):
+    def given(self) -> dict[str, Any]:
+        return {**super().given(), "optimizer": torch.optim.SGD([*self.model.parameters()][:2], lr=0.01)}
+
+
+class IgnoresSettings(Loop):
+    settings = {"bf16": True, "max_grad_norm": 0.5}
+
+
+FORGOTTEN: dict[type[Loop], str] = {
+    WithoutSecondOptimizer: "critic.weight and 1 more: trainable parameters that no optimizer of the run has",
+    HalfTrained: "layers.3.weight and 1 more: trainable parameters that no optimizer of the run has",
+    ForgottenSchedule: r"AdamW has a schedule \(initial_lr in its groups\), and the run does not",
+    IgnoresSettings: "bf16=True, max_grad_norm=0.5: has no effect on a loop of your own",
+}
+
+
+@pytest.mark.parametrize("kind", [*FORGOTTEN, Loop, SavesBoth, SavesABundle, TwoInAList])
+def test_what_is_forgotten_is_said_before_the_first_step(
+    kind: type[Loop], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = kind(tmp_path)
+    ds.Run(loop.args, **{"model": loop.model, "optimizer": loop.optimizer, "loader": loop.loader, **loop.given()})
+    found = [each for each in caplog.messages if "the run" in each or "no effect" in each]
+    assert len(found) == (kind in FORGOTTEN)
+    assert all(re.match(FORGOTTEN[kind], each) for each in found)
+
+
+def test_a_second_optimizer_needs_its_parameters_in_the_run(tmp_path: Path) -> None:
+    loop = TwoModels(tmp_path)
+    given = {"model": loop.model, "loader": loop.loader, "lr_scheduler": loop.scheduler}
+    with pytest.raises(
+        ds.ConfigurationError, match=r"optimizer: .*no checkpoint of this run would contain|is the model's"
+    ):
+        ds.Run(loop.args, optimizer=[loop.optimizer, loop.second], **given)
 
 
 # -- weights of a leg that failed --------------------------------------------------------------------------------------

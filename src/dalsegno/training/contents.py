@@ -56,6 +56,9 @@ class CheckpointContents:
         }
         _check_state(others, reserved=[self.model.key, OptimizerState.key, *own])
         names = names_of_others(parts.optimizer, self.model, self._loss, others)
+        for each in others.values():
+            if isinstance(each, Optimizer):
+                names_of_others(each, self.model, self._loss, others)
         self._optimizer = OptimizerState(parts.model, parts.optimizer, parts.loss_fn, names)
         own |= {f"{_SCHEDULER}{index}": each for index, each in enumerate(parts.schedulers)}
         self._targets = {**own, **others}

@@ -39,7 +39,7 @@ def check_scalable(optimizer: Optimizer, schedulers: Sequence[Any]) -> None:
     other than base rates that could be scaled, so that it would undo the change at its next step."""
     if any(group.get("lr") is None for group in optimizer.param_groups):
         raise ConfigurationError(f"learning_rate: {type(optimizer).__name__} computes its own; there is none to change")
-    for scheduler in flat(schedulers):
+    for scheduler in flat(schedulers_of(optimizer, schedulers)):
         if not (hasattr(scheduler, "base_lrs") or isinstance(scheduler, ReduceLROnPlateau) or _is_composite(scheduler)):
             raise ConfigurationError(
                 f"learning_rate: the schedule {type(scheduler).__name__} has no base_lrs that could be scaled, and "
@@ -58,6 +58,7 @@ def scale_rates(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) 
     Absolute bounds of a schedule are scaled too (the maximum of a cycle, the minimum of a cosine), except the minimum
     of ``ReduceLROnPlateau``, which limits only its own reductions.
     """
+    schedulers = schedulers_of(optimizer, schedulers)
     simple = [each for each in flat(schedulers) if not _is_composite(each)]
     names = {"lr", "initial_lr"}
     if any(isinstance(each, OneCycleLR) for each in simple):
@@ -103,6 +104,11 @@ def flat(schedulers: Iterable[Any]) -> Iterator[Any]:
         yield scheduler
         if _is_composite(scheduler):
             yield from flat(scheduler._schedulers)
+
+
+def schedulers_of(optimizer: Optimizer, schedulers: Iterable[Any]) -> list[Any]:
+    """Those of this optimizer: a loop of the user's own may have several."""
+    return [each for each in schedulers if getattr(each, "optimizer", optimizer) is optimizer]
 
 
 def _is_composite(scheduler: Any) -> bool:
@@ -214,8 +220,8 @@ class InitialHyperparameters:
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any]) -> None:
         self._optimizer = optimizer
-        self._given = schedulers
-        self._schedulers = [each for each in schedulers if hasattr(each, "base_lrs")]
+        self._given = schedulers_of(optimizer, schedulers)
+        self._schedulers = [each for each in self._given if hasattr(each, "base_lrs")]
         self._groups = [dict(group) for group in optimizer.param_groups]
         self._base_lrs = [list(each.base_lrs) for each in self._schedulers]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
+from dalsegno.args import TrainingArguments
 from dalsegno.data import NOT_EXACT
 from dalsegno.data.digests import add_batch
 from dalsegno.stateful.component import Stateful, is_stateful
@@ -45,7 +46,10 @@ class LoopChecks:
         """Whether the loop runs behind a step's end, and before the next batch."""
         self._model = model
         self._optimizer = parts.optimizer
-        named = {f"lr_scheduler ({type(each).__name__})": each for each in parts.schedulers}
+        named: dict[str, Stateful] = {
+            f"lr_scheduler{f'[{index}]' if index else ''} ({type(each).__name__})": each
+            for index, each in enumerate(parts.schedulers)
+        }
         named |= {f'state["{name}"]': each for name, each in others.items()}
         self._compared = {name: each for name, each in named.items() if not isinstance(each, nn.Module | Optimizer)}
         self._saved: list[Stateful] = [model, parts.optimizer, *named.values()]
@@ -165,7 +169,7 @@ class LoopChecks:
             if _progress(each) != before and (not isinstance(each, LRScheduler) or each.optimizer in ours):
                 found.append(each)
         if found:
-            held = _held([*self._saved, *self._callbacks.bound])
+            held = {*_held([*self._saved, *self._callbacks.bound])}
             if names := sorted({type(each).__name__ for each in found if id(each) not in held}):
                 self._warn(
                     "unknown",
@@ -210,8 +214,8 @@ def _progress(thing: Any) -> Any:
     return int(thing.n_averaged) if isinstance(thing, AveragedModel) else thing.state_dict()
 
 
-def _held(roots: Iterable[object]) -> set[int]:
-    """Ids of these objects, and of those with a state in their attributes, which they save with their own."""
+def _held(roots: Iterable[object]) -> dict[int, object]:
+    """By id: these objects, and those with a state in their attributes, which they save with their own."""
     waiting, held = list(roots), dict[int, object]()
     while waiting:
         thing = waiting.pop()
@@ -224,4 +228,48 @@ def _held(roots: Iterable[object]) -> set[int]:
             parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
             not_saved = Optimizer if isinstance(thing, LRScheduler) else ()
             waiting += [each for each in parts if is_stateful(each) and not isinstance(each, not_saved)]
-    return set(held)
+    return held
+
+
+def _trains(thing: object) -> TypeGuard[nn.Module]:
+    return isinstance(thing, nn.Module) and not isinstance(thing, AveragedModel)
+
+
+_LEFT_TO_THE_LOOP = (
+    *("bf16", "fp16", "max_grad_norm", "torch_compile", "gradient_checkpointing", "fuse_optim_with_backward"),
+)
+
+
+def warn_of_the_forgotten(parts: RunParts, others: Mapping[str, Stateful]) -> None:
+    """Warn of what a run can see to be missing before its first step: an optimizer, a schedule, settings' effects."""
+    held = _held([parts.optimizer, *parts.schedulers, *others.values(), *parts.callbacks.bound]).values()
+    optimizers: list[Any] = [each for each in held if hasattr(each, "param_groups")]
+    warnings = []
+    stepped = {id(each) for optimizer in optimizers for each in _parameters(optimizer)}
+    modules = {f"{name}.": each for name, each in others.items() if _trains(each)}
+    names = [
+        f"{prefix}{name}"
+        for prefix, module in {"": parts.model, **modules}.items()
+        for name, each in module.named_parameters()
+        if each.requires_grad and id(each) not in stepped
+    ]
+    if names:
+        more = f" and {len(names) - 1} more" if names[1:] else ""
+        warnings.append(
+            f"{names[0]}{more}: trainable parameters that no optimizer of the run has. If another one updates them, a "
+            "resumed run begins with a new one, and differs: pass optimizer=[a, b]. Else freeze them: "
+            "requires_grad_(False)"
+        )
+    scheduled = [getattr(each, "optimizer", None) for each in held]
+    for each in optimizers:
+        if any("initial_lr" in group for group in each.param_groups) and each not in scheduled:
+            warnings.append(
+                f"{type(each).__name__} has a schedule (initial_lr in its groups), and the run does not: a resumed run "
+                "begins with a new one, and differs. Pass it as lr_scheduler="
+            )
+    ignored = [name for name in _LEFT_TO_THE_LOOP if getattr(parts.args, name) != getattr(TrainingArguments, name)]
+    if ignored:
+        given = ", ".join(f"{name}={getattr(parts.args, name)}" for name in ignored)
+        warnings.append(f"{given}: has no effect on a loop of your own, unless that reads it; see docs/own-loop.md")
+    for text in warnings if parts.state.is_world_process_zero else ():
+        logger.warning("%s", text)

@@ -61,7 +61,7 @@ from .chosen_start import ResumeOptions
 from .evaluation import UserEvaluation
 from .learning_rate import copied
 from .lifecycle import RunLifecycle
-from .loop_checks import LoopChecks
+from .loop_checks import LoopChecks, warn_of_the_forgotten
 from .parts import Comparison, build_parts
 from .result import TrainResult
 from .session import Session
@@ -100,12 +100,14 @@ class Run:
         args: the settings; those of the update itself (clipping, precision, schedule) are left to the loop.
         model: as the loop calls it, wrapped or not. On several ranks, rank 0's persistent buffers (running statistics)
             are copied to every rank at each step's end.
-        optimizer: stepped by the loop.
+        optimizer: one or a list, stepped by the loop. The first one's step fires the events, and gives the learning
+            rate that is logged; its groups are those that commands and changed settings change.
         loader: yields the batches. One with ``state_dict`` resumes by itself, another is read again up to its place.
         lr_scheduler: one or a list, saved too; stepped by the loop.
         callbacks: as for the Trainer.
         evaluate: called when an evaluation is due, on all ranks; returns metrics over all ranks: ``{"loss": 0.7}``.
-        state: further objects with ``state_dict`` and ``load_state_dict``, by names that are not reserved.
+        state: further objects with ``state_dict`` and ``load_state_dict``, such as a ``GradScaler``, by names that are
+            not reserved.
         resume_from_checkpoint: as in ``Trainer.train``, like the next five.
         strict: whether a damaged newest checkpoint raises.
         strict_callbacks: whether a saved callback that is missing here, or the reverse, raises.
@@ -125,7 +127,7 @@ class Run:
         args: TrainingArguments,
         *,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         loader: Iterable[Any],
         lr_scheduler: Any = None,
         callbacks: Sequence[object] = (),
@@ -144,7 +146,16 @@ class Run:
         self.resumed_from: Path | None = None
         """The checkpoint that this leg resumed from."""
         self._model = model
-        self._optimizer = optimizer
+        optimizers = (
+            [optimizer] if isinstance(optimizer, Optimizer) or not isinstance(optimizer, Sequence) else optimizer
+        )
+        if not optimizers:
+            raise ConfigurationError("optimizer=[]: give one or several")
+        self._optimizer = optimizers[0]
+        self._others = dict(state or {})
+        for number, each in enumerate(optimizers[1:], 1):
+            if self._others.setdefault(name := f"optimizer_{number}", each) is not each:
+                raise ConfigurationError(f"state={{{name!r}: …}}: choose another name; the optimizers' list takes it")
         self._options = ResumeOptions(
             resume_from_checkpoint, strict, strict_callbacks, allow_changes, load_components, continue_stopped
         )
@@ -154,7 +165,7 @@ class Run:
             args,
             layout=layout,
             model=unwrapped(model),
-            optimizer=optimizer,
+            optimizer=self._optimizer,
             schedulers=schedulers,
             loader=resumable_loader(loader, seed=args.shuffle_seed, world_size=layout.data_size),
             callbacks=instances(callbacks),
@@ -173,7 +184,7 @@ class Run:
             evaluations=[] if evaluate is None else [UserEvaluation(lambda: self._checks.evaluated(evaluate))],
             data=TrainingData.of_loader(loader),
             supplied=UserSupplied(),
-            others=state or {},
+            others=self._others,
         )
         self._data_size = layout.data_size
         self._is_inside = False  # the ``with`` block
@@ -181,9 +192,9 @@ class Run:
         self._finished: TrainResult | None = None
         self._index = 0  # of the current micro-batch in its step
         self._lr: float | torch.Tensor | None = None  # that the newest update used
-        self._others = state or {}
         self._held = ExitStack()
         self._update = ExitStack()  # around the optimizer's own step
+        warn_of_the_forgotten(self._parts, self._others)
         self._dispatcher.init_end.fire_with()
 
     @property
