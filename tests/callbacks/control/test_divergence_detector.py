@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from callbacks.stage import Stage
-from dalsegno.callbacks import DivergenceDetector
+from dalsegno.callbacks import DivergenceDetector, forgather
 from dalsegno.errors import ConfigurationError
 
 
@@ -94,3 +94,19 @@ def test_resumed_from_the_checkpoint_of_its_stop_it_needs_new_observations(tmp_p
 def test_an_unknown_action() -> None:
     with pytest.raises(ConfigurationError, match="action is 'halt'; allowed: 'stop', 'abort' or 'rollback'"):
         DivergenceDetector(action="halt")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("detector", "losses", "stops"),
+    [
+        (forgather.DivergenceDetector(smoothing=1.0), [3.0] * 10 + [3.9] * 3, False),
+        (forgather.DivergenceDetector(smoothing=1.0), [3.0] * 10 + [4.1] * 3, True),
+        (forgather.DivergenceDetector(smoothing=1.0, relative_threshold=1.5), [1.0] * 10 + [1.6] * 3, True),
+        (forgather.DivergenceDetector(smoothing=1.0, relative_threshold=1.5), [3.0] * 10 + [4.1] * 3, True),
+    ],
+)
+def test_forgathers_defaults(tmp_path: Path, detector: DivergenceDetector, losses: list[float], stops: bool) -> None:
+    """A rise of 1.0 over the best, with or without a factor beside it."""
+    stage = Stage(tmp_path, detector)
+    feed(stage, *losses)
+    assert stage.control.should_training_stop is stops

@@ -1,0 +1,63 @@
+"""Callbacks of ``forgather.ml.trainer.callbacks`` under their names, with Forgather's defaults where they differ."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from dalsegno.callbacks.control.diloco import DiLoCoCallback
+from dalsegno.callbacks.control.divergence import DivergenceDetector as _DivergenceDetector
+from dalsegno.callbacks.control.trainer_control import TrainerControlCallback
+from dalsegno.callbacks.loggers.info_callback import InfoCallback
+from dalsegno.callbacks.loggers.json_logger import JsonLogger
+from dalsegno.callbacks.loggers.progress_callback import ProgressCallback
+from dalsegno.callbacks.loggers.summary_writer import ResumableSummaryWriter
+from dalsegno.callbacks.loggers.tb_logger import TBLogger, default_tb_scalars
+from dalsegno.callbacks.loggers.textgen_callback import TextgenCallback
+from dalsegno.callbacks.norms.grad_norm_logger import GradNormLogger
+from dalsegno.callbacks.norms.parameter_norms import ParameterNormLogger, WeightNormLogger
+from dalsegno.callbacks.profiling.memory import PeakMemory
+from dalsegno.callbacks.profiling.profiler_callback import ProfilerCallback
+from dalsegno.callbacks.profiling.speed import DefaultMetrics
+
+__all__ = [
+    "DefaultMetrics",
+    "DiLoCoCallback",
+    "DivergenceDetector",
+    "GradNormLogger",
+    "InfoCallback",
+    "JsonLogger",
+    "ParameterNormLogger",
+    "PeakMemory",
+    "ProfilerCallback",
+    "ProgressCallback",
+    "ResumableSummaryWriter",
+    "TBLogger",
+    "TextgenCallback",
+    "TrainerControlCallback",
+    "WeightNormLogger",
+    "default_tb_scalars",
+]
+
+
+class DivergenceDetector(_DivergenceDetector):
+    """Stops a run whose average loss is 1.0 over its best, by default, and also at ``relative_threshold`` if given.
+
+    :class:`dalsegno.callbacks.DivergenceDetector` judges by the noise of the loss by default, whatever its unit.
+    """
+
+    def __init__(
+        self,
+        smoothing: float = 0.3,
+        threshold: float | None = 1.0,
+        relative_threshold: float | None = None,
+        patience: int = 3,
+        warmup: int = 10,
+        action: Literal["stop", "abort"] = "stop",
+        use_eval_loss: bool = False,
+        metric_key: str | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            smoothing, threshold, relative_threshold, patience, warmup, action, use_eval_loss, metric_key, name=name
+        )
