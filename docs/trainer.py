@@ -3,11 +3,9 @@ them."""
 
 from __future__ import annotations
 
-import ast
-import inspect
 from pathlib import Path
 
-from dalsegno.args import training_arguments
+from dalsegno.args.training_arguments import described_settings
 
 PAGE = Path(__file__).with_suffix(".md")
 BEGIN, END = "<!-- written by docs/trainer.py -->\n", "<!-- end -->\n"
@@ -15,14 +13,10 @@ BEGIN, END = "<!-- written by docs/trainer.py -->\n", "<!-- end -->\n"
 
 def table() -> str:
     """Return name, default and meaning of every setting, in the order of the class."""
-    tree = ast.parse(inspect.getsource(training_arguments))
-    (settings,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"]
-    rows = []
-    for field, text in zip(settings.body, settings.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            default = "required" if field.value is None else f"`{ast.unparse(field.value)}`"
-            meaning = " ".join(str(text.value.value).split()).replace("``", "`")
-            rows.append(f"| `{ast.unparse(field.target)}` | {default} | {meaning} |")
+    rows = [
+        f"| `{name}` | {'required' if default is None else f'`{default}`'} | {meaning.replace('``', '`')} |"
+        for name, default, meaning in described_settings()
+    ]
     return "\n".join(["| setting | default | meaning |", "|---|---|---|", *rows]) + "\n"
 
 

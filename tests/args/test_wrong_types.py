@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import dalsegno as ds
+from dalsegno.callbacks import EMA
 
 TAKES = {
     "bool": "needs True or False",
@@ -89,3 +91,25 @@ def test_numbers_of_numpy(tmp_path: Path) -> None:
     args = ds.TrainingArguments(tmp_path, **given)
     assert [args.seed, args.learning_rate, args.weight_decay] == [3, 0.5, 0.25]
     assert [*map(type, (args.seed, args.learning_rate, args.weight_decay))] == [int, float, float]
+
+
+def test_signatures_and_sentences_are_there_for_notebooks() -> None:
+    for kind in (ds.Trainer, ds.TrainingArguments):
+        names = [*inspect.signature(kind.__init__).parameters][1:]
+        assert [*inspect.signature(kind).parameters] == names and len(names) > 10
+    assert [*inspect.signature(ds.TrainingArguments).parameters] == [*SETTINGS]
+
+    class Own(ds.Callback):
+        pass
+
+    class Mine(ds.Trainer):
+        def __init__(self, path: str) -> None: ...
+
+    assert [[*inspect.signature(kind).parameters] for kind in (Own, Mine, EMA)][:2] == [[], ["path"]]
+    assert "decay" in inspect.signature(EMA).parameters
+    text = inspect.getdoc(ds.TrainingArguments) or ""
+    assert text.startswith("The settings of one run.") and "Raises:" in text
+    assert [name for name in SETTINGS if f"    {name}: " not in text] == []
+    for event in ds.Event:
+        assert event.fires in (inspect.getdoc(getattr(Own, event.handler)) or "")
+    assert "grad_norm" in (inspect.getdoc(ds.Callback.on_step_end) or "")

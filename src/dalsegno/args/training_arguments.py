@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +26,7 @@ from dalsegno.policies.triggers import (
     memory_trigger,
     save_trigger,
 )
+from dalsegno.stateful.annotations import ConstructorSignature
 from dalsegno.system.tracebacks import short_traceback
 from dalsegno.system.urls import cache_dir, is_mangled_url, is_url
 
@@ -213,6 +217,8 @@ class TrainingArguments:
     recovery: RecoveryPolicy | str | None = None
     """What the run does when a callback requests a rollback to a checkpoint: ``RecoveryPolicy(margin=100, budget=3)``,
     or that as text. It then also saves a checkpoint at step 0. None: it cannot go back."""
+
+    __signature__ = ConstructorSignature()
 
     def __new__(cls, *args: Any, **named: Any) -> TrainingArguments:
         known = [field.name for field in fields(cls)]
@@ -415,6 +421,35 @@ class TrainingArguments:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         texts = {name: None if values[name] is None else str(values[name]) for name in _AS_TEXT}
         return deepcopy(values | texts | {"parallel": modes.text_of(self.parallel)})
+
+
+def described_settings() -> list[tuple[str, str | None, str]]:
+    """Name, default as it is written (None: required), and meaning of each setting, from this file's source."""
+    tree = ast.parse(Path(__file__).read_text())
+    (settings,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"]
+    return [
+        (
+            ast.unparse(field.target),
+            None if field.value is None else ast.unparse(field.value),
+            " ".join(str(text.value.value).split()),
+        )
+        for field, text in pairwise(settings.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    ]
+
+
+class _Documentation:
+    """``__doc__`` of the class with each setting's sentence, for notebooks; the source is read when it is asked for."""
+
+    def __init__(self, text: str) -> None:
+        self._text = inspect.cleandoc(text)
+
+    def __get__(self, instance: object, owner: type) -> str:
+        settings = [f"    {name}: {meaning}" for name, _, meaning in described_settings()]
+        return "\n".join([self._text, "", "Args:", *settings])
+
+
+setattr(TrainingArguments, "__doc__", _Documentation(TrainingArguments.__doc__ or ""))  # noqa: B010
 
 
 def _default(name: str) -> object:

@@ -30,6 +30,7 @@ from weakref import WeakSet
 
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.state import Handler, TrainerControl
+from dalsegno.stateful.annotations import ConstructorSignature
 from dalsegno.stateful.component import Component, Scope, Stateful
 
 from . import contexts
@@ -109,6 +110,7 @@ class Callback:
     Handlers run on the main thread, on all ranks, in the order of the callbacks.
     """
 
+    __signature__ = ConstructorSignature()
     construction: Construction
     """How it was built: ``ds.launch`` builds it again in each rank."""
 
@@ -237,6 +239,10 @@ class Callback:
     def on_exception(self, ctx: contexts.ExceptionContext) -> Answer: ...
     def on_train_end(self, ctx: contexts.TrainEndContext) -> Answer: ...
 
+
+for _event in Event:
+    _adds = ", ".join(vars(_event.context).get("__annotations__", ()))
+    getattr(Callback, _event.handler).__doc__ = f"{_event.fires}.{_adds and f' Adds to ctx: {_adds}.'}"
 
 _checked: WeakSet[FunctionType] = WeakSet()
 """Functions of classes known to take (self, ctx): inspecting one takes 20 µs, and a leg asks hundreds of times."""

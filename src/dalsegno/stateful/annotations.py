@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import sys
 import types
 import typing
@@ -20,6 +21,15 @@ from dalsegno.errors import ConfigurationError, UnknownName
 
 Form = Any
 """A type annotation."""
+
+
+class ConstructorSignature:
+    """``__signature__`` of a class whose ``__new__`` takes any argument: that of its ``__init__``, for notebooks."""
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=[*signature.parameters.values()][1:])
+
 
 Checker = Callable[[Any], Any]
 

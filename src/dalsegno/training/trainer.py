@@ -35,6 +35,7 @@ from dalsegno.events.callback import Callback
 from dalsegno.events.registration import check_callbacks, instances
 from dalsegno.events.table import Event
 from dalsegno.state import TrainerControl, TrainerState
+from dalsegno.stateful.annotations import ConstructorSignature
 from dalsegno.stateful.component import Stateful, stateful_behind
 from dalsegno.system.tracebacks import short_traceback
 
@@ -89,8 +90,10 @@ class Trainer:
         ConfigurationError: if parts are missing, or do not fit together.
     """
 
+    __signature__ = ConstructorSignature()
+
     def __new__(cls, *args: Any, **named: Any) -> Trainer:
-        known = list(inspect.signature(cls.__init__).parameters)[1:]
+        known = [*inspect.signature(cls).parameters]
         for name in named:
             if name not in known:
                 settings = {each: f"use TrainingArguments({each}=…)" for each in TrainingArguments.__dataclass_fields__}
