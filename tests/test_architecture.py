@@ -26,7 +26,7 @@ MOST_FILES = {
     "analysis": 31,
     "args": 4,
     "callbacks": 53,
-    "checkpoint": 58,
+    "checkpoint": 54,
     "cli": 23,
     "config": 5,
     "control": 12,
@@ -36,7 +36,7 @@ MOST_FILES = {
     "events": 9,
     "interop": 23,
     "launcher": 10,
-    "logs": 10,
+    "logs": 9,
     "policies": 4,
     "stateful": 4,
     "system": 14,
@@ -76,12 +76,12 @@ FLOORS_WITHIN = {
         ["names", "file_reading", "manifest", "checkpoint_dir", "sharding", "tensor_files", "index"],
         ["strides", "codec", "sidecar"],
         # what is saved
-        ["contract", "dtensors", "tensor_reader", "positional_names", "wrapped"],
+        ["contract", "dtensors", "tensor_reader", "wrapped"],
         ["model_state", "optimizer_rows", "optimizer_state", "callback_tensors"],
         # a load
         ["compatibility", "frozen_checksums", "restore"],
         # a save
-        ["free_space", "cuda_copies", "staging", "files", "unchanged_files", "plan", "capture"],
+        ["free_space", "staging", "files", "unchanged_files", "plan", "capture"],
         ["snapshot", "async_save"],
         # reading without a model
         ["json_view", "listing", "difference"],

@@ -16,11 +16,10 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from checkpoint.sameness import bits
-from dalsegno.checkpoint.cuda_copies import CudaCopies
 from dalsegno.checkpoint.files import PendingFile, StagedFile, StreamedFile
 from dalsegno.checkpoint.index import StoredTensor
 from dalsegno.checkpoint.sharding import Box, ListedChunks, StoredChunk
-from dalsegno.checkpoint.staging import Buffer, Copying
+from dalsegno.checkpoint.staging import Buffer, Copying, CudaCopies
 from dalsegno.checkpoint.tensor_files import DTYPES, FileLayout, StoredFile, TensorChunk
 from dalsegno.checkpoint.tensor_reader import ChunkReader
 from dalsegno.errors import DamagedCheckpoint, StateMismatch

@@ -117,7 +117,7 @@ def test_seeding_for_a_while_leaves_the_devices_generator_as_it_was(monkeypatch:
 def test_one_module_asks_torch_for_cuda() -> None:
     """Every other one would forget the devices of other kinds. Texts are not looked at."""
     package = Path(ds.__file__).parent
-    allowed = {package / "distributed/accelerator.py", package / "checkpoint/cuda_copies.py"}
+    allowed = {package / "distributed/accelerator.py", package / "checkpoint/staging.py"}
     found = [
         f"{path.relative_to(package)}:{node.lineno}"
         for path in package.rglob("*.py")

@@ -12,9 +12,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dalsegno.logs.recoveries import RECOVERIES
 from dalsegno.system import filesystem
 from dalsegno.testing import FaultPlan, compare_runs, start_ranks
+from dalsegno.training.rollback import RECOVERIES
 from support.rolling import twice_bad
 
 Operation = tuple[str, str]

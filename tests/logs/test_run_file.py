@@ -10,9 +10,9 @@ import pytest
 
 from dalsegno.errors import StateMismatch
 from dalsegno.logs import PreviousLeg, RunFile
-from dalsegno.logs.recoveries import RecoveryFile
 from dalsegno.policies.recovery import Rollback
 from dalsegno.system import filesystem
+from dalsegno.training.rollback import RecoveryFile
 
 
 def test_legs_of_a_run_that_died_once(tmp_path: Path) -> None:

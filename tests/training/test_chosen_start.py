@@ -12,9 +12,9 @@ import pytest
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
 from dalsegno.logs import RunFile
-from dalsegno.logs.recoveries import RECOVERIES
 from dalsegno.system import filesystem
 from dalsegno.testing import FaultPlan, compare_runs, start_ranks
+from dalsegno.training.rollback import RECOVERIES
 from support.commanded import Client
 from support.small import small_trainer
 

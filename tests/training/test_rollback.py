@@ -16,10 +16,10 @@ from dalsegno.checkpoint.async_save import AsyncSave
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.table import Event
 from dalsegno.logs import RunFile, read_records
-from dalsegno.logs.recoveries import RecoveryFile
 from dalsegno.system import filesystem
 from dalsegno.system.exit_status import ExitStatus
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, start_ranks, tiny_regression_data
+from dalsegno.training.rollback import RecoveryFile
 from support.ranked import Numbered
 from support.rolling import (
     LENGTH,

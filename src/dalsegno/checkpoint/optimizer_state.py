@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn, optim
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves
 
-from dalsegno.checkpoint import positional_names
 from dalsegno.checkpoint.contract import Captured, LoadTarget, Tensors, class_name_of, is_sharded
 from dalsegno.checkpoint.index import Index, StoredTensor
 from dalsegno.checkpoint.model_state import unwrapped
@@ -23,7 +23,7 @@ from dalsegno.checkpoint.optimizer_rows import OptimizerRows, check_optimizer_re
 from dalsegno.checkpoint.wrapped import WrapperSpec, create_states, is_wrapped, parts_of
 from dalsegno.distributed.sharded_tensors import strip_wrappers
 from dalsegno.distributed.stage_places import is_cut, is_on_other_stage, like_parameter
-from dalsegno.errors import CannotSave
+from dalsegno.errors import CannotSave, StateMismatch
 from dalsegno.stateful.component import State
 
 Groups = Sequence[Sequence[torch.Tensor]]
@@ -145,7 +145,7 @@ class OptimizerState:
         check_optimizer_rest(rest, self.optimizer, where)
         loaded = self._loaded(rest)
         groups = [[name for name, _ in group] for group in self._named(loaded, rest)]
-        positional_names.check_order(rest, groups, sum(each.numel() for group in loaded for each in group), where)
+        _check_order(rest, groups, sum(each.numel() for group in loaded for each in group), where)
 
     def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
         groups = [[name for name, _ in group] for group in self._named(self._loaded(rest), rest)]
@@ -161,9 +161,9 @@ class OptimizerState:
         wanted |= {f"{name}.{kind}" for name in rows.wrapped for kind in rows.parts(name)}
         lines += [f"listed, but its tensor is missing: {name}" for name in wanted - own.keys()]
         lines += [f"tensor that is not listed: {name}" for name in own.keys() - wanted]
-        if positional_names.are_all(saved) and not lines:
+        if are_positional(saved) and not lines:
             parameters = dict(each for group in self._named(self._loaded(rest), rest) for each in group)
-            lines += positional_names.differences(parameters, own, rows.sharded)
+            lines += _other_shapes(parameters, own, rows.sharded)
         if rows.wrapped and not lines:
             fitting = self._fitting(stored, rest, rows)
             for name in (each for each in fitting if each in rows.wrapped):
@@ -284,15 +284,12 @@ class OptimizerState:
         """
         names: dict[int, str] = {}
         stored = [] if saved is None else [group["params"] for group in saved["groups"]]
-        if not positional_names.are_all(stored):
+        if not are_positional(stored):
             for each, name in self._parameters():
                 names.setdefault(id(each), name)
             names = {**self._others, **names}
         return [
-            [
-                (names.get(id(each), positional_names.name_of(number, position)), each)
-                for position, each in enumerate(group)
-            ]
+            [(names.get(id(each), positional_name(number, position)), each) for position, each in enumerate(group)]
             for number, group in enumerate(groups)
         ]
 
@@ -387,3 +384,84 @@ def tensors_per_parameter(optimizer: optim.Optimizer) -> int | None:
     if isinstance(optimizer, optim.SGD):
         return 1 if any(group["momentum"] for group in groups) else 0
     return None
+
+
+# --- names by position ----------------------------------------------------------------------------------------------
+# torch numbers the parameters of an optimizer in the order of its groups. Other programs save only these numbers, so an
+# imported checkpoint has such names until a run resumes from it, whose optimizer determines which parameter each is.
+
+
+def positional_name(group: int, position: int) -> str:
+    """Name of the parameter at ``position`` of ``group``."""
+    return f"group[{group}].params[{position}]"
+
+
+def are_positional(groups: Sequence[Sequence[str]]) -> bool:
+    """Whether each name in each group is that of its position."""
+    return any(groups) and all(
+        name == positional_name(number, position)
+        for number, names in enumerate(groups)
+        for position, name in enumerate(names)
+    )
+
+
+def _check_order(rest: State, groups: Sequence[Sequence[str]], elements: int, where: str) -> None:
+    """Raises StateMismatch if a group has its parameters in another order than when it was saved, and the optimizer
+    keeps state by their positions: lists in its groups, or a tensor over all elements in a row, as LBFGS.
+
+    Args:
+        rest: saved non-tensor state of the optimizer.
+        groups: the names of the parameters of each group here.
+        elements: number of elements of all parameters here.
+    """
+    changed = [
+        (number, ours, group["params"])
+        for number, (ours, group) in enumerate(zip(groups, rest["groups"], strict=False))
+        if [*ours] != group["params"] and {*ours} == {*group["params"]}
+    ]
+    kept = next(_by_position(rest, elements), None) if changed else None
+    if kept is None:
+        return
+    number, ours, theirs = changed[0]
+    place = next(place for place, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other)
+    raise StateMismatch(
+        f"{where}: group {number} has its parameters in another order: number {place} was {theirs[place]}, here it is "
+        f"{ours[place]}. {kept} is by position and would belong to other parameters; build the optimizer with its "
+        "parameters in the saved order"
+    )
+
+
+def _by_position(rest: State, elements: int) -> Iterator[str]:
+    """Places of state that belongs to no single parameter by its name."""
+    for number, group in enumerate(rest["groups"]):
+        for key, value in group.items():
+            is_row = isinstance(value, list) and len(value) == len(group["params"])
+            if key not in ("params", "param_names") and (is_row or any(_sizes(value))):
+                yield f"groups[{number}][{key!r}]"
+    yield from (f"state_dict[{key!r}]" for key in rest.get("further", ()))
+    yield from (f"state[{key!r}]" for key, value in rest["other"].items() if any(_sizes(value)))
+    for name, values in rest["state"].items():
+        yield from (f"state of {name}: {kind}" for kind, value in values.items() if elements in _sizes(value))
+
+
+def _sizes(value: object) -> list[int]:
+    """Numbers of elements of the tensors in a value, without scalars."""
+    return [each.numel() for each in tree_leaves(value) if isinstance(each, torch.Tensor) and each.dim()]
+
+
+def _other_shapes(
+    parameters: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor], kinds: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
+    """Parameters whose stored state has another shape: then the order of the parameters is another one.
+
+    Args:
+        parameters: here, by name.
+        stored: tensors ``<name>.<kind>``.
+        kinds: of each parameter's tensors. Those with another number of dimensions, such as factored moments, may have
+            any shape.
+    """
+    for name, parameter in parameters.items():
+        shapes = [stored[f"{name}.{kind}"].shape for kind in kinds.get(name, ())]
+        same_rank = [shape for shape in shapes if len(shape) == parameter.dim()]
+        if same_rank and tuple(parameter.shape) not in same_rank:
+            yield f"{name}: saved for a parameter of {list(same_rank[0])}, here it has {list(parameter.shape)}"

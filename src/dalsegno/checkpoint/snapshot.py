@@ -25,7 +25,6 @@ from dalsegno.checkpoint.capture import (
     warn_of_differences,
 )
 from dalsegno.checkpoint.contract import Capturable, TensorsByComponent
-from dalsegno.checkpoint.cuda_copies import CudaCopies
 from dalsegno.checkpoint.file_reading import FileRecord
 from dalsegno.checkpoint.files import Advance, InlineFile, MappedFile, PendingFile, StagedFile, StreamedFile
 from dalsegno.checkpoint.free_space import available_memory, has_memory_for
@@ -35,7 +34,7 @@ from dalsegno.checkpoint.names import SHARED, rank_sidecar
 from dalsegno.checkpoint.plan import FilePlan, Plan
 from dalsegno.checkpoint.sharding import Box
 from dalsegno.checkpoint.sidecar import SavedState, sidecar_arrays, sidecar_json
-from dalsegno.checkpoint.staging import Buffer, Copying, Layouts, NoRoom, SharedFiles
+from dalsegno.checkpoint.staging import Buffer, Copying, CudaCopies, Layouts, NoRoom, SharedFiles
 from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk
 from dalsegno.checkpoint.unchanged_files import LinkableFiles, UnchangedFile, live_digest
 from dalsegno.distributed import collectives

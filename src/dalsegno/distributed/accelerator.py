@@ -2,7 +2,7 @@
 
 The kind of device has torch's name: ``cuda`` (and ROCm), ``mps`` (a Mac), ``xpu``, ``npu``, or one that a library
 registers. What only some kinds have is looked up on torch's module for the kind. No other module calls ``torch.cuda``,
-except for the copies of a save (``checkpoint/cuda_copies.py``).
+except for the copies of a save (``checkpoint/staging.py``).
 """
 
 from __future__ import annotations

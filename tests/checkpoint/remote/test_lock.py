@@ -19,8 +19,8 @@ import dalsegno as ds
 from checkpoint.remote import jobs
 from checkpoint.remote.s3 import BUCKET, S3
 from checkpoint.remote.there import steps_at
-from dalsegno.checkpoint.remote.lock import RemoteLock
 from dalsegno.checkpoint.remote.store import Store
+from dalsegno.checkpoint.remote.store_mirror import RemoteLock
 from dalsegno.system import lease
 from dalsegno.system.holder import Holder
 from dalsegno.testing import Ranks, run_ranks, start_ranks

@@ -27,6 +27,7 @@ import xxhash
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from dalsegno.checkpoint.foreign.run_state import Files, Program, Source
 from dalsegno.checkpoint.sharding import Box
 from dalsegno.checkpoint.tensor_files import as_bytes
 from dalsegno.checkpoint.tensor_reader import part
@@ -34,7 +35,6 @@ from dalsegno.errors import ConfigurationError
 
 from . import pickles
 from .run_state import RunState
-from .source import Files, Program, Source
 from .torch_files import dict_of_run, run_of_dict
 
 _METADATA = ".metadata"

@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dalsegno.checkpoint.foreign.run_state import Files, Program, Source
 from dalsegno.errors import DamagedCheckpoint
 from dalsegno.system import filesystem
 
 from . import pickles
 from .run_state import Place, RunState
-from .source import Files, Program, Source
 
 _STATE = "trainer_state.json"
 _SETTINGS = {

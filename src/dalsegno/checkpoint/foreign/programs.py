@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dalsegno.checkpoint import checkpoint_dir, names
 from dalsegno.checkpoint.export import checkpoint_to_export, export_model
+from dalsegno.checkpoint.foreign.run_state import Program, Source
 from dalsegno.errors import ConfigurationError, DalsegnoError, NotFound, StateMismatch, UnknownName
 from dalsegno.system import filesystem
 from dalsegno.system.lock import DirectoryLock
@@ -16,7 +17,6 @@ from . import own_checkpoint
 from .dcp_folder import DCP
 from .hf_folders import ACCELERATE, HUGGING_FACE
 from .run_state import RunState
-from .source import Program, Source
 from .torch_files import LIGHTNING, TORCH
 
 PROGRAMS: Mapping[str, Program] = {

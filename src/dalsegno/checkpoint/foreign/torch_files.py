@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from dalsegno.checkpoint.foreign.run_state import Files, Program, Source
 from dalsegno.errors import ConfigurationError
 
 from . import pickles
 from .run_state import Place, RunState
-from .source import Files, Program, Source
 
 _MODEL = ("model", "model_state_dict", "state_dict", "model_state", "module", "net", "weights")
 _OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizer_state", "optim", "optim_state_dict", "opt")
