@@ -253,6 +253,9 @@ def test_a_deque_in_a_state_comes_back_as_one(tmp_path: Path) -> None:
         ("SaveCheckpointState", "dalsegno checkpoints export"),
         ("Lora", "wrap the model before"),
         ("SamplesStreamedInfo", "dalsegno.callbacks.SamplesStreamedInfo"),
+        ("SelectiveGrad", "requires_grad_"),
+        ("LogSparsity", "share of zeros"),
+        ("SavePerformanceData", "RateProfiler"),
     ],
 )
 def test_what_works_on_their_own_files_is_refused(name: str, instead: str, tmp_path: Path) -> None:

@@ -274,6 +274,14 @@ class Cerebras(TableAdapter):
         "LoadCheckpointStates": "pass load_components= to train()",
         "Lora": "wrap the model before it is passed to the Trainer, e.g. with peft",
         "SamplesStreamedInfo": "use dalsegno.callbacks.SamplesStreamedInfo",
+        "SkipSamples": "use dalsegno.callbacks.SkipSamples",
+        "FlopUtilization": "use dalsegno.callbacks.FlopUtilization",
+        "ComputeNormGNS": "use dalsegno.callbacks.GradientNoiseScale",
+        "DumpAvailableTensorNames": "use dalsegno.callbacks.DumpActivations",
+        "SavePerformanceData": "use dalsegno.callbacks.RateProfiler, and dalsegno logs summary --json",
+        "RunSchedule": "set max_steps= and eval_steps=",
+        "SelectiveGrad": "freeze parameters by requires_grad_(False), or mask gradients in on_pre_optimizer_step",
+        "LogSparsity": "add the share of zeros in the weights to ctx.logs in on_log_step",
     }
 
     state_rehearsed = False  # on_save_checkpoint must be called for real saves only
