@@ -44,8 +44,8 @@ class BatchMetrics(dict[str, Any]):
     - ``total_samples`` of this step, on all ranks
     - ``total_length``: tokens of this step, on all ranks; on several ranks known only if the callback has
       ``on_step_end``, and from then on
-    - ``num_loss_counted_tokens``: labels other than -100; one rank only
-    - ``accumulated_loss``: the loss summed over those; one rank only, and if the callback has ``on_step_end``
+    - ``num_loss_counted_tokens``: labels other than -100, on all ranks; on several ranks known as ``total_length`` is
+    - ``accumulated_loss``: the loss summed over those; known if the callback has ``on_step_end``
     - ``accumulated_aux_loss``: always None; it is in the loss
     - ``grad_accum_steps``, ``num_minibatches``: micro-batches of this step, on each rank
     """
@@ -65,7 +65,8 @@ class BatchMetrics(dict[str, Any]):
 class TrainingContext:
     """A snapshot, separate for each callback. A value not yet known in this step is None, never an older one.
 
-    All numbers are equal on all ranks; on several ranks, a number that would differ is None.
+    All numbers are equal on all ranks: those that differ between ranks are known from ``on_step_end`` on, and only if
+    the callback has that method, which costs an exchange per step.
     """
 
     hook_name: str = ""
@@ -85,12 +86,12 @@ class TrainingContext:
     grad_norm: float | None = None
     """Total L2 norm before clipping."""
     elapsed_time: float | None = None
-    """Seconds that this step took; None on several ranks."""
+    """Seconds that this step took, on the slowest rank."""
     overall_throughput: float | None = None
-    """Samples per second on all ranks: of this step; on several ranks of the steps since the last record, known from
-    ``on_log`` on."""
+    """Samples per second on all ranks: of this step; in ``on_log`` on several ranks, of the steps since the last
+    record."""
     cuda_mem_allocated: float | None = None
-    """GiB; None on several ranks."""
+    """GiB, on the rank with most; None without an accelerator."""
 
     batch_metrics: BatchMetrics = field(default_factory=BatchMetrics)
     """Known after the update."""
@@ -168,6 +169,7 @@ class SharedState(Callback):
         self.args = args
         self._state = context.state
         self._alone = collectives.world_size() == 1
+        self._layout = context.layout
         self._device = device_of(model)
         self._always: dict[str, Any] = {
             "output_dir": str(args.directory),
@@ -188,6 +190,8 @@ class SharedState(Callback):
         self._checkpoint: str | None = None
         self._captured = TrainingContext()
         self._began = 0.0
+        self._seconds = 0.0  # of the step, on this rank
+        self._memory: float | None = None  # GiB of this step, over all ranks
         self._samples_before = 0
         self._logged = 0, 0  # nanoseconds and samples at the last record
         self._throughput = 0.0
@@ -216,12 +220,22 @@ class SharedState(Callback):
         )
 
     def learn(self, metrics: dict[str, Any]) -> None:
-        """Store the metrics of this step, already reduced over all ranks."""
+        """Store the metrics of this step, already reduced over all ranks, and reduce what only this dialect has.
+        Collective."""
         self._of_step |= _with_a_field(metrics)
         batch = self._batch_metrics
         batch["total_length"] = metrics.get("tokens")
-        if batch["num_loss_counted_tokens"] is not None:
-            batch["accumulated_loss"] = metrics["loss"] * int(batch["num_loss_counted_tokens"])
+        counted = -1.0 if self._counted_tokens is None else float(self._counted_tokens)
+        memory = accelerator.memory_allocated(self._device)
+        here = [self._seconds, -1.0 if memory is None else memory / 2**30, counted]
+        by_rank = collectives.gather_floats(here, "InstructLab's numbers of a step")
+        seconds, memories, counts = zip(*by_rank, strict=True)
+        self._of_step["elapsed_time"] = max(seconds)
+        self._of_step["overall_throughput"] = batch["total_samples"] / max(seconds)
+        self._memory = max(memories) if max(memories) >= 0 else None
+        if max(counts) >= 0:
+            batch["num_loss_counted_tokens"] = int(sum(each for each in self._layout.of_data_ranks(counts) if each > 0))
+            batch["accumulated_loss"] = metrics["loss"] * batch["num_loss_counted_tokens"]
 
     def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         self._epoch = int(ctx.state.epoch)
@@ -245,21 +259,20 @@ class SharedState(Callback):
             return
         if isinstance(tokens := ctx.batch.get("input_ids"), torch.Tensor):
             self._length = (self._length or 0) + tokens.numel()
-        if self._alone:
-            self._counted_tokens = _with_labels(self._counted_tokens, ctx.batch, ctx.samples)
+        self._counted_tokens = _with_labels(self._counted_tokens, ctx.batch, ctx.samples)
 
     def on_step_end(self, ctx: contexts.StepEndContext) -> None:
         self.in_update = False
         samples = ctx.samples_seen - self._samples_before
         lr = ctx.optimizer.param_groups[0]["lr"]
         self._of_step["learning_rate"] = lr.clone() if isinstance(lr, torch.Tensor) else lr
+        self._seconds = time.monotonic() - self._began
         if self._alone:
-            seconds = time.monotonic() - self._began
-            self._of_step |= {"elapsed_time": seconds, "overall_throughput": samples / seconds}
+            self._of_step |= {"elapsed_time": self._seconds, "overall_throughput": samples / self._seconds}
         self._batch_metrics = {
             "total_samples": samples,
             "total_length": self._length if self._alone else None,
-            "num_loss_counted_tokens": self._counted_tokens,
+            "num_loss_counted_tokens": self._counted_tokens if self._alone else None,
             "accumulated_loss": None,
             "accumulated_aux_loss": None,
             "grad_accum_steps": self._minibatches,
@@ -320,12 +333,29 @@ class SharedState(Callback):
     def _reset(self) -> None:
         self.in_update = self._tokens_agreed = False
         self._of_step, self._of_record, self._batch_metrics, self._val_metrics = {}, {}, {}, {}
-        self._checkpoint = None
+        self._checkpoint = self._memory = None
 
     def _cuda_memory(self) -> float | None:
         if self._alone and (allocated := accelerator.memory_allocated(self._device)) is not None:
             return allocated / 2**30
-        return None
+        return self._memory
+
+
+class StepNumbers(Callback):
+    """Fetches the numbers of each step over all ranks, where a callback has ``on_step_end``, on whichever rank."""
+
+    name = "instructlab steps"
+    sets_control_flags = False
+
+    def __init__(self, context: contexts.Context) -> None:
+        self._shared: SharedState
+
+    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
+        self._shared = binder.shared(SharedState)
+        return super().bound_handlers(binder)
+
+    def on_train_metrics(self, ctx: contexts.MetricsContext) -> None:
+        self._shared.learn(ctx.metrics)
 
 
 def _with_a_field(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -401,9 +431,6 @@ class InstructLab(CallbackAdapter):
         shared, function = binder.shared(SharedState), getattr(self.__wrapped__, method)
         run = self._worker.do if isinstance(self.__wrapped__, Stateful) else self._worker.submit
 
-        def learn(_: Any, ctx: Any) -> None:
-            shared.learn(ctx.metrics)
-
         conditions: dict[Event, Callable[[Any], bool]] = {
             Event.BEFORE_FORWARD: lambda ctx: shared.in_update,
             Event.AFTER_FORWARD: lambda ctx: shared.in_update,
@@ -416,7 +443,10 @@ class InstructLab(CallbackAdapter):
                 context = shared.saved_context(ctx) if event is Event.SAVE else shared.context(method)
                 run(partial(function, self.converted(context, shared)), method)
 
-        return learn if event is Event.TRAIN_METRICS else call
+        if event is Event.TRAIN_METRICS:
+            binder.shared(StepNumbers)
+            return lambda _, ctx: None
+        return call
 
     def converted(self, context: TrainingContext, shared: SharedState) -> TrainingContext:
         """Return the context in the form in which the methods get it."""

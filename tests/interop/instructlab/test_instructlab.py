@@ -234,6 +234,28 @@ def test_tokens_of_an_evaluation_are_those_of_all_ranks_without_padding(tmp_path
     assert run_ranks(evaluated_tokens, 2, tmp_path) == [sum(index % 3 + 1 for index in range(7))] * 2
 
 
+def trained_tokens(output_dir: Path) -> list[tuple[dict[str, Any], int]]:
+    """What each step's context says, and the labels that this rank's batches had."""
+    callback, counted = journal(), [0, 0]
+
+    def count(ctx: Any) -> None:
+        counted[ctx.state.global_step] += int((ctx.batch["labels"] != -100).sum())
+
+    note = Listener({"on_microbatch_begin": count})
+    settings = {"max_steps": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    small_trainer(output_dir, callback, note, model=Tagger(), parts={"train_dataset": tagged(24)}, **settings).train()
+    return [(dict(at(callback, "step_end", step + 1).batch_metrics), counted[step]) for step in range(2)]
+
+
+def test_tokens_of_a_step_are_those_of_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(trained_tokens, 2, tmp_path)
+    for (told, here), (told_there, there) in zip(first, second, strict=True):
+        assert told == told_there
+        assert (told["num_loss_counted_tokens"], told["total_length"]) == (here + there, 2 * 2 * 2 * 4)
+        assert here != there
+        assert told["accumulated_loss"] > 0
+
+
 def test_nothing_of_an_older_step_lingers(tmp_path: Path) -> None:
     callback = journal()
     play(tmp_path, callback)
@@ -278,7 +300,11 @@ def test_on_all_ranks_the_same(tmp_path: Path) -> None:
     assert first == second
     losses = [each["loss"] for each in first if each["hook_name"] == "on_step_end"]
     assert all(loss is not None for loss in losses)
-    assert all(each["elapsed_time"] is None for each in first)
+    ends = [each for each in first if each["hook_name"] == "on_step_end"]
+    for each in ends:
+        rate = each["batch_metrics"]["total_samples"] / each["elapsed_time"]
+        assert each["overall_throughput"] == pytest.approx(rate)
+    assert all(each["elapsed_time"] is None for each in first if each["hook_name"] == "on_optimizer_step")
     assert first[0]["world_size"] == 2
     logged = [each["overall_throughput"] for each in first if each["hook_name"] == "on_log"]
     assert all(value > 0 for value in logged)
