@@ -82,6 +82,23 @@ def test_each_adapter_has_its_folder(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert torch.equal(outputs(read), outputs(run.model))
 
 
+def test_the_whole_model_is_not_exported_for_from_pretrained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = trainer(tmp_path / "run", **CONFIGS["lora"])
+    trained.train()
+    base().save_pretrained(tmp_path / "base")
+    export = ["checkpoints", "export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]
+    assert main([*export, "--config-from", str(tmp_path / "base")]) != 0
+    assert "(default), so its tensors have peft's names" in (error := capsys.readouterr().err)
+    assert "(--adapters)" in error and not (tmp_path / "out").exists()
+    assert main(export) == 0
+    assert "into a model that get_peft_model returns" in capsys.readouterr().out
+    other = trainer(tmp_path / "other", **CONFIGS["lora"]).model
+    other.load_state_dict(load_file(tmp_path / "out/model.safetensors"))
+    assert torch.equal(outputs(other), outputs(trained.model))
+
+
 def no_adapter(folder: Path) -> None:
     ds.Trainer(base(), arguments(folder, max_steps=1, save_steps=1), train_dataset=ByteLines()).train()
 

@@ -79,6 +79,7 @@ class Exported:
         left_out: names of the model's non-tensor state (``get_extra_state``).
         copied: files copied from ``config_from``.
         wrapped: names of quantized and wrapped tensors, which are written as the plain tensors inside them.
+        adapters: names of the adapters in the model, of which all tensors have peft's names.
     """
 
     checkpoint: Path
@@ -89,6 +90,7 @@ class Exported:
     left_out: list[str]
     copied: list[Path]
     wrapped: Collection[str] = ()
+    adapters: Collection[str] = ()
 
 
 def export_model(
@@ -120,7 +122,8 @@ def export_model(
         NotFound: if there is no such checkpoint, no best one, or no configuration in ``config_from``.
         UnknownName: if the checkpoint has no such averages; the message suggests the nearest name.
         DamagedCheckpoint: if its bytes do not match its manifest.
-        ConfigurationError: if ``max_shard_size`` is not a size, or ``folder`` contains a model.
+        ConfigurationError: if ``max_shard_size`` is not a size, or ``folder`` contains a model; or for ``config_from``
+            with a model with adapters, whose names ``from_pretrained`` does not find.
         CannotSave: if a tensor has a dtype that safetensors lacks, such as complex.
     """
     try:
@@ -135,7 +138,14 @@ def export_model(
     index = Index.of_checkpoint(source)
     stored = _stored(index, average)
     expect_all_saved(source, index, stored)
-    rest = SavedStates(source).state(MODEL)
+    saved = SavedStates(source)
+    rest, adapters = saved.state(MODEL), _adapter_configurations(saved).keys()
+    if adapters and configuration:
+        raise ConfigurationError(
+            f"{source.path}: the model has adapters ({', '.join(adapters)}), so its tensors have peft's names, and "
+            "from_pretrained would begin with random weights; export the adapters (--adapters), which "
+            "PeftModel.from_pretrained adds to the base model, or leave config_from= (--config-from) out"
+        )
     _check_types(source, stored)
     shards = _shards(stored, limit)
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -159,6 +169,7 @@ def export_model(
         sorted(rest["extra"]),
         [Path(shutil.copy2(path, target / path.name)) for path in configuration],
         rest.get("wrapped", {}).keys(),
+        adapters,
     )
 
 
@@ -189,7 +200,7 @@ def export_adapters(
     source = checkpoint_to_export(checkpoint, best=best)
     index, saved = Index.of_checkpoint(source), SavedStates(source)
     stored = index.of(MODEL) | _stored(index, average)
-    configurations = _adapter_configurations(saved.state(SETTINGS) if SETTINGS in saved else {})
+    configurations = _adapter_configurations(saved)
     if not configurations:
         raise NotFound(f"{source.path}: has no adapters: its settings contain no configuration of peft")
     planned = []
@@ -321,10 +332,10 @@ def _expect_no_adapter(place: Path) -> None:
         raise ConfigurationError(f"{place}: contains {present[0]} already; choose another directory")
 
 
-def _adapter_configurations(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _adapter_configurations(saved: SavedStates) -> dict[str, dict[str, Any]]:
     """Configuration of each adapter, from a run's settings."""
     found: dict[str, dict[str, Any]] = {}
-    for setting, value in settings.items():
+    for setting, value in (saved.state(SETTINGS) if SETTINGS in saved else {}).items():
         if setting.startswith(ADAPTERS):
             adapter, _, name = setting.removeprefix(ADAPTERS).partition(".")
             found.setdefault(adapter, {})[name] = value

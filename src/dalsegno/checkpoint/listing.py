@@ -18,7 +18,7 @@ from dalsegno.checkpoint import checkpoint_dir, names
 from dalsegno.checkpoint.json_view import readable_states
 from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.errors import DamagedCheckpoint, NotFound, StateMismatch
-from dalsegno.policies.retention import CheckpointSummary, Retention, rules_of
+from dalsegno.policies.retention import Best, CheckpointSummary, Retention, rules_of
 
 
 class CheckpointStatus(enum.StrEnum):
@@ -219,13 +219,28 @@ _SETTINGS = (
 
 def rule_of_run(found: Sequence[CheckpointInfo]) -> Retention | None:
     """Retention rule that the newest valid checkpoint was saved under; None if it keeps all, or cannot be read."""
+    args = _args_of_run(found)
+    return None if args is None else args.keeping
+
+
+def best_step(found: Sequence[CheckpointInfo]) -> int | None:
+    """Step of the valid checkpoint whose own evaluation was the best, by the run's metric; None if no step of theirs
+    was evaluated."""
+    rule: Retention = Best()
+    if (args := _args_of_run(found)) is not None:
+        rule = rule.with_metric(args.best_metric_name, greater=args.best_is_greater)
+    return next(iter(rule([each.summary for each in found if each.summary is not None and each.summary.finite])), None)
+
+
+def _args_of_run(found: Sequence[CheckpointInfo]) -> TrainingArguments | None:
+    """The settings of the newest valid checkpoint about evaluations and checkpoints; None if they cannot be read."""
     checkpoint = next((each.checkpoint for each in reversed(found) if each.summary is not None), None)
     if checkpoint is None:
         return None
     try:
         (settings,) = readable_states(checkpoint)["settings"]
         known = {name: settings[name] for name in _SETTINGS if name in settings}
-        return TrainingArguments(".", **known).keeping
+        return TrainingArguments(".", **known)
     except (KeyError, ValueError, TypeError, DamagedCheckpoint):
         return None
 

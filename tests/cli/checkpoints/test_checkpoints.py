@@ -100,6 +100,25 @@ def test_any_place_will_do(trained: Path, checkpoints: Command, place: str) -> N
     assert "problem" not in checkpoints("list", trained / place)
 
 
+@pytest.mark.parametrize(("metric", "best"), [(None, 6), ("accuracy", 4)])
+def test_the_best_listed_was_evaluated_best_of_those_on_disk(
+    tmp_path: Path, checkpoints: Command, metric: str | None, best: int
+) -> None:
+    """The run's best evaluation, between steps 2 and 4, has no checkpoint; so no later manifest marks one."""
+
+    class Settings:
+        def state_dict(self) -> dict[str, Any]:
+            return {"metric_for_best_model": metric}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    manager, settings = CheckpointManager(tmp_path), Component("settings", Settings())
+    for step, loss, accuracy in ((2, 0.5, 0.1), (4, 0.3, 0.9), (6, 0.2, 0.8)):
+        metrics = {"eval_loss": loss, "eval_accuracy": accuracy}
+        manager.save(step, [ModelState(torch.nn.Linear(1, 1))], [settings], metrics=metrics, is_best=step == 2)
+    assert [row["step"] for row in checkpoints.json("list", tmp_path) if row["best"]] == [best]
+
+
 def test_list_marks_what_is_not_whole(run: Path, checkpoints: Command) -> None:
     (checkpoint_of(run, 4) / "shared.json").unlink()
     shutil.copytree(checkpoint_of(run, 6), checkpoint_of(run, 5).with_suffix(".damaged"))

@@ -47,11 +47,18 @@ def list_all(arguments: argparse.Namespace) -> int:
     "valid": the manifest is valid and every file has the size it records. "verified" (with --verify): every byte
     matches its checksum. A checkpoint that no rule keeps is deleted after the run's next save.
     """
-    from dalsegno.checkpoint.listing import CheckpointStatus, added_bytes, directory_of, is_checkpoint, list_checkpoints
+    from dalsegno.checkpoint.listing import (
+        CheckpointStatus,
+        added_bytes,
+        best_step,
+        directory_of,
+        is_checkpoint,
+        list_checkpoints,
+    )
 
     found = list_checkpoints(arguments.place)
     everything = list_checkpoints(directory_of(arguments.place)) if is_checkpoint(arguments.place) else found
-    why, best = _reasons(everything), _newest_best(everything)
+    why, best = _reasons(everything), best_step(everything)
     on_disk = added_bytes([each.path for each in everything])
     rows = [
         _list_row(each, best)
@@ -84,12 +91,7 @@ def _reasons(found: Sequence[CheckpointInfo]) -> dict[int, list[str]]:
     return reasons(rule_of_run(found), [each.summary for each in found if each.summary is not None])
 
 
-def _newest_best(found: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-    """The newest checkpoint whose manifest marks it as the best at its save: no later one was better."""
-    return next((each for each in reversed(found) if each.checkpoint and each.checkpoint.manifest.best), None)
-
-
-def _list_row(found: CheckpointInfo, best: CheckpointInfo | None) -> dict[str, Any]:
+def _list_row(found: CheckpointInfo, best: int | None) -> dict[str, Any]:
     its = found.checkpoint.manifest if found.checkpoint else None
     return {
         "path": str(found.path),
@@ -98,7 +100,7 @@ def _list_row(found: CheckpointInfo, best: CheckpointInfo | None) -> dict[str, A
         "size": found.size,
         "ranks": its.world_size if its else None,
         "metrics": dict(its.metrics) if its else {},
-        "best": best is not None and found.path.name == best.path.name,
+        "best": found.summary is not None and found.step == best,
         "condition": found.status.value,
         "problem": found.problem,
     }

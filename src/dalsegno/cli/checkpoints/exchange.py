@@ -145,6 +145,7 @@ def export(arguments: argparse.Namespace) -> int:
                 "left_out": done.left_out,
                 "copied": [str(path) for path in done.copied],
                 "wrapped": [*done.wrapped],
+                "adapters": [*done.adapters],
             }
         )
         return 0
@@ -155,6 +156,11 @@ def export(arguments: argparse.Namespace) -> int:
         print(f"{alias} is tied to {name} and written once")
     for name in done.left_out:
         print(f"{name} is not a tensor and is left out")
+    if done.adapters:
+        print(
+            f"the model has adapters ({', '.join(done.adapters)}), so all names are peft's: load the files into a "
+            "model that get_peft_model returns, or export the adapters alone (--adapters)"
+        )
     if done.wrapped:
         names = ", ".join([*done.wrapped][:3]) + (", …" if len(done.wrapped) > 3 else "")
         print(f"quantized or wrapped ({number(len(done.wrapped))}): {names}; only the tensors inside them are written")
