@@ -355,3 +355,21 @@ def test_it_is_a_callback_of_theirs() -> None:
 def test_the_page_lists_what_needs_the_trainer(tmp_path: Path) -> None:
     without, given = refused_builtins(Bridge), refused_builtins(lambda each: Bridge(each, trainer=hf_trainer(tmp_path)))
     assert_rows("Hugging Face", {"built-ins that need the trainer": [name for name in without if name not in given]})
+
+
+def test_counted_tokens_make_no_record_the_final_one(tmp_path: Path) -> None:
+    """With ``include_num_input_tokens_seen`` each of Hugging Face's records has a ``train_runtime``."""
+    kinds = Listener({"on_log": lambda ctx: seen.append((ctx.kind, ctx.state.global_step))})
+    seen: list[tuple[str, int]] = []
+    with_bridge(tmp_path, [kinds, JsonLogger()], include_num_input_tokens_seen="all", max_steps=4, save_steps=2).train()
+    assert seen == [("train", 2), ("eval", 2), ("train", 4), ("eval", 4), ("final", 4)]
+    for path in (tmp_path, tmp_path / "checkpoint-2" / "trainer_state.json"):
+        read = [
+            (record["kind"], record["global_step"])
+            for record in ds.open_log(path).records()
+            if "header" not in record["kind"]
+        ]
+        assert read == seen[: len(read)]
+        assert len(read) >= 2
+    stopped = ds.open_log(tmp_path / "checkpoint-2" / "trainer_state.json")
+    assert stopped.summary().state != "finished"

@@ -26,7 +26,7 @@ from dalsegno.analysis.blocks import WHOLE
 from dalsegno.logs.reader import record_in
 from dalsegno.logs.values import Record
 
-from .source import BOOKKEEPING, HEADER, Naming, is_of_evaluation, moment
+from .source import HEADER, OF_ALL_KINDS, Naming, is_of_evaluation, moment
 
 if TYPE_CHECKING:
     import polars as pl
@@ -202,7 +202,7 @@ def _kind(frame: pl.DataFrame) -> pl.Expr:
     import polars as pl
 
     names = frame.columns
-    metrics = [name for name in names if name not in BOOKKEEPING]
+    metrics = [name for name in names if name not in OF_ALL_KINDS]
     of_training = [name for name in metrics if not is_of_evaluation(name)]
     of_evaluation = [name for name in metrics if is_of_evaluation(name)]
     given = pl.col("kind") if frame.schema.get("kind") == pl.String else pl.lit(None, pl.String)
@@ -210,7 +210,8 @@ def _kind(frame: pl.DataFrame) -> pl.Expr:
         return given.fill_null("train")
     kind = pl.when(_any(of_evaluation) & ~_any(of_training)).then(pl.lit("eval")).otherwise(pl.lit("train"))
     if "train_runtime" in names:
-        kind = pl.when(pl.col("train_runtime").is_not_null()).then(pl.lit("final")).otherwise(kind)
+        ends = _any(["train_runtime"]) & ~_any([name for name in names if name == "loss"])
+        kind = pl.when(ends).then(pl.lit("final")).otherwise(kind)
     return pl.coalesce(given, kind)
 
 

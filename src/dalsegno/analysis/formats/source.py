@@ -34,6 +34,9 @@ EVALUATIONS = ("eval", "val", "valid", "validation", "test", "dev")
 BOOKKEEPING = ("timestamp", "kind", "global_step", "epoch")
 """Fields of a record that are not metrics."""
 
+OF_ALL_KINDS = (*BOOKKEEPING, "num_input_tokens_seen", "train_runtime", "train_tokens_per_second")
+"""Fields that tell no kind: with ``include_num_input_tokens_seen`` Hugging Face adds them to each record."""
+
 FIRST = 100
 """Leading records among which one must have a step."""
 
@@ -92,9 +95,9 @@ def kind_of(record: Record) -> str:
     """The kind of a record; without one, ``train``, ``eval`` or ``final`` by the names of its metrics."""
     if isinstance(kind := record.get("kind"), str):
         return kind
-    if "train_runtime" in record:
+    if record.get("train_runtime") is not None and record.get("loss") is None:
         return "final"
-    metrics = [name for name, value in record.items() if name not in BOOKKEEPING and value is not None]
+    metrics = [name for name, value in record.items() if name not in OF_ALL_KINDS and value is not None]
     return "eval" if metrics and all(map(is_of_evaluation, metrics)) else "train"
 
 
