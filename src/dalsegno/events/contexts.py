@@ -9,7 +9,7 @@ them never runs a collective.
 from __future__ import annotations
 
 import copy
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -300,8 +300,13 @@ class EvaluateBeginContext(Context):
     evaluated_weights: str | None = field(init=False, default=None)
     """A handler that swaps in other weights sets this to its callback's key; None: the model's own weights."""
 
-    def fill(self, name: str) -> None:
-        self.name, self.evaluated_weights = name, None
+    batches: int | None = field(init=False)
+    """Batches of the set on this rank; None: unknown."""
+    between_batches: list[Callable[[int], None]] = field(init=False)
+    """Functions that handlers append: each is called before each batch, with the number of those done."""
+
+    def fill(self, name: str, batches: int | None = None) -> None:
+        self.name, self.evaluated_weights, self.batches, self.between_batches = name, None, batches, []
 
 
 @dataclass(slots=True)

@@ -58,6 +58,8 @@ class EvaluationRunner:
         self._evaluations = evaluations
         self._measured: tuple[int, dict[str, float]] = 0, {}  # step of the newest evaluation, and its metrics
         self._stop_requested: Callable[[], bool] | None = None  # during a step's evaluation only
+        self._observers: list[Callable[[int], None]] = []  # of the evaluation in progress
+        self._batches = 0  # that it has measured
 
     @property
     def has_sets(self) -> bool:
@@ -109,6 +111,9 @@ class EvaluationRunner:
     def between_batches(self) -> None:
         """To be called between two batches of an evaluation, equally often on all ranks. Interrupts a step's
         evaluation, if all ranks have agreed to stop."""
+        for observe in self._observers:
+            observe(self._batches)
+        self._batches += 1
         if self._stop_requested is not None and self._stop_requested():
             raise EvaluationInterrupted
 
@@ -124,10 +129,11 @@ class EvaluationRunner:
         dispatcher = self._dispatcher
         with self._announced(evaluation) as evaluated_weights:
             outer, self._stop_requested = self._stop_requested, stop_requested
+            self._observers, self._batches = dispatcher.evaluate_begin.context.between_batches, 0
             try:
                 metrics = evaluation(self.between_batches)
             finally:
-                self._stop_requested = outer
+                self._stop_requested, self._observers = outer, []
         dispatcher.fire_record(metrics, "eval", evaluated_weights)
         if dispatcher.evaluate:
             dispatcher.evaluate.fill(
@@ -142,7 +148,7 @@ class EvaluationRunner:
         callbacks have put into the model, None if they are its own."""
         begin = self._dispatcher.evaluate_begin
         try:
-            begin.fill(evaluation.name)
+            begin.fill(evaluation.name, evaluation.batches)
             begin.fire()
             yield begin.context.evaluated_weights
         except BaseException as error:
@@ -194,6 +200,11 @@ class LossEvaluation:
     loss_weight: LossWeight | None
     affected: Sequence[Stateful]
 
+    @property
+    def batches(self) -> int | None:
+        """Batches on this rank; None: unknown."""
+        return self.loader.length()
+
     def __call__(self, between_batches: BetweenBatches) -> dict[str, float]:
         """Run the model over the whole set, in evaluation mode. Collective."""
         began = time.monotonic()
@@ -229,6 +240,7 @@ class UserEvaluation:
     """The argument ``evaluate`` of ``dalsegno.Run``."""
 
     name = "eval"
+    batches: int | None = None
     affected: Sequence[Stateful] = ()
 
     def __init__(self, function: Callable[[], Mapping[str, float]]) -> None:

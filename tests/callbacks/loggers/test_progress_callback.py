@@ -14,10 +14,14 @@ import dalsegno as ds
 from callbacks.scripted import trainer
 from callbacks.stage import Stage
 from dalsegno.callbacks import ProgressCallback
+from dalsegno.callbacks.loggers import progress_callback
 from dalsegno.callbacks.loggers.progress_callback import shown
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.contexts import LogContext, StepEndContext
+from dalsegno.testing import tiny_regression_data
 from support.listeners import Listener
+from support.own_loops import OwnLoop
+from support.small import small_trainer
 
 
 class Terminal(io.StringIO):
@@ -107,6 +111,40 @@ def test_an_evaluation_is_a_line_with_all_it_found(tmp_path: Path) -> None:
     trainer(tmp_path, [2.0, 1.0], ProgressCallback(output_stream=stream), eval_steps=2).train()
     [line] = [line for line in lines(stream) if "eval" in line]
     assert re.fullmatch(r" {8}2  eval: eval_loss 1\.000, eval_runtime [\d.e-]+, eval_samples_per_second [\d.,]+", line)
+
+
+@pytest.mark.parametrize("kind", ["trainer", "loop"])
+def test_a_long_evaluation_says_how_far_it_is_and_lines_say_how_long_it_takes(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_callback, "SILENCE_S", 0.0)
+    stream = io.StringIO()
+    progress = ProgressCallback(output_stream=stream)
+    settings = {"max_steps": 2, "eval_steps": 2, "logging_steps": 1}
+    if kind == "trainer":
+        small_trainer(tmp_path, progress, parts={"eval_dataset": tiny_regression_data(17)}, **settings).train()
+    else:
+        loop = OwnLoop(tmp_path, progress, **settings)
+        run = ds.Run(
+            loop.args,
+            model=loop.model,
+            optimizer=loop.optimizer,
+            loader=loop.loader,
+            callbacks=[progress],
+            evaluate=lambda: [run.between_batches() for _ in range(3)] and {"eval_loss": 0.0},
+        )
+        with run:
+            for batch in run.batches():
+                loss = loop.model(**batch)
+                loss.backward()
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+                run.step_end(loss)
+    header, first, last, *evaluation = lines(stream)[:6]
+    assert re.search(r"e-0\d  of 2, [\d.,]+ steps/s, 0:00:0\d left$", first)
+    assert "left" not in header + last
+    of = " of 3" if kind == "trainer" else ""
+    assert [each.strip() for each in evaluation] == [f"2  eval: {done}{of} batches" for done in range(3)]
 
 
 def test_default_columns_are_those_that_there_are(tmp_path: Path) -> None:

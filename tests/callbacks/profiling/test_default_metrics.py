@@ -111,3 +111,10 @@ def test_an_interval_begins_anew_with_a_rollback_and_is_never_negative(tmp_path:
 def test_a_peak_that_cannot_be(peak: object) -> None:
     with pytest.raises(ConfigurationError, match=r"peak_hardware_flops=.*needs a finite number over 0"):
         DefaultMetrics(peak)  # type: ignore[arg-type]
+
+
+def test_steps_a_second_without_tokens(tmp_path: Path, seconds: list[float]) -> None:
+    seconds += [7.0, 0.5, 2.0]
+    kept = Kept()
+    trainer(tmp_path, [1.0] * 7, kept, logging_steps=3).train()
+    assert {step: logs["steps_per_second"] for step, logs in kept.of("train").items()} == {3: 6.0, 6: 1.5}

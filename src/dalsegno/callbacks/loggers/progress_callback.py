@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TextIO
 
 from tqdm.auto import tqdm
@@ -13,15 +15,25 @@ from tqdm.auto import tqdm
 from dalsegno.args import TrainingArguments
 from dalsegno.callbacks.argument_checks import Spec, merge_specs, whole
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import LogContext, RollbackContext, StepEndContext, TrainBeginContext, TrainEndContext
+from dalsegno.events.callback import Binder, Callback
+from dalsegno.events.contexts import (
+    EvaluateBeginContext,
+    LogContext,
+    RollbackContext,
+    StepEndContext,
+    TrainBeginContext,
+    TrainEndContext,
+)
 from dalsegno.events.table import Event
+from dalsegno.state import Handler
 
 
 class ProgressCallback(Callback):
     """Shows each training record on rank 0: a line of aligned columns, or a bar on a terminal and in a notebook.
 
-    Evaluations and records of ``trainer.log`` are one line each, with all their values.
+    Evaluations and records of ``trainer.log`` are one line each, with all their values. A long evaluation says every 10
+    seconds how far it is. From the first 10 seconds of a leg on, the lines of records end with the number of steps in
+    all, the present speed, and the time left at the leg's mean speed.
 
     Args:
         use_tqdm: True: always a bar; False: never; None: on a terminal and in a notebook.
@@ -61,9 +73,11 @@ class ProgressCallback(Callback):
         is_listed = isinstance(step_columns, Sequence)
         self._lines = Lines(output_stream, self._columns, header_interval, shows_absent=is_listed)
         self._display: Lines | Bar = self._lines
+        self._began = self._first_step = self._spoke = 0.0
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._lines.begin()
+        self._began, self._first_step = time.monotonic(), ctx.state.global_step
         if self._wants_bar(ctx.args):
             self._display = Bar(self._stream, self._columns, ctx.state.global_step, ctx.state.max_steps)
 
@@ -76,10 +90,25 @@ class ProgressCallback(Callback):
     def on_rollback(self, ctx: RollbackContext) -> None:
         self._display.advance(ctx.to_step, ctx.state.max_steps)
 
+    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
+        # Not a handler method: other trainers cannot fire this event, and must not refuse it for that.
+        return [*super().bound_handlers(binder), (Event.EVALUATE_BEGIN, self._watch_evaluation)]
+
+    def _watch_evaluation(self, ctx: EvaluateBeginContext) -> None:
+        self._spoke, step, name = time.monotonic(), ctx.state.global_step, ctx.name
+        of = "" if ctx.batches is None else f" of {ctx.batches:,}"
+
+        def show(done: int) -> None:
+            if time.monotonic() - self._spoke >= SILENCE_S:
+                self._spoke = time.monotonic()
+                self._display.say(f"{step:>{WIDTH}}  {name}: {done:,}{of} batches")
+
+        ctx.between_batches.append(show)
+
     def on_log(self, ctx: LogContext) -> None:
         state, logs = ctx.state, ctx.logs
         if ctx.kind == "train":
-            self._display.record({"step": state.global_step, "epoch": state.epoch, **logs})
+            self._display.record({"step": state.global_step, "epoch": state.epoch, **logs}, self._outlook(ctx))
             return
         wanted = self._final if ctx.kind == "final" else {key: Column(key) for key in logs}
         values = ", ".join(f"{column.label} {column.text(logs[key])}" for key, column in wanted.items() if key in logs)
@@ -92,12 +121,25 @@ class ProgressCallback(Callback):
             self._display.close()
         self._display = self._lines
 
+    def _outlook(self, ctx: LogContext) -> str:
+        """What follows a record in a line: steps in all, speed and time left."""
+        elapsed, done = time.monotonic() - self._began, ctx.state.global_step - self._first_step
+        left = ctx.state.max_steps - ctx.state.global_step
+        if elapsed < SILENCE_S or done <= 0 or left <= 0:
+            return ""
+        speed = "" if "tok_per_sec" in ctx.logs else f"{shown(done / elapsed)} steps/s, "
+        return f"  of {ctx.state.max_steps:,}, {speed}{timedelta(seconds=round(left * elapsed / done))} left"
+
     def _wants_bar(self, args: TrainingArguments) -> bool:
         if args.disable_tqdm:
             return False
         if self._use_tqdm is not None:
             return self._use_tqdm
         return (self._stream or sys.stderr).isatty() or _in_notebook()
+
+
+SILENCE_S = 10.0
+"""Seconds after which an evaluation says how far it is, and lines of records say how long the run takes."""
 
 
 class Lines:
@@ -122,13 +164,13 @@ class Lines:
     def advance(self, step: int, planned: int) -> None:
         """Lines show records only."""
 
-    def record(self, values: Mapping[str, Any]) -> None:
+    def record(self, values: Mapping[str, Any], outlook: str) -> None:
         present = {key: column for key, column in self._wanted.items() if key in self._columns or key in values}
         if self._until_header == 0 or len(present) != len(self._columns):
             self._columns, self._until_header = present, self._header_interval
             self.say(_aligned([(column, column.label) for column in present.values()]))
         self._until_header -= 1
-        self.say(_aligned([(column, column.text(values.get(key))) for key, column in present.items()]))
+        self.say(_aligned([(column, column.text(values.get(key))) for key, column in present.items()]) + outlook)
 
     def say(self, line: str) -> None:
         print(line, file=self._stream or sys.stdout, flush=True)
@@ -163,7 +205,8 @@ class Bar:
         self._bar.total = planned if planned > 0 else None  # a command may change it
         self._bar.update(step - self._bar.n)
 
-    def record(self, values: Mapping[str, Any]) -> None:
+    def record(self, values: Mapping[str, Any], outlook: str) -> None:
+        """A bar has an outlook of its own."""
         texts = [f"{column.label} {column.text(values[key])}" for key, column in self._wanted.items() if key in values]
         self._bar.set_postfix_str(", ".join(texts), refresh=False)
 

@@ -81,7 +81,7 @@ class DefaultMetrics(UtilizationCallback):
     """Logs speed, hardware utilization and peak memory in each training record:
 
     - ``tok_per_sec``: tokens (elements of ``input_ids``) of all ranks per second of wall-clock time since the last
-      record, including evaluations and saves.
+      record, including evaluations and saves. Without tokens: ``steps_per_second``.
     - ``mfu``: model FLOPs utilization, the fraction of the hardware's peak that the model uses, 0 to 1: FLOPs per token
       (or per sample, without tokens), forward and backward, times tokens per second, over the peak of all ranks'
       devices (Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B). Only where the peak is known and the
@@ -101,7 +101,7 @@ class DefaultMetrics(UtilizationCallback):
     """
 
     _device = torch.device("cpu")
-    _began = _measured_at = _tokens_before = 0
+    _began = _measured_at = _tokens_before = _steps_before = 0
     _of_ranks: Gathered
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
@@ -119,6 +119,7 @@ class DefaultMetrics(UtilizationCallback):
 
     def _begin_interval(self, ctx: Context) -> None:
         self._began, self._tokens_before = time.perf_counter_ns(), ctx.state.num_input_tokens_seen
+        self._steps_before = ctx.state.global_step
         self._of_ranks.forget()
 
     def _measure(self) -> list[float]:
@@ -135,6 +136,9 @@ class DefaultMetrics(UtilizationCallback):
         self._began = self._measured_at
         if "tokens" in ctx.logs:
             self._add_throughput(ctx.logs, nanoseconds)
+        else:
+            ctx.logs["steps_per_second"] = (ctx.state.global_step - self._steps_before) * 1e9 / nanoseconds
+        self._steps_before = ctx.state.global_step
         self._add_mfu(ctx.logs)
         ctx.logs["peak_mem"] = max(peaks)
         if len(peaks) > 1:
