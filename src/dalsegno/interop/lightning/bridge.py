@@ -199,6 +199,8 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
             own_loss, found, batch, batch_idx % accumulated, _samples_in(batch), is_last
         )
         if is_last:
+            # Lightning divides each loss by the number of batches of a full step; an epoch's last step may have fewer.
+            leg.losses = [loss * (accumulated / len(leg.losses)) for loss in leg.losses]
             self._end_step(leg)
 
     def _end_step(self, leg: Leg) -> None:
