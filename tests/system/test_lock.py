@@ -39,6 +39,24 @@ def leave_lock(directory: Path, **entry: Any) -> None:
     (directory / ".lock").write_text(json.dumps(holder | entry))
 
 
+def test_no_other_user_can_lock_it(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch(0o644)  # as a former version left it
+    with DirectoryLock(tmp_path):
+        assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_program_that_names_nobody_is_told_apart(tmp_path: Path) -> None:
+    with DirectoryLock(tmp_path):
+        pass
+    stranger = "import fcntl, sys; f = open(sys.argv[1]); fcntl.lockf(f, fcntl.LOCK_SH); print(flush=True); input()"
+    words = [sys.executable, "-c", stranger, str(tmp_path / ".lock")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        with pytest.raises(Locked, match=r"has not written its name .* 'lslocks'"):
+            DirectoryLock(tmp_path).acquire()
+        process.communicate(b"\n")
+
+
 def test_a_process_of_another_host_counts_until_it_is_known_to_be_dead(tmp_path: Path) -> None:
     leave_lock(tmp_path)
     with pytest.raises(Locked) as caught:

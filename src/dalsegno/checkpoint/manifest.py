@@ -70,12 +70,6 @@ class Manifest:
     """The data rank of each rank that saved; empty if each read its own data."""
 
     @property
-    def counted(self) -> list[int]:
-        """For each data rank that saved, the lowest rank that read its data."""
-        data_ranks = self.data_ranks or range(self.world_size)
-        return [data_ranks.index(number) for number in range(max(data_ranks) + 1)]
-
-    @property
     def summary(self) -> CheckpointSummary:
         """The checkpoint as retention policies see it."""
         return CheckpointSummary(self.step, self.metrics, self.best, self.finite)

@@ -183,12 +183,17 @@ class SavedStates:
         a lower one."""
         if self.record(key).scope != "per_rank" or key in self._sidecar(SHARED):
             return [*range(self.count(key))]
-        return self.checkpoint.manifest.counted
+        return Layout(None, self._data_ranks()).counted
 
     def own(self, key: str) -> int | None:
         """Number of the state that this rank saved, if the ranks that read the same data are the same as then."""
-        then = tuple(self.checkpoint.manifest.data_ranks) or tuple(range(self.checkpoint.manifest.world_size))
-        return collectives.rank() if then == self.layout.data_ranks and key not in self._sidecar(SHARED) else None
+        is_same = self._data_ranks() == self.layout.data_ranks and key not in self._sidecar(SHARED)
+        return collectives.rank() if is_same else None
+
+    def _data_ranks(self) -> tuple[int, ...]:
+        """The data rank of each rank that saved."""
+        manifest = self.checkpoint.manifest
+        return tuple(manifest.data_ranks) or tuple(range(manifest.world_size))
 
     def all_of(self, key: str) -> SavedState:
         return self._those(key, range(self.count(key)))

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Self, TypeVar
 
 import torch
@@ -125,12 +126,12 @@ class Layout:
     @property
     def counted(self) -> list[int]:
         """For each data rank, the rank that stands for it: the lowest."""
-        return [self.data_ranks.index(number) for number in range(self.data_size)]
+        return _lowest_ranks(self.data_ranks)
 
     @property
     def is_primary(self) -> bool:
         """Whether this rank stands for its data rank."""
-        return self.data_ranks.index(self.data_rank) == collectives.rank()
+        return self.counted[self.data_rank] == collectives.rank()
 
     @property
     def dimensions(self) -> dict[str, int]:
@@ -151,6 +152,15 @@ class Layout:
     def of_data_ranks(self, rows: Sequence[T]) -> list[T]:
         """Of a row for each rank, those that stand for a data rank, in the order of the data ranks."""
         return [rows[number] for number in self.counted]
+
+
+@lru_cache(maxsize=8)
+def _lowest_ranks(data_ranks: tuple[int, ...]) -> list[int]:
+    """For each data rank, the lowest rank that reads its data. Asked for in each step, of up to thousands of ranks."""
+    lowest: dict[int, int] = {}
+    for rank, number in enumerate(data_ranks):
+        lowest.setdefault(number, rank)
+    return [lowest[number] for number in range(len(lowest))]
 
 
 def _data_ranks(ranks: torch.Tensor, names: Sequence[str], data: Sequence[str]) -> tuple[int, ...]:

@@ -24,6 +24,9 @@ VISIBLE_WITHIN_S = 60.0
 
 _ENTRY_BYTES = 1024
 
+_MODE = 0o600
+"""Whoever can read the lock file can lock it, and so stop the run."""
+
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
@@ -105,7 +108,9 @@ class DirectoryLock:
             raise NotSupported(f"{place}: training needs Linux or macOS; on Windows, train in WSL")
         if self._path in self._held_here:
             raise Locked(f"{place}: already in use by another run in this process ({os.getpid()})")
-        descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT)
+        descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT, _MODE)
+        with contextlib.suppress(PermissionError):  # another user's file, which its group may write
+            os.fchmod(descriptor, _MODE)
         files = _DirectoryFiles(self._path.parent, descriptor)
         lease = Lease(files, place)
         try:
@@ -130,7 +135,11 @@ class DirectoryLock:
         holder = read_holder(files)
         if self._lives(self._path, holder) if known is None else known:
             if holder is None:
-                raise Locked(f"{place}: in use by another process; wait for it, stop it, or use another output_dir")
+                raise Locked(
+                    f"{place}: in use by another process, which has not written its name into {LOCK}: a run that "
+                    "begins or ends just now, or another program that has locked this file; try again, look for it "
+                    f"with 'lslocks' or 'fuser {self._path}', or use another output_dir"
+                )
             raise holder.refuse(place)
         if holder is None or holder.is_dead() or self._take_over:
             return holder

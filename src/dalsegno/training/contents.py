@@ -140,12 +140,13 @@ def names_of_others(
     """Names of the parameters that are neither the model's nor the loss function's, but in ``others``, by ``id``:
     ``head/layer.weight``. Raises ConfigurationError if the optimizer trains a parameter that none of these contains, or
     none of the model's."""
-    of_model, of_loss = model.held(), {each for state in loss_fn for each in state.held()}
+    of_model = model.held()
+    known = of_model | {each for state in loss_fn for each in state.held()}
     foreign = {
         f"group {number}, parameter {position}, of shape {list(parameter.shape)}": parameter
         for number, group in enumerate(optimizer.param_groups)
         for position, parameter in enumerate(group["params"])
-        if id(parameter) not in of_model | of_loss
+        if id(parameter) not in known
     }
     names = {
         id(parameter): f"{key}/{name}"
