@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 import dalsegno as ds
 from dalsegno.data.build import PaddedRows
+from dalsegno.testing import run_ranks
 from support.listeners import Listener
 from support.small import same, small_trainer, weights
 
@@ -138,3 +139,49 @@ def test_a_batch_that_does_not_fit_is_answered(tmp_path: Path, name: str) -> Non
     model, data, loss_fn = make()
     with pytest.raises(ds.ConfigurationError, match=text):
         small_trainer(tmp_path, model=model, parts={"train_dataset": data, "loss_fn": loss_fn}, max_steps=1).train()
+
+
+class Ragged(nn.Module):
+    """Returns a tree, and rows as wide as the batch's first sample says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
+        logits = self.layer(x)
+        wide = logits.repeat(1, 1 + int(labels[0]))
+        return {"loss": cross_entropy(logits, labels), "logits": logits, "more": (wide, "a word")}
+
+
+def predicted(model: nn.Module, output_dir: Path, data: Any, loss_fn: Any = None) -> Any:
+    torch.manual_seed(5)
+    parts = {"train_dataset": PAIRS, "loss_fn": loss_fn}
+    args = {"max_steps": 1, "per_device_eval_batch_size": 3}
+    return small_trainer(output_dir, model=model, parts=parts, **args).predict(data, outputs=True)
+
+
+def test_predict_returns_what_the_model_returns_for_each_sample(tmp_path: Path) -> None:
+    model = Classifier()
+    found = predicted(model, tmp_path, PAIRS, cross_entropy)
+    assert found.keys() >= {"test_loss"} and isinstance(found, dict)
+    torch.testing.assert_close(found.outputs, model(X), rtol=1e-5, atol=1e-6)
+    several = predicted(model, tmp_path, {"a": PAIRS, "b": PAIRS[:2]}, cross_entropy).outputs
+    assert {name: len(each) for name, each in several.items()} == {"a": 20, "b": 2}
+    parts = {"train_dataset": PAIRS, "loss_fn": cross_entropy}
+    assert small_trainer(tmp_path, model=model, parts=parts).predict(PAIRS).outputs is None
+    tree = predicted(Ragged(), tmp_path, ROWS).outputs
+    assert tree.keys() == {"logits", "more"} and tree["logits"].shape == (20, 3)
+    wide, word = tree["more"]
+    assert word is None and [len(row) for row in wide] == [3 * (1 + int(Y[index - index % 3])) for index in range(20)]
+
+
+def on_two_ranks(output_dir: Path) -> Any:
+    torch.manual_seed(0)
+    return predicted(Classifier(), output_dir, PAIRS[:7], cross_entropy).outputs.tolist()
+
+
+def test_predict_returns_the_samples_of_all_ranks_in_order(tmp_path: Path) -> None:
+    alone, *ranks = on_two_ranks(tmp_path / "alone"), *run_ranks(on_two_ranks, 2, tmp_path / "ranks")
+    for each in ranks:
+        torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-5, atol=1e-6)

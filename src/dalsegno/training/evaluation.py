@@ -18,17 +18,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
-from itertools import repeat
+from itertools import repeat, zip_longest
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dalsegno.args import TrainingArguments
 from dalsegno.data import EvalLoader, to_device
 from dalsegno.data.step_batch import LossWeight, iter_steps
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.inference import evaluating
+from dalsegno.distributed.layout import Layout
 from dalsegno.distributed.rng import RandomState
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.events.callback import Callback
@@ -205,11 +206,11 @@ class LossEvaluation:
         """Batches on this rank; None: unknown."""
         return self.loader.length()
 
-    def __call__(self, between_batches: BetweenBatches) -> dict[str, float]:
-        """Run the model over the whole set, in evaluation mode. Collective."""
+    def __call__(self, between_batches: BetweenBatches, kept: list[Any] | None = None) -> dict[str, float]:
+        """Run the model over the whole set, in evaluation mode. Collective. ``kept`` gets each batch's outputs."""
         began = time.monotonic()
         with self.loader.evaluated(), evaluating(*self.forward.modules):
-            loss_sum, weight, samples = self._sums(between_batches)
+            loss_sum, weight, samples = self._sums(between_batches, kept)
         seconds = time.monotonic() - began
         (loss_sum,) = self.parts.layout.sum_floats([loss_sum], "the loss of an evaluation")
         return {
@@ -218,7 +219,7 @@ class LossEvaluation:
             f"{self.prefix}_samples_per_second": samples / seconds,
         }
 
-    def _sums(self, between_batches: BetweenBatches) -> tuple[float, float, int]:
+    def _sums(self, between_batches: BetweenBatches, kept: list[Any] | None) -> tuple[float, float, int]:
         """This rank's weighted sum of losses; the weights and the samples of all ranks."""
         dispatcher, weight, samples = self.parts.dispatcher, 0.0, 0
         losses: list[torch.Tensor] = []
@@ -228,12 +229,44 @@ class LossEvaluation:
             loss, outputs = self.forward(batch)
             if step_batch.weights[0]:  # padding does not count, not even a NaN
                 losses.append(accelerator.wide(loss) * step_batch.weights[0])
+            if kept is not None:
+                kept.append(_rows_of(outputs, step_batch.microbatches[0].samples))
             if dispatcher.prediction_step:
                 dispatcher.prediction_step.fill(batch, outputs, index, step_batch.microbatches[0].samples)
                 dispatcher.prediction_step.fire()
             weight += step_batch.total
             samples += step_batch.samples
         return float(torch.stack(losses).sum()) if losses else 0.0, weight, samples
+
+
+def _rows_of(outputs: Any, samples: int) -> Any:
+    """A batch's outputs without the loss, on the CPU: tensors with a row for each sample, None in place of all else."""
+    rest = {name: value for name, value in outputs.items() if name != "loss"}
+    rest = rest["outputs"] if rest.keys() == {"outputs"} else rest
+    if isinstance(rest, Mapping):
+        rest = {name: value for name, value in rest.items() if name != "loss"}
+
+    def rows(leaf: Any) -> Any:
+        has_rows = isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) >= samples
+        return leaf[:samples].detach().cpu() if has_rows else None
+
+    return tree_map(rows, rest)
+
+
+def joined_outputs(kept: Sequence[Any], layout: Layout) -> Any:
+    """The outputs of all samples on all ranks, in the order of a map dataset. Collective. A tensor whose other
+    dimensions differ between batches becomes a list of the samples' tensors."""
+    of_ranks = layout.of_data_ranks(collectives.gather([*kept], "the outputs of a prediction"))
+    flat = [tree_flatten(each) for batches in zip_longest(*of_ranks) for each in batches if each is not None]
+    leaves = zip(*(each for each, _ in flat), strict=True)
+    return tree_unflatten([_joined([each for each in parts if each is not None]) for parts in leaves], flat[0][1])
+
+
+def _joined(parts: list[torch.Tensor]) -> Any:
+    full = [each for each in parts if len(each)]
+    if len({each.shape[1:] for each in full}) > 1:
+        return [row for each in full for row in each]
+    return torch.cat(full) if full else None
 
 
 class UserEvaluation:

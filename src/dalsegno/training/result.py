@@ -14,6 +14,14 @@ from dalsegno.system.exit_status import ExitStatus
 Reason = Literal["finished", "stopped", "aborted", "exhausted", "interrupted", "exception", "taken_over"]
 
 
+class Prediction(dict[str, float]):
+    """Metrics, as returned by ``predict()``."""
+
+    outputs: Any = None
+    """With ``outputs=True``: what the model returned for each sample, without the loss, on the CPU. One set: a tensor,
+    or a tree of tensors as the model returns them; several: by name."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainResult:
     """Returned by ``train()``."""

@@ -25,7 +25,7 @@ from dalsegno.data.build import (
 )
 from dalsegno.data.step_batch import LossWeight
 from dalsegno.distributed.layout import build_layout
-from dalsegno.distributed.modes import modes_of, parts_of_batch
+from dalsegno.distributed.modes import STAGES, modes_of, parts_of_batch
 from dalsegno.distributed.parallel import FusedBackward, Pipelined
 from dalsegno.distributed.parallel.base import autocast_dtype
 from dalsegno.distributed.parallel.torchrun import init_distributed
@@ -41,12 +41,12 @@ from dalsegno.system.tracebacks import short_traceback
 
 from . import loop
 from .chosen_start import ResumeOptions
-from .evaluation import LossEvaluation
+from .evaluation import LossEvaluation, joined_outputs
 from .learning_rate import PlateauStep, build_schedulers
 from .lifecycle import RunLifecycle, check_writable
 from .parts import Comparison, RunParts, build_parts
 from .placement import PlacedModel, place
-from .result import TrainResult
+from .result import Prediction, TrainResult
 from .settings import UserSupplied
 from .train_step import (
     Accumulation,
@@ -254,17 +254,28 @@ class Trainer:
         return evaluation_sets_from_args(self.args, self._parts.layout, dataset, None, self._collator)
 
     @short_traceback
-    def predict(self, test_dataset: Any) -> dict[str, float]:
+    def predict(self, test_dataset: Any, *, outputs: bool = False) -> Prediction:
         """Measure the present model on other data: ``test_loss`` and so on. Collective.
 
         ``on_prediction_step`` receives the outputs of each batch, ``on_predict`` the metrics.
+
+        Args:
+            test_dataset: one set, or a dict of several.
+            outputs: also keep what the model returns, of all samples in the dataset's order, on every rank: the result
+                is a dict of metrics with the attribute ``outputs``.
         """
-        metrics: dict[str, float] = {}
+        if outputs and STAGES in self._parts.layout.dimensions:
+            raise ConfigurationError(
+                "predict(outputs=True): not under a pipeline; use on_prediction_step of a callback"
+            )
+        found, by_name = Prediction(), {}
         for name, prefix, loader in self._sets_of(test_dataset):
-            evaluation = self._evaluation(name, prefix.replace("eval", "test", 1), loader)
-            metrics |= evaluation(self._lifecycle.boundary.evaluations.between_batches)
-        self._parts.dispatcher.predict.fire_with(metrics)
-        return metrics
+            evaluation, kept = self._evaluation(name, prefix.replace("eval", "test", 1), loader), list[Any]()
+            found |= evaluation(self._lifecycle.boundary.evaluations.between_batches, kept if outputs else None)
+            by_name[name] = joined_outputs(kept, self._parts.layout) if outputs else None
+        found.outputs = by_name if outputs and isinstance(test_dataset, dict) else next(iter(by_name.values()))
+        self._parts.dispatcher.predict.fire_with(found)
+        return found
 
     def log(self, metrics: MutableMapping[str, Any], kind: str = "user") -> None:
         """Log a record of your own, of any kind. To be called on all ranks, with the same values."""
