@@ -133,28 +133,12 @@ class CheckpointManager:
         )
         if exists:
             raise ConfigurationError(f"{final}: there is a checkpoint of this step already; it is not overwritten")
-        if is_nonfinite and collectives.rank() == 0 and not self._has_warned_nonfinite:
-            self._has_warned_nonfinite = True
-            logger.warning(
-                "step %d: the weights contain NaN or infinity; this checkpoint does not displace a finite one", step
-            )
+        if is_nonfinite:
+            self._warn_nonfinite(step)
         if has_no_former:
             self._find_former()
         former = self._former if self._former is not None and self._former.are_beside(final.parent) else None
         snapshot = self._snapshotter.capture(sharded, components, self._carried, copy=background, former=former)
-
-        def note_published() -> None:
-            self._trusted = final.resolve()
-            if published is not None:
-                published()
-
-        def delete_unkept() -> None:
-            try:
-                self._delete_unkept()
-            finally:
-                if settled is not None:
-                    settled()
-
         self._has_saved = True
         self._unsettled = save = AsyncSave(
             snapshot,
@@ -162,10 +146,29 @@ class CheckpointManager:
             step=step,
             is_best=is_best,
             manifest_of=functools.partial(snapshot.manifest, step, metrics or {}, is_best, not is_nonfinite),
-            published=note_published,
-            afterwards=delete_unkept,
+            published=functools.partial(self._published, final, published),
+            afterwards=functools.partial(self._prune_after_save, settled),
         )
         return save
+
+    def _warn_nonfinite(self, step: int) -> None:
+        if collectives.rank() == 0 and not self._has_warned_nonfinite:
+            self._has_warned_nonfinite = True
+            logger.warning(
+                "step %d: the weights contain NaN or infinity; this checkpoint does not displace a finite one", step
+            )
+
+    def _published(self, final: Path, then: Callable[[], object] | None) -> None:
+        self._trusted = final.resolve()
+        if then is not None:
+            then()
+
+    def _prune_after_save(self, then: Callable[[], object] | None) -> None:
+        try:
+            self._delete_unkept()
+        finally:
+            if then is not None:
+                then()
 
     def leave_out_base(self, sharded: Sequence[ShardedState]) -> None:
         """Save only checksums of the frozen parameters that keep their present values, which the user's script must

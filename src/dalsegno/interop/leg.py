@@ -172,6 +172,20 @@ class Leg:
 
     _open_here: ClassVar[WeakValueDictionary[Path, Leg]] = WeakValueDictionary()
 
+    switched_off: frozenset[str] = frozenset()
+    grad_norm: torch.Tensor | None = None
+    """Total norm of this step's gradients before clipping, over all ranks."""
+    is_stopping = False
+    """Whether the training ends because a callback has requested it."""
+    _lr: float | None = None  # that the newest update used
+    _is_updated = False  # whether this step has updated the weights, or is known not to
+    _step_is_open = False  # on_step_done has not fired for it
+    _saved_at = 0  # step of the newest checkpoint
+    _announced: int | None = None  # the newest step for which on_before_save has fired
+    _newest: Path | None = None
+    _may_stop = False  # because of what the witness says
+    _has_ended = False
+
     def __init__(
         self,
         callbacks: Sequence[Callback],
@@ -222,17 +236,10 @@ class Leg:
         everywhere = [*global_callbacks(), *external_global_callbacks()]
         self.events.bind([*callbacks, *(each for each in everywhere if each not in callbacks)])
         self.callbacks = self.events.callbacks
-        self.switched_off: frozenset[str] = frozenset()
         self.installed = ExitStack()
         """Undoes what the Bridge installs in the library's objects, when the leg ends."""
         self.losses: list[torch.Tensor] = []
         """Of this step's micro-batches, each divided by their number."""
-        self.grad_norm: torch.Tensor | None = None
-        """Total norm of this step's gradients before clipping, over all ranks."""
-        self.is_stopping = False
-        """Whether the training ends because a callback has requested it."""
-        self._lr: float | None = None  # that the newest update used
-        self._is_updated = False  # whether this step has updated the weights, or is known not to
         self._tensors = [
             CallbackTensors(f"{CALLBACKS}{each.key}", each, model)
             for each in self.events.callbacks
@@ -241,15 +248,9 @@ class Leg:
         self.witness = Witness(
             args.directory, self._device, args.on_resume, causes=causes, restores_generators=False, excuse=excuse
         )
-        self._saved_at = 0  # step of the newest checkpoint
-        self._may_stop = False  # because of what the witness says
         self._manager = CheckpointManager(args.directory, locate=locate)
         self._progress = _Progress("")
-        self._step_is_open = False  # on_step_done has not fired for it
-        self._announced: int | None = None  # the newest step for which on_before_save has fired
         self._all_metrics: dict[str, Any] = {}  # of the sets measured so far in this evaluation
-        self._newest: Path | None = None
-        self._has_ended = False
 
     def _take_place(self) -> None:
         """End what an exception has left open in this directory, of which libraries do not notify callbacks."""
