@@ -15,13 +15,16 @@ from torch import nn
 
 from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint import Checkpoint, LoadReport
+from dalsegno.control import CommandQueue
 from dalsegno.data import NOT_EXACT, TrainingData
 from dalsegno.data.step_batch import LossWeight, agreed_position
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, Locked, NotFound
+from dalsegno.events.callback import Callback
 from dalsegno.logs import RecordLog, RunFile
 from dalsegno.policies.recovery import Rollback
+from dalsegno.state import TrainerControl, TrainerState
 from dalsegno.stateful.component import Stateful
 from dalsegno.system import filesystem
 from dalsegno.system.filesystem import make_directory
@@ -417,3 +420,33 @@ def _check_is_shared(directory: Path, token: str) -> None:
             f"output_dir={str(directory)!r}: what rank 0 on {ranks[0][0]} has written there is not seen by {blind[0]}"
             f"{more}; name the same folder on all ranks, on a disk that all hosts share (for a URL: local_dir=)"
         )
+
+
+class OfRun:
+    """What a Trainer and a hand-written loop's Run show of their run."""
+
+    _parts: RunParts
+    _lifecycle: RunLifecycle
+
+    @property
+    def state(self) -> TrainerState:
+        return self._parts.state
+
+    @property
+    def control(self) -> TrainerControl:
+        return self._parts.control
+
+    @property
+    def commands(self) -> CommandQueue:
+        """Accepts commands, from any thread of rank 0: ``trainer.commands.submit("save_checkpoint", by="me")``."""
+        return self._lifecycle.commands
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """In calling order."""
+        return self._parts.callbacks.bound
+
+    @property
+    def switched_off(self) -> frozenset[str]:
+        """Keys of the callbacks that a command has switched off."""
+        return self._parts.dispatcher.switched_off

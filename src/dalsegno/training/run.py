@@ -44,23 +44,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint import unwrapped
-from dalsegno.control import CommandQueue
 from dalsegno.data import TrainingData, resumable_loader
 from dalsegno.data.step_batch import StepBatch
 from dalsegno.distributed.layout import layout_of_own_loop
 from dalsegno.distributed.parallel.ddp import rebuilds_buckets
 from dalsegno.distributed.sharded_tensors import check_materialized, device_of
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback
 from dalsegno.events.registration import instances
 from dalsegno.events.table import Event
-from dalsegno.state import TrainerControl, TrainerState
 from dalsegno.system.tracebacks import short_traceback
 
 from .chosen_start import ResumeOptions
 from .evaluation import UserEvaluation
 from .learning_rate import copied
-from .lifecycle import RunLifecycle
+from .lifecycle import OfRun, RunLifecycle
 from .loop_checks import LoopChecks, warn_of_the_forgotten
 from .parts import Comparison, build_parts
 from .result import TrainResult
@@ -90,7 +87,7 @@ UNSUPPORTED_EVENTS = dict.fromkeys(
 """Events inside a hand-written loop. A callback that handles one of them raises EventNotFired when it is added."""
 
 
-class Run:
+class Run(OfRun):
     """Trains the run in ``args.output_dir`` to its end, with a hand-written loop inside ``with``.
 
     Entering restores everything, from the newest verified checkpoint if there is one; a finished run yields no batches.
@@ -196,29 +193,6 @@ class Run:
         self._update = ExitStack()  # around the optimizer's own step
         warn_of_the_forgotten(self._parts, self._others)
         self._dispatcher.init_end.fire_with()
-
-    @property
-    def state(self) -> TrainerState:
-        return self._parts.state
-
-    @property
-    def control(self) -> TrainerControl:
-        return self._parts.control
-
-    @property
-    def commands(self) -> CommandQueue:
-        """Accepts commands, from any thread of rank 0: ``run.commands.submit("save_checkpoint", by="me")``."""
-        return self._lifecycle.commands
-
-    @property
-    def callbacks(self) -> list[Callback]:
-        """In calling order."""
-        return self._parts.callbacks.bound
-
-    @property
-    def switched_off(self) -> frozenset[str]:
-        """Keys of the callbacks that a command has switched off."""
-        return self._dispatcher.switched_off
 
     @property
     def result(self) -> TrainResult | None:

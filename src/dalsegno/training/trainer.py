@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dalsegno.args import TrainingArguments, answers
-from dalsegno.control import CommandQueue
 from dalsegno.data import EvalLoader, ResumableLoader, TrainingData
 from dalsegno.data.build import (
     Collator,
@@ -34,7 +33,7 @@ from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.events.callback import Callback
 from dalsegno.events.registration import check_callbacks, instances
 from dalsegno.events.table import Event
-from dalsegno.state import TrainerControl, TrainerState
+from dalsegno.state import TrainerState
 from dalsegno.stateful.annotations import ConstructorSignature
 from dalsegno.stateful.component import Stateful, stateful_behind
 from dalsegno.system.tracebacks import short_traceback
@@ -43,7 +42,7 @@ from . import loop
 from .chosen_start import ResumeOptions
 from .evaluation import LossEvaluation, joined_outputs
 from .learning_rate import PlateauStep, build_schedulers
-from .lifecycle import RunLifecycle, check_writable
+from .lifecycle import OfRun, RunLifecycle, check_writable
 from .parts import Comparison, RunParts, build_parts
 from .placement import PlacedModel, place
 from .result import Prediction, TrainResult
@@ -63,7 +62,7 @@ from .train_step import (
 )
 
 
-class Trainer:
+class Trainer(OfRun):
     """Trains ``model`` with the settings ``args``, and resumes the run in ``args.output_dir``.
 
     Args:
@@ -159,29 +158,6 @@ class Trainer:
             advice = f"trainer.state.{name}"
         use = "" if advice is None else f"; use {advice}"
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{use}", name=name, obj=self)
-
-    @property
-    def state(self) -> TrainerState:
-        return self._parts.state
-
-    @property
-    def control(self) -> TrainerControl:
-        return self._parts.control
-
-    @property
-    def commands(self) -> CommandQueue:
-        """Accepts commands, from any thread of rank 0: ``trainer.commands.submit("save_checkpoint", by="me")``."""
-        return self._lifecycle.commands
-
-    @property
-    def callbacks(self) -> list[Callback]:
-        """In calling order."""
-        return self._parts.callbacks.bound
-
-    @property
-    def switched_off(self) -> frozenset[str]:
-        """Keys of the callbacks that a command has switched off."""
-        return self._parts.dispatcher.switched_off
 
     @short_traceback
     def train(
