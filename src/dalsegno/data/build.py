@@ -47,7 +47,7 @@ class PaddedRows:
         self._masks = "attention_mask" in getattr(tokenizer, "model_input_names", ())
 
     def __call__(self, rows: list[Any]) -> Any:
-        if isinstance(rows[0], Mapping) and any(map(_is_numbers, rows[0].values())):
+        if isinstance(rows[0], Mapping) and list in map(type, rows[0].values()):
             return self._columns(rows)
         try:
             return default_collate(rows)

@@ -141,7 +141,7 @@ def scheduler_from_args(optimizer: Optimizer, args: TrainingArguments, max_steps
             f"{needs} needs the last step, and the data has no length; set max_steps, or 'constant' with warmup_steps"
         )
     lowest = args.min_lr / args.learning_rate if args.learning_rate else 0.0
-    kind, options = args.lr_scheduler_type, args.lr_scheduler_kwargs or {}
+    kind, options, is_constant = args.lr_scheduler_type, args.lr_scheduler_kwargs or {}, not has_end(args)
 
     def factor(step: int) -> float:
         last = max_steps()
@@ -151,7 +151,7 @@ def scheduler_from_args(optimizer: Optimizer, args: TrainingArguments, max_steps
         if kind == "inverse_sqrt":
             scale = options.get("timescale") or warmup or 10_000
             return max(lowest, math.sqrt(scale / (step - warmup + scale)))
-        if not has_end(args):
+        if is_constant:
             return 1.0
         begin, shape = warmup, kind
         if kind in _STABLE:
