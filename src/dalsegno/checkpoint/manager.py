@@ -291,9 +291,9 @@ class CheckpointManager:
             strict_callbacks=strict_callbacks,
             settings=settings or {},
             allowed=allowed,
-            adapt=adapt or {},
+            adapt=adapt,
         )
-        self._carried = unclaimed_states(saved, components, report)
+        self._carried = unclaimed_states(saved, sharded, components, report)
         return report
 
     def newest_published(self, until: int | None = None) -> tuple[Path | None, int]:

@@ -128,11 +128,15 @@ def restore_components(saved: SavedStates, prepared: Sequence[tuple[Component, S
 
 
 def unclaimed_states(
-    saved: SavedStates, components: Sequence[Component], report: LoadReport
+    saved: SavedStates, sharded: Sequence[ShardedState], components: Sequence[Component], report: LoadReport
 ) -> Mapping[str, SavedState]:
     """States that no component claims, for rank 0 to save again. Adds their keys to ``report``. Collective."""
-    taken = {key for component in components for key in component.keys}
-    report.carried.extend(key for key in saved if key not in taken and saved.record(key).scope != "sharded")
+    taken = {each.key for each in sharded} | {key for component in components for key in component.keys}
+    for key in (key for key in saved if key not in taken):
+        if saved.record(key).scope == "sharded":
+            report.notes.append(f"{key}: is in the checkpoint, but nothing takes it; it is not carried forward")
+        else:
+            report.carried.append(key)
     return collectives.run_on_all_ranks(
         lambda: {key: saved.carried(key) for key in report.carried} if collectives.rank() == 0 else {}
     )
@@ -197,24 +201,35 @@ def restore(
     sharded: Sequence[ShardedState],
     components: Sequence[Component],
     *,
-    strict_callbacks: bool,
-    settings: Mapping[str, Value],
-    allowed: Collection[str],
-    adapt: Mapping[str, Callable[[State], State]],
+    strict_callbacks: bool = False,
+    settings: Mapping[str, Value] | None = None,
+    allowed: Collection[str] = (),
+    adapt: Mapping[str, Callable[[State], State]] | None = None,
+    any_dtype: bool = False,
 ) -> LoadReport:
-    """Restore everything; arguments and errors are those of :meth:`CheckpointManager.load`. Collective."""
+    """Restore everything that is given; arguments and errors are those of :meth:`CheckpointManager.load`. Collective.
+
+    ``any_dtype``: cast tensors of another dtype.
+    """
     if strict_callbacks:
         refuse_changed_callbacks(saved, [*(each.keys for each in components), *((each.key,) for each in sharded)])
     stored, report = StoredTensors.of(saved), LoadReport()
     report.changes.extend(
-        collectives.run_on_all_ranks(lambda: [*find_mismatches(stored, sharded), *changed_settings(saved, settings)])
+        collectives.run_on_all_ranks(
+            lambda: [*find_mismatches(stored, sharded, any_dtype=any_dtype), *changed_settings(saved, settings)]
+        )
     )
     report.changes.extend(find_other_base(saved.checkpoint, stored.index, stored.rests, sharded))
     raise_if_incompatible(report.changes, allowed, saved.path)
-    _restore(saved, stored, sharded, components, report, adapt)
-    for key in stored.rests:
-        if key not in {each.key for each in sharded}:
-            report.notes.append(f"{key}: is in the checkpoint, but nothing takes it; it is not carried forward")
+    _check_scopes(saved, sharded, components)
+    replaced = {change.setting for change in report.changes if change.saved != change.now}  # by another class
+    known = [each for each in sharded if each.key in stored.rests and each.key not in replaced]
+    report.fresh.extend(each.key for each in sharded if each not in known)
+    prepared = prepare_components(saved, components, report, adapt or {})
+    restore_components(saved, [each for each in prepared if each[0].precedes_tensors], report)
+    report.notes.extend(restore_sharded(stored, known))
+    report.restored.extend(each.key for each in known)
+    restore_components(saved, [each for each in prepared if not each[0].precedes_tensors], report)
     return report
 
 
@@ -232,33 +247,7 @@ def load_parts(
         StateMismatch: before anything is changed, if a state does not fit its component.
         DamagedCheckpoint: if a file has content that dalsegno cannot have written.
     """
-    saved, report = SavedStates(checkpoint, layout), LoadReport()
-    stored = StoredTensors.of(saved)
-    report.changes.extend(collectives.run_on_all_ranks(lambda: find_mismatches(stored, sharded, any_dtype=True)))
-    report.changes.extend(find_other_base(saved.checkpoint, stored.index, stored.rests, sharded))
-    raise_if_incompatible(report.changes, allowed, checkpoint.path)
-    _restore(saved, stored, sharded, components, report, {})
-    return report
-
-
-def _restore(
-    saved: SavedStates,
-    stored: StoredTensors,
-    sharded: Sequence[ShardedState],
-    components: Sequence[Component],
-    report: LoadReport,
-    adapt: Mapping[str, Callable[[State], State]],
-) -> None:
-    """Load all that fits, and add the outcome to ``report``."""
-    _check_scopes(saved, sharded, components)
-    replaced = {change.setting for change in report.changes if change.saved != change.now}  # by another class
-    known = [each for each in sharded if each.key in stored.rests and each.key not in replaced]
-    report.fresh.extend(each.key for each in sharded if each not in known)
-    prepared = prepare_components(saved, components, report, adapt)
-    restore_components(saved, [each for each in prepared if each[0].precedes_tensors], report)
-    report.notes.extend(restore_sharded(stored, known))
-    report.restored.extend(each.key for each in known)
-    restore_components(saved, [each for each in prepared if not each[0].precedes_tensors], report)
+    return restore(SavedStates(checkpoint, layout), sharded, components, allowed=allowed, any_dtype=True)
 
 
 def _check_scopes(saved: SavedStates, sharded: Sequence[ShardedState], components: Sequence[Component]) -> None:
@@ -330,9 +319,9 @@ def find_mismatches(stored: StoredTensors, sharded: Sequence[ShardedState], *, a
     return found
 
 
-def changed_settings(saved: SavedStates, now: Mapping[str, Value]) -> list[Change]:
-    """Settings of the run that differ from those when the checkpoint was saved."""
-    if SETTINGS not in saved:
+def changed_settings(saved: SavedStates, now: Mapping[str, Value] | None) -> list[Change]:
+    """Settings of the run that differ from those when the checkpoint was saved; None: they are not compared."""
+    if now is None or SETTINGS not in saved:
         return []
     with add_context(f"{saved.path}: {SETTINGS}"):
         return compare(saved.state(SETTINGS), now)
