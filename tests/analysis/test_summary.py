@@ -32,6 +32,32 @@ def test_values_that_are_not_finite_are_counted_and_move_nothing(tmp_path: Path)
     assert summary.state == "unknown"
 
 
+def test_a_rate_is_weighed_by_time(tmp_path: Path) -> None:
+    """Half of the steps at 100 a second, half at 50: 100 steps in 1.5 s."""
+    rates = [100.0] * 5 + [50.0] * 5
+    summary = log_of(tmp_path, [{"loss": 1.0, "tok_per_sec": rate} for rate in rates]).summary()
+    assert summary.throughput == {"tok_per_sec": pytest.approx(10 / (5 / 100 + 5 / 50))}
+
+
+@pytest.mark.parametrize(
+    ("name", "best"),
+    [
+        ("eval_MulticlassAccuracy", 0.9),
+        ("eval_rougeL", 0.9),
+        ("eval_win_rate", 0.9),
+        ("eval_loss", 0.1),
+        ("val/error_rate", 0.1),
+        ("eval_perplexity", 0.1),
+        ("eval_MeanSquaredError", 0.1),
+    ],
+)
+def test_what_is_best_is_one_rule(tmp_path: Path, name: str, best: float) -> None:
+    (metric,) = log_of(tmp_path, [{"loss": 1.0, name: value} for value in (0.5, 0.9, 0.1)]).summary().evaluation
+    assert metric.best == best
+    args = ds.TrainingArguments(tmp_path / "run", max_steps=1, metric_for_best_model=name.removeprefix("val/"))
+    assert args.best_is_greater == (best == 0.9)
+
+
 def test_a_loss_that_ends_as_no_number_has_diverged(tmp_path: Path) -> None:
     summary = log_of(tmp_path, [{"loss": 1.0}, {"loss": math.nan}]).summary()
     assert summary.state == "diverged"

@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dalsegno.testing import run_ranks
+from support.listeners import Listener
 from support.ranked import (
     overflow_on_one_rank,
     train_and_listen,
     train_on_unequal_loaders,
     train_with_a_request,
 )
+from support.small import small_trainer
 
 BOTH = pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 TIMES = ("_runtime", "_per_second", "effective_batch_size")
@@ -87,3 +90,21 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path, parallel:
     for skipped, weights in ranks:
         assert {11, 12, 13} & set(skipped) == {12}  # the first steps find the scale
         assert weights[9] != weights[10] == weights[11] != weights[12]
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_the_largest_norm_is_that_of_each_step_or_not_there(tmp_path: Path, clips: bool) -> None:
+    """Without clipping and without observers, norms between two records are not computed."""
+    norms: list[float] = []
+    records: list[dict[str, float]] = []
+
+    def measure(ctx: Any) -> None:
+        norms.append(float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in ctx.model.parameters()]))))
+
+    note = Listener({"on_gradients_ready": measure, "on_log": lambda ctx: records.append(dict(ctx.logs))})
+    settings = {"max_steps": 6, "logging_steps": 3, "max_grad_norm": 1e-3 if clips else 0}
+    small_trainer(tmp_path, note, **settings).train()
+    of_training = [record for record in records if "loss" in record]
+    assert [record["grad_norm"] for record in of_training] == pytest.approx([norms[2], norms[5]])
+    expected = [max(norms[:3]), max(norms[3:])] if clips else [None, None]
+    assert [record.get("max_grad_norm") for record in of_training] == pytest.approx(expected)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dalsegno.logs.values import is_wall_clock
+from dalsegno.policies.retention import is_better_higher
 from dalsegno.state import VERDICTS, Verdict
 
 from .formats.source import LOSSES, is_of_evaluation, loss_of
@@ -25,9 +26,6 @@ TOKENS = ("tokens", "num_input_tokens_seen", "total_tokens")
 Metrics = Mapping[str, Callable[[], Series]]
 """Functions that read metrics, by name."""
 
-RISING = ("accuracy", "acc", "f1", "auc", "bleu", "reward", "precision", "recall")
-"""Words in the names of metrics whose best value is the highest."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSummary:
@@ -39,7 +37,8 @@ class MetricSummary:
     final: float
     final_step: int
     best: float | None
-    """Lowest value, or highest if the name has a word of :data:`RISING`. None if no value is finite."""
+    """The highest value if :func:`~dalsegno.policies.retention.is_better_higher`, else the lowest. None if no value is
+    finite."""
     best_step: int | None
     worst: float | None
     worst_step: int | None
@@ -67,7 +66,7 @@ class Summary:
     learning_rate: MetricSummary | None
     tokens: float | None
     throughput: dict[str, float]
-    """Mean of each metric of :data:`THROUGHPUT`."""
+    """Mean of each metric of :data:`THROUGHPUT` over the time: all tokens by all seconds."""
     peak_mem: float | None
     """Bytes."""
     began: float | None
@@ -136,9 +135,7 @@ def summarize(
         learning_rate=_summary(series, RATE),
         tokens=tokens.final if (tokens := _summary(series, TOKENS)) else None,
         throughput={
-            name: each.average
-            for name in THROUGHPUT
-            if (each := _summary(series, [name])) is not None and each.average is not None
+            name: rate for name in THROUGHPUT if name in series and (rate := mean_rate(series[name]())) is not None
         },
         peak_mem=memory.worst if memory else None,
         began=legs[0].leg.started if legs else ends[0] if ends else None,
@@ -154,6 +151,18 @@ def summarize(
     )
 
 
+def mean_rate(series: Series) -> float | None:
+    """Mean of a rate over time: the work of all intervals, which goes with their steps, by the seconds that they took.
+    None if it has no finite positive value. The first interval is taken to be as long as the median one."""
+    known = np.isfinite(series.values) & (series.values > 0)
+    rates, steps = series.values[known], series.steps[known].astype(np.float64)
+    if not len(rates):
+        return None
+    lengths = np.diff(steps)
+    lengths = np.maximum(np.concatenate([[np.median(lengths) if len(lengths) else 1.0], lengths]), 1.0)
+    return float(lengths.sum() / (lengths / rates).sum())
+
+
 def summarize_metric(series: Series) -> MetricSummary | None:
     """None if it has no values."""
     values = series.values
@@ -163,8 +172,7 @@ def summarize_metric(series: Series) -> MetricSummary | None:
     everything, any_known = bool(finite.all()), bool(finite.any())
     low = int((values if everything else np.where(finite, values, np.inf)).argmin())
     high = int((values if everything else np.where(finite, values, -np.inf)).argmax())
-    should_rise = any(part in RISING for part in series.name.lower().replace("/", "_").split("_"))
-    best, worst = (high, low) if should_rise else (low, high)
+    best, worst = (high, low) if is_better_higher(series.name) else (low, high)
     return MetricSummary(
         name=series.name,
         records=len(values),

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from dalsegno.distributed import modes
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.policies.recovery import RecoveryPolicy, recovery_of
-from dalsegno.policies.retention import Best, Latest, Retention, retention_of
+from dalsegno.policies.retention import Best, Latest, Retention, is_better_higher, retention_of
 from dalsegno.policies.triggers import (
     Every,
     InMemory,
@@ -188,7 +188,7 @@ class TrainingArguments:
     metric_for_best_model: str | None = None
     """Name of an evaluation metric, with or without ``eval_``. None: the evaluation loss."""
     greater_is_better: bool | None = None
-    """Whether a higher metric is better. None: yes, unless its name ends in ``loss``."""
+    """Whether a higher metric is better. None: by its name, which falls if it is a loss, an error, a perplexity …"""
 
     seed: int = 42
     """Seed of all random generators, and of shuffling unless ``data_seed`` is given."""
@@ -414,7 +414,7 @@ class TrainingArguments:
     def best_is_greater(self) -> bool:
         if self.greater_is_better is not None:
             return self.greater_is_better
-        return not self.best_metric_name.endswith("loss")
+        return is_better_higher(self.best_metric_name)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as a JSON-serializable dict."""

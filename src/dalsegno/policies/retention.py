@@ -7,6 +7,7 @@ every earlier time since its save, so it does not matter how often, and in which
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -25,6 +26,23 @@ class CheckpointSummary:
     best: bool
     finite: bool = True
     """False if its weights are known to contain NaN or infinity."""
+
+
+FALLING = {
+    *("loss", "nll", "entropy", "perplexity", "ppl", "bpb", "bpc", "error", "err", "wer", "cer", "mae", "mse", "rmse"),
+    *("mape", "fid", "norm", "mem", "memory", "time", "runtime", "seconds", "latency"),
+}
+"""Words in the names of metrics whose best value is the lowest."""
+
+_WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+")
+
+
+def is_better_higher(metric: str) -> bool:
+    """Whether a higher value is better, by the name: unless one of its words is of :data:`FALLING`.
+
+    ``eval_MulticlassAccuracy`` and ``rougeL`` rise, ``val/loss``, ``MeanSquaredError`` and ``perplexity`` fall.
+    """
+    return FALLING.isdisjoint(word.lower() for word in _WORD.findall(metric))
 
 
 Keep = Callable[[Sequence[CheckpointSummary]], set[int]]
@@ -73,7 +91,7 @@ class Best(Retention):
     Args:
         metric: name of an evaluation metric, with or without ``eval_``; None: ``metric_for_best_model``.
         mode: ``"max"`` if higher is better, ``"min"`` if lower is; None: from ``greater_is_better``, or for a metric
-            that is named here: max, unless its name ends in ``loss``.
+            that is named here by :func:`is_better_higher`.
     """
 
     count: int = 1
@@ -92,7 +110,7 @@ class Best(Retention):
 
     def __call__(self, entries: Sequence[CheckpointSummary]) -> set[int]:
         name = self.metric or "loss"
-        sign = 1 if (self.mode or ("min" if name.endswith("loss") else "max")) == "min" else -1
+        sign = -1 if (is_better_higher(name) if self.mode is None else self.mode == "max") else 1
         values = {entry.step: entry.metrics.get(name, entry.metrics.get(f"eval_{name}", math.nan)) for entry in entries}
         ranked = sorted((sign * value, step) for step, value in values.items() if not math.isnan(value))
         return {step for _, step in ranked[: self.count]}

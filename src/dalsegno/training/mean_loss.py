@@ -76,12 +76,13 @@ class MetricAccumulator:
             return
         values = accelerator.LateNumbers([*self._losses, *self._grad_norms]).values()
         losses, norms = values[: len(self._losses)], values[len(self._losses) :]
+        earlier = [] if self._max_grad_norm is None else [self._max_grad_norm]
+        is_known_of_each = len(norms) == len(losses) and (bool(earlier) or self._steps == 0)
+        has_nan = any(map(math.isnan, earlier + norms))  # which max() may miss
+        self._max_grad_norm = (math.nan if has_nan else max(earlier + norms)) if is_known_of_each else None
+        self._grad_norm = norms[-1] if norms else self._grad_norm
         self._loss_sum = sum(losses, self._loss_sum)
         self._steps += len(losses)
-        if norms:
-            earlier = [] if self._max_grad_norm is None else [self._max_grad_norm]
-            has_nan = any(map(math.isnan, earlier + norms))  # which max() may miss
-            self._grad_norm, self._max_grad_norm = norms[-1], math.nan if has_nan else max(earlier + norms)
         self._losses.clear()
         self._grad_norms.clear()
 
@@ -100,13 +101,14 @@ class MetricAccumulator:
 
     def start_over(self, sums: Sequence[Sequence[float]]) -> dict[str, float]:
         """Forget the steps since the last record, of which ``sums`` has every rank's :meth:`sums`. Returns ``loss``
-        (the mean over these steps), ``grad_norm`` (of the last one) and ``max_grad_norm``; each only if known."""
+        (the mean over these steps), ``grad_norm`` (of the last one) and ``max_grad_norm``; each only if known, the
+        last only if it is of each step: without clipping, the norms between two records are not computed."""
         loss_sum, tokens = self._layout.totals(sums)
         figures: dict[str, float] = {}
         if self._steps:
             figures["loss"] = loss_sum / self._steps
-        if self._grad_norm is not None and self._max_grad_norm is not None:
-            figures |= {"grad_norm": self._grad_norm, "max_grad_norm": self._max_grad_norm}
+        norms = {"grad_norm": self._grad_norm, "max_grad_norm": self._max_grad_norm}
+        figures |= {name: norm for name, norm in norms.items() if norm is not None}
         self._run_loss_sum += loss_sum
         self._run_steps += self._steps
         self.run_tokens += int(tokens)

@@ -225,7 +225,9 @@ def _problem_with(checkpoint: Checkpoint, name: str) -> str | None:
     option("--keep-best", metavar="N", type=int, help="keep the N best by --metric"),
     option("--metric", metavar="NAME", help="metric of --keep-best; default: the evaluation loss"),
     argument(
-        "--mode", choices=("min", "max"), help="best is the lowest or highest metric; default: min if it ends in 'loss'"
+        "--mode",
+        choices=("min", "max"),
+        help="best is the lowest or highest metric; default: by the metric's name",
     ),
     option("--every", metavar="STEPS", type=int, help="keep those whose step is a multiple of STEPS"),
     JSON,
