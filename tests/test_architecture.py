@@ -30,7 +30,7 @@ MOST_FILES = {
     "cli": 23,
     "config": 5,
     "control": 12,
-    "data": 22,
+    "data": 21,
     "diloco": 22,
     "distributed": 28,
     "events": 9,

@@ -4,6 +4,7 @@ A run iterates a :class:`ResumableLoader` of :class:`Microbatch` es. :func:`trai
 :func:`resumable_loader` from a loader. docs/data.md lists which kinds of data resume exactly, and how.
 """
 
+from dalsegno.data.fingerprint import TrainingData, check_same_length
 from dalsegno.data.loader import to_device
 from dalsegno.data.sources import EvalBatches
 
@@ -11,7 +12,6 @@ from .loader import NOT_EXACT, Microbatch, ResumableLoader, sample_count
 from .mixture import Mixture
 from .sampler import ResumableSampler
 from .sources import EvalLoader, eval_loader, resumable_eval_loader, resumable_loader, train_loader
-from .training_data import TrainingData, check_same_length
 
 __all__ = [
     "NOT_EXACT",
