@@ -27,6 +27,7 @@ from dalsegno.callbacks import (
     JsonLogger,
     ModelEvalMetrics,
     Notify,
+    PeakMemory,
 )
 from dalsegno.logs import read_records
 from dalsegno.testing import run_ranks, tiny_regression_data
@@ -335,3 +336,11 @@ def test_without_apprise(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_arguments(build: Any, message: str) -> None:
     with pytest.raises(ds.DalsegnoError, match=message):
         build()
+
+
+def test_peak_memory_has_forgathers_attributes(tmp_path: Path) -> None:
+    peak = PeakMemory(do_log=True)
+    small_trainer(tmp_path, peak, max_steps=1).train()
+    assert (peak.rank, peak.world_size, peak.enabled, peak.do_log, peak.show_details) == (0, 1, False, True, False)
+    assert peak.summary_writer is None and not peak.enable_memory_snapshot
+    assert peak.max_allocated > 2**20

@@ -54,6 +54,8 @@ COMMON = {
     "eps": "adam_epsilon",
     "momentum": "optim_args={'momentum': …}, for an optimizer that has one",
     "wd": "weight_decay",
+    "preserve_best_model": "keep=Latest(n) | Best(), which keeps the best checkpoint beside the newest ones",
+    "preserve_n_best": "keep=Best(n), or joined to others: keep=Latest(2) | Best(n)",
     "warmup": "warmup_steps",
     "amp": _PRECISION,
     "mixed_precision": _PRECISION,

@@ -210,6 +210,12 @@ def test_lines_go_to_stdout_as_it_is_when_they_are_printed(tmp_path: Path, capsy
     assert printed.err == ""
 
 
+def test_a_stream_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer(tmp_path, [1.0], ProgressCallback(output_stream="stderr")).train()
+    printed = capsys.readouterr()
+    assert "learning_rate" in printed.err and "learning_rate" not in printed.out
+
+
 @pytest.mark.parametrize(
     ("value", "spec", "text"),
     [

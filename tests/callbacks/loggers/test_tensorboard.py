@@ -63,17 +63,17 @@ def test_the_default_curves(tmp_path: Path) -> None:
 
 def test_its_curves_are_read_under_the_names_of_the_records(tmp_path: Path) -> None:
     trainer(tmp_path, TBLogger(), JsonLogger()).train()
-    of_json, of_curves = (ds.open_log(tmp_path / place).summary() for place in (".", EVENTS))
-    for name in ("loss", "learning_rate", "grad_norm"):
-        theirs, ours = getattr(of_curves, name), getattr(of_json, name)
-        assert (theirs.name, theirs.final) == (ours.name, pytest.approx(ours.final, rel=1e-6))
-    assert {"eval_loss", "eval_perplexity"} <= {metric.name for metric in of_curves.evaluation}
+    log, drawn = ds.open_log(tmp_path), ds.open_log(tmp_path / EVENTS)
+    for name in ("loss", "learning_rate", "grad_norm", "eval_loss"):
+        assert drawn.series(name).values == pytest.approx(log.series(name).values, rel=1e-6)
+    assert drawn.summary().loss is not None
+    assert {"eval_loss", "eval_perplexity"} <= {metric.name for metric in drawn.summary().evaluation}
 
 
 def test_a_json_log_of_any_name_is_preferred_to_event_files(tmp_path: Path) -> None:
-    trainer(tmp_path, TBLogger(), JsonLogger(path="metrics.jsonl")).train()
-    assert ds.open_log(tmp_path).source.program == "JSON lines"
-    assert [run.source.program for run in ds.open_log(tmp_path.parent)] == ["JSON lines"]
+    trainer(tmp_path / "run", TBLogger(), JsonLogger(path="metrics.jsonl")).train()
+    assert ds.open_log(tmp_path / "run").source.program == "JSON lines"
+    assert [run.source.program for run in ds.open_log(tmp_path)] == ["JSON lines"]
 
 
 def test_each_of_several_evaluation_sets_has_its_curves(tmp_path: Path) -> None:
@@ -403,3 +403,8 @@ def test_a_training_that_ends_early_is_exported_too(tmp_path: Path) -> None:
     assert {name: counted(names) for name, names in traces(tmp_path / "profile").items()} == {
         "step-00000002-rank-00000": 3
     }
+
+
+def test_mappings_become_markdown() -> None:
+    assert TBLogger.mapping_as_markdown({"lr": 1}) == '```json\n{\n  "lr": 1\n}\n```'
+    assert TBLogger.mapping_as_markdown("# A title") == "# A title"

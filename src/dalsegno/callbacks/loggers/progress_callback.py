@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from tqdm.auto import tqdm
 
@@ -37,7 +37,8 @@ class ProgressCallback(Callback):
 
     Args:
         use_tqdm: True: always a bar; False: never; None: on a terminal and in a notebook.
-        output_stream: stream for all output; None: lines to ``sys.stdout``, the bar to ``sys.stderr``.
+        output_stream: stream for all output, ``"stdout"`` or ``"stderr"``; None: lines to ``sys.stdout``, the bar to
+            ``sys.stderr``.
         step_columns: columns by name, merged over the default ones (step, epoch, loss, grad_norm, learning_rate and
             tok_per_sec, as far as they are logged): a format such as ``".3f"``, ``"si"`` (12.3K), ``"gib"`` or a
             function; a mapping that may have ``fmt``, ``label`` and ``width``; or None to remove a default column. A
@@ -56,22 +57,25 @@ class ProgressCallback(Callback):
     def __init__(
         self,
         use_tqdm: bool | None = None,
-        output_stream: TextIO | None = None,
+        output_stream: TextIO | Literal["stdout", "stderr"] | None = None,
         step_columns: Specs | None = None,
         final_metrics: Specs | None = None,
         header_interval: int = 20,
     ) -> None:
         if use_tqdm not in (True, False, None):
             raise ConfigurationError(f"ProgressCallback: use_tqdm={use_tqdm!r}; allowed are True, False and None")
-        if output_stream is not None and not callable(getattr(output_stream, "write", None)):
-            raise ConfigurationError(f"ProgressCallback: output_stream={output_stream!r}; needs a stream to write to")
+        stream: Any = {"stdout": sys.stdout, "stderr": sys.stderr}.get(str(output_stream), output_stream)
+        if stream is not None and not callable(getattr(stream, "write", None)):
+            raise ConfigurationError(
+                f"ProgressCallback: output_stream={output_stream!r}; needs a stream to write to, 'stdout' or 'stderr'"
+            )
         whole("ProgressCallback", "header_interval", header_interval)
         self._use_tqdm = use_tqdm
-        self._stream = output_stream
+        self._stream: TextIO | None = stream
         self._columns = columns("ProgressCallback: step_columns", step_columns, default_step_columns())
         self._final = columns("ProgressCallback: final_metrics", final_metrics, default_final_metrics())
         is_listed = isinstance(step_columns, Sequence)
-        self._lines = Lines(output_stream, self._columns, header_interval, shows_absent=is_listed)
+        self._lines = Lines(stream, self._columns, header_interval, shows_absent=is_listed)
         self._display: Lines | Bar = self._lines
         self._began = self._first_step = self._spoke = 0.0
 

@@ -103,6 +103,11 @@ class TBLogger(Callback):
         own = [] if self._own is None else self._own.bound_handlers(binder)
         return [*own, *super().bound_handlers(binder)]
 
+    @staticmethod
+    def mapping_as_markdown(mapping: Any) -> str:
+        """Return a mapping, or any other JSON value, as a block of JSON in Markdown; a string unchanged."""
+        return mapping if isinstance(mapping, str) else f"```json\n{json.dumps(mapping, indent=2, default=str)}\n```"
+
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._is_training = True
         check_rewound("TBLogger", self._writer)
@@ -114,7 +119,7 @@ class TBLogger(Callback):
         if not self._has_described:  # not earlier: a kill before the first record would lose the texts
             self._has_described = True
             for title, text in self._texts.items():
-                self._writer.add_text(title, _markdown(text), 0)
+                self._writer.add_text(title, self.mapping_as_markdown(text), 0)
         sets = ctx.eval_dataloader if isinstance(ctx.eval_dataloader, Mapping) else {}
         for tag, scalar in _of_each_set(self._scalars, sets):
             value = ctx.logs.get(scalar.source)
@@ -182,8 +187,3 @@ def _takes_value_and_metrics(transform: Any) -> bool:
     except ValueError:  # a builtin may have no signature
         return True
     return True
-
-
-def _markdown(value: Any) -> str:
-    """Return a string unchanged, anything else as a block of JSON."""
-    return value if isinstance(value, str) else f"```json\n{json.dumps(value, indent=2, default=str)}\n```"

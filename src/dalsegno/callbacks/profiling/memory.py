@@ -59,21 +59,41 @@ class PeakMemory(Callback):
     ) -> None:
         if not isinstance(file_prefix, str) or not file_prefix or "/" in file_prefix:
             raise ConfigurationError(f"PeakMemory: file_prefix={file_prefix!r}; needs a file's name, without folders")
-        self._writer = checked_writer("PeakMemory", summary_writer, "add_scalar")
-        self._show_details = flag("PeakMemory", "show_details", show_details)
-        self._do_log = flag("PeakMemory", "do_log", do_log)
-        self._snapshot = flag("PeakMemory", "enable_memory_snapshot", enable_memory_snapshot)
+        self.summary_writer = checked_writer("PeakMemory", summary_writer, "add_scalar")
+        self.show_details = flag("PeakMemory", "show_details", show_details)
+        self.do_log = flag("PeakMemory", "do_log", do_log)
+        self.enable_memory_snapshot = flag("PeakMemory", "enable_memory_snapshot", enable_memory_snapshot)
         self._file_prefix = file_prefix
         self._device = torch.device("cpu")
         self._peaks: list[int] = []  # of all ranks, as of the last record
 
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+        return collectives.rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return collectives.world_size()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the memory is that of an accelerator; else it is the process's."""
+        return self._device.type != "cpu"
+
+    @property
+    def max_allocated(self) -> int:
+        """Peak of this rank so far, in bytes."""
+        return peak_memory(self._device)
+
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        check_rewound("PeakMemory", self._writer)
+        check_rewound("PeakMemory", self.summary_writer)
         self._device = device_of(ctx.model)
         self._peaks = []
-        if self._snapshot and accelerator.can_record_allocations(self._device):
+        if self.enable_memory_snapshot and accelerator.can_record_allocations(self._device):
             accelerator.record_allocations(100_000)
-        elif self._snapshot:
+        elif self.enable_memory_snapshot:
             logger.warning("PeakMemory: enable_memory_snapshot needs a model on CUDA; this one is on %s", self._device)
 
     def on_log_step(self, ctx: LogContext) -> None:
@@ -82,13 +102,13 @@ class PeakMemory(Callback):
         self._peaks = [
             int(peak) for (peak,) in collectives.gather_floats([float(peak_memory(self._device))], "PeakMemory")
         ]
-        if self._do_log and ctx.kind == "train":
+        if self.do_log and ctx.kind == "train":
             ctx.logs["rank_peak_mem"] = self._peaks
 
     def on_log(self, ctx: LogContext) -> None:
-        if self._writer is not None and ctx.kind == "train" and collectives.rank() == 0:
+        if self.summary_writer is not None and ctx.kind == "train" and collectives.rank() == 0:
             for rank, peak in enumerate(self._peaks):
-                self._writer.add_scalar(f"peak-mem/rank-{rank}", peak, ctx.state.global_step)
+                self.summary_writer.add_scalar(f"peak-mem/rank-{rank}", peak, ctx.state.global_step)
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
         here = collectives.rank()
@@ -96,9 +116,9 @@ class PeakMemory(Callback):
         if here == 0 or not peaks:
             for rank, peak in enumerate(peaks) if peaks else [(here, peak_memory(self._device))]:
                 print(f"peak memory of rank {rank}: {peak / 2**30:.3f} GiB", flush=True)
-        if self._show_details and (summary := accelerator.memory_summary(self._device)) is not None:
+        if self.show_details and (summary := accelerator.memory_summary(self._device)) is not None:
             print(summary, flush=True)
-        if self._snapshot and accelerator.can_record_allocations(self._device):
+        if self.enable_memory_snapshot and accelerator.can_record_allocations(self._device):
             path = ctx.args.directory / f"{self._file_prefix}-rank-{here:05d}.pickle"
             accelerator.dump_allocations(path)
             accelerator.record_allocations(None)
