@@ -65,7 +65,7 @@ def test_its_curves_are_read_under_the_names_of_the_records(tmp_path: Path) -> N
     trainer(tmp_path, TBLogger(), JsonLogger()).train()
     log, drawn = ds.open_log(tmp_path), ds.open_log(tmp_path / EVENTS)
     for name in ("loss", "learning_rate", "grad_norm", "eval_loss"):
-        assert drawn.series(name).values == pytest.approx(log.series(name).values, rel=1e-6)
+        assert drawn.metric(name).values == pytest.approx(log.metric(name).values, rel=1e-6)
     assert drawn.summary().loss is not None
     assert {"eval_loss", "eval_perplexity"} <= {metric.name for metric in drawn.summary().evaluation}
 
