@@ -98,6 +98,15 @@ def test_the_answer_is_the_step(tmp_path: Path) -> None:
     assert [record["global_step"] for record in evaluated] == [5]
 
 
+def test_a_checkpoint_may_be_evaluated_before(tmp_path: Path) -> None:
+    trainer = commanded(tmp_path, {3: [("save_checkpoint", {"evaluate": True})]}, save_steps=0)
+    trainer.train()
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    saved = json.loads((checkpoint / "manifest.json").read_text())["metrics"]
+    (evaluated,) = (each for each in read_records(tmp_path / "logs" / "train.jsonl") if each.get("kind") == "eval")
+    assert (evaluated["global_step"], evaluated["eval_loss"]) == (3, saved["eval_loss"])
+
+
 @pytest.mark.parametrize(
     ("command", "reason", "saved"),
     [("graceful_stop", "stopped", 6), ("save_and_stop", "stopped", 6), ("abort", "aborted", 4)],
@@ -323,7 +332,9 @@ def test_what_is_not_an_observer_stays_on(tmp_path: Path, key: str, callback: An
         trainer.train()
 
 
-@pytest.mark.parametrize("command", [("evaluate", {}), ("set", {"eval_steps": 2})])
+@pytest.mark.parametrize(
+    "command", [("evaluate", {}), ("set", {"eval_steps": 2}), ("save_checkpoint", {"evaluate": True})]
+)
 def test_without_an_evaluation_set_there_is_nothing_to_evaluate(tmp_path: Path, command: Any) -> None:
     trainer = commanded(tmp_path, {2: [command]}, parts={})
     with pytest.raises(ds.ConfigurationError, match="no evaluation set"):

@@ -510,6 +510,16 @@ def _cleanup(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    SENDING,
+    flag("--evaluate", help="evaluate on every evaluation set before, so that the checkpoint has its metrics"),
+    statuses=_NO_EFFECT,
+)
+def _save(arguments: argparse.Namespace) -> int:
+    """Save a checkpoint at the end of a step."""
+    return send(arguments, "save_checkpoint", {"evaluate": True} if arguments.evaluate else None)
+
+
 def _sends(name: str, help: str) -> Command:
     """A command without data."""
     return command(SENDING, statuses=_NO_EFFECT, help=help)(lambda arguments: send(arguments, name))
@@ -520,7 +530,7 @@ COMMANDS = {
     "status": _status,
     "watch": _watch,
     "open": _open,
-    "save": _sends("save_checkpoint", "Save a checkpoint at the end of a step."),
+    "save": _save,
     "stop": _sends("graceful_stop", "Save a checkpoint and end; the next start of the job resumes."),
     "save-stop": _sends("save_and_stop", "Save a checkpoint and end, as 'dalsegno jobs stop' does."),
     "abort": _abort,

@@ -50,7 +50,7 @@ SETTINGS: Mapping[str, str] = {
 
 COMMANDS: Mapping[str, CommandKind] = {
     "graceful_stop": CommandKind("save a checkpoint and end; the next start resumes", {}, False),
-    "save_checkpoint": CommandKind("save a checkpoint", {}, False),
+    "save_checkpoint": CommandKind("save a checkpoint", {"evaluate": "true: evaluate on every set before"}, False),
     "save_and_stop": CommandKind("the same as graceful_stop", {}, False),
     "abort": CommandKind("end without a checkpoint; the next start resumes from the newest one", {}, False),
     "evaluate": CommandKind("evaluate on every evaluation set", {}, True),
@@ -100,6 +100,8 @@ def parse_command(name: str, data: Mapping[str, Any], args: TrainingArguments) -
         _check_set(data, args)
     elif name == "switch":
         _check_switch(data)
+    elif not isinstance(data.get("evaluate", False), bool):
+        raise ConfigurationError(f"{name}: evaluate={_shown(data['evaluate'])}; needs true or false")
     return Command(name, copy.deepcopy(dict(data)))
 
 

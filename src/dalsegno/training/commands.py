@@ -186,8 +186,8 @@ class CommandExecutor:
 
     def _check(self, command: Command) -> None:
         """Raises ConfigurationError for a command that this run cannot carry out."""
-        if command.name == "evaluate" and not self._evaluates:
-            raise ConfigurationError("evaluate: this run has no evaluation set")
+        if (command.name == "evaluate" or command.data.get("evaluate")) and not self._evaluates:
+            raise ConfigurationError(f"{command.name}: this run has no evaluation set")
         if "eval_steps" in command.data and not self._evaluates:
             raise ConfigurationError("set eval_steps: has no effect, since this run has no evaluation set")
         if command.name == "switch":
@@ -215,7 +215,8 @@ class CommandExecutor:
             self._switched_off = self._switched_off - key if data["on"] else self._switched_off | key
         elif name in ("graceful_stop", "save_and_stop", "abort"):
             self._parts.control.stop(f"command {name}", save=name != "abort", by=entry.by)
-        return _REQUESTS.get(name, NO_REQUESTS)
+        wanted = _REQUESTS.get(name, NO_REQUESTS)
+        return wanted._replace(evaluate=True) if data.get("evaluate") else wanted
 
     def _set(self, data: Mapping[str, Any]) -> None:
         self._change_settings({name: value for name, value in data.items() if name in SETTINGS})
