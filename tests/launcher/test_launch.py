@@ -124,6 +124,16 @@ def test_a_rank_that_raises_is_named_not_the_one_that_lost_it(tmp_path: Path) ->
     assert legs(tmp_path)[0].cause == "rank 1 raised RuntimeError: out of luck"
 
 
+def test_a_mistake_before_the_first_step_is_not_tried_again(tmp_path: Path) -> None:
+    attempts = tmp_path / "attempts"
+    with pytest.raises(ds.RankFailed, match=r"NameError: .*misspelled.*; a restart would only repeat it"):
+        ds.launch(launched.build_wrongly, nproc=1, arguments={"attempts": str(attempts)})
+    assert attempts.read_text() == "x"
+    with pytest.raises(ds.RankFailed, match="a restart would only repeat it"):
+        launch(tmp_path / "first", launched.Misspell())
+    assert len(legs(tmp_path / "first")) == 1
+
+
 def test_restarts_that_lead_nowhere_end_the_job(tmp_path: Path) -> None:
     with pytest.raises(ds.RankFailed, match="killed by SIGKILL; 3 legs in a row got no further than step 3"):
         launch(tmp_path, Kill(3, always=True), max_restarts=10, settings={"save_in_background": False})

@@ -64,6 +64,17 @@ class Fail(AtStep):
         raise RuntimeError("out of luck\nand more")
 
 
+class Misspell(ds.Callback):
+    def on_step_begin(self, ctx: ds.Context) -> None:
+        misspelled()  # type: ignore[name-defined]  # noqa: F821
+
+
+def build_wrongly(attempts: str) -> ds.Trainer:
+    with Path(attempts).open("a") as file:
+        file.write("x")
+    return misspelled  # type: ignore[name-defined,no-any-return]  # noqa: F821
+
+
 class Hang(AtStep):
     def act(self) -> None:
         threading.Event().wait()

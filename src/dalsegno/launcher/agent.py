@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -231,13 +231,15 @@ class RankAgent(SimpleElasticAgent):
         )
         self._publish(group, ranks)
         self._ranks = None
-        self._decide(failed.values(), max(beat.step for beat in beats.read()))
+        reached = max(beat.step for beat in beats.read())
+        is_mistaken = reached <= 0 and any(error is not None and error.is_mistake for error in errors.values())
+        self._decide(is_mistaken or any(status in FINAL for status in failed.values()), reached)
 
-    def _decide(self, statuses: Iterable[int], reached: int) -> None:
+    def _decide(self, is_final: bool, reached: int) -> None:
         """Give up restarts that lead nowhere, and say what comes next."""
         if self._signals.forwarded:
             self.verdict = f"{self._signals.forwarded[0].name} asked the job to stop"
-        elif any(status in FINAL for status in statuses):
+        elif is_final:
             self.verdict = "a restart would only repeat it"
         elif not self._progress.note(reached):
             self.verdict = str(self._progress)

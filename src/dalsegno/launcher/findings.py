@@ -14,6 +14,10 @@ MOST_LOSSES = 3
 """Number of legs in a row, lost at the same step or an earlier one, after which there are no more restarts."""
 
 
+MISTAKES = (NameError, AttributeError, TypeError, ImportError, SyntaxError)
+"""Exceptions that a program raises again where it has raised them once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """Why a leg ended."""
@@ -43,6 +47,8 @@ class RankError:
 
     text: str
     time: float
+    is_mistake: bool = False
+    """Whether the program is wrong: an unknown name, a wrong type, a missing module."""
 
     @classmethod
     def path(cls, folder: Path, local_rank: int) -> Path:
@@ -51,8 +57,8 @@ class RankError:
     @classmethod
     def write(cls, folder: Path, local_rank: int, error: BaseException) -> None:
         first_line = str(error).partition("\n")[0]
-        content = {"text": f"{type(error).__name__}: {first_line}", "time": time.time()}
-        cls.path(folder, local_rank).write_text(json.dumps(content))
+        found = cls(f"{type(error).__name__}: {first_line}", time.time(), isinstance(error, MISTAKES))
+        cls.path(folder, local_rank).write_text(json.dumps(asdict(found)))
 
     @classmethod
     def read(cls, folder: Path, local_rank: int) -> Self | None:
