@@ -26,9 +26,11 @@ def build(target: Path, source: Path = ROOT) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / "dalsegno"
         copy.mkdir()
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
-            shutil.copy(source / name, copy)
-        shutil.copytree(source / "src", copy / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+        for path in source.iterdir():
+            if path.is_file() and not path.name.startswith("."):
+                shutil.copy(path, copy)
+        for name in ("src", "tests", "docs", "benchmarks"):
+            shutil.copytree(source / name, copy / name, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
         words = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(target), str(copy)]
         subprocess.run(words, check=True, capture_output=True)
     (wheel,) = target.glob("dalsegno-*.whl")

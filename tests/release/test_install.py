@@ -24,7 +24,17 @@ def test_a_wheel_installs_into_an_empty_environment_and_reads_logs(tmp_path: Pat
     }
     assert own == {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("dalsegno/")}
     with tarfile.open(next((tmp_path / "dist").glob("*.tar.gz"))) as sdist:
-        assert {"README.md", "LICENSE", "pyproject.toml"} <= {name.partition("/")[2] for name in sdist.getnames()}
+        beside = {
+            "README.md",
+            "LICENSE",
+            "pyproject.toml",
+            "CHANGELOG.md",
+            "SECURITY.md",
+            "Makefile",
+            "constraints.txt",
+        }
+        beside |= {"tests/conftest.py", "tests/golden/logs/printed.py", "docs/index.md", "benchmarks/__main__.py"}
+        assert beside <= {name.partition("/")[2] for name in sdist.getnames()}
 
     python = install(wheel, tmp_path / "environment")
     assert dalsegno(python, "--version", folder=tmp_path) == f"dalsegno {version('dalsegno')}\n"

@@ -69,6 +69,8 @@ function format(value) {
 }
 
 function ticks(low, high, most) {
+  // Between values that are equal but for their last bits there is no round number, and none to be counted up to.
+  if (high - low <= 1e-12 * Math.max(Math.abs(low), Math.abs(high))) return [low];
   const rough = (high - low) / most, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999999);
   const found = [];
