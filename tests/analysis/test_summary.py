@@ -33,10 +33,18 @@ def test_values_that_are_not_finite_are_counted_and_move_nothing(tmp_path: Path)
 
 
 def test_a_rate_is_weighed_by_time(tmp_path: Path) -> None:
-    """Half of the steps at 100 a second, half at 50: 100 steps in 1.5 s."""
+    """After the first interval, whose length is not known, four steps at 100 a second and five at 50."""
     rates = [100.0] * 5 + [50.0] * 5
     summary = log_of(tmp_path, [{"loss": 1.0, "tok_per_sec": rate} for rate in rates]).summary()
-    assert summary.throughput == {"tok_per_sec": pytest.approx(10 / (5 / 100 + 5 / 50))}
+    assert summary.throughput == {"tok_per_sec": pytest.approx(9 / (4 / 100 + 5 / 50))}
+
+
+def test_a_rate_of_tokens_is_weighed_by_tokens(tmp_path: Path) -> None:
+    """Five intervals of 100 tokens and five of 10,000, each of one second."""
+    counts = [100.0] * 5 + [10_000.0] * 5
+    records = [{"loss": 1.0, "tok_per_sec": count, "tokens": sum(counts[: n + 1])} for n, count in enumerate(counts)]
+    summary = log_of(tmp_path, records).summary()
+    assert summary.throughput["tok_per_sec"] == pytest.approx(sum(counts[1:]) / 9)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +57,11 @@ def test_a_rate_is_weighed_by_time(tmp_path: Path) -> None:
         ("val/error_rate", 0.1),
         ("eval_perplexity", 0.1),
         ("eval_MeanSquaredError", 0.1),
+        ("eval_logloss", 0.1),
+        ("eval_MSELoss", 0.1),
+        ("eval_loss2", 0.1),
+        ("eval_kl_divergence", 0.1),
+        ("eval_on_time_rate", 0.9),
     ],
 )
 def test_what_is_best_is_one_rule(tmp_path: Path, name: str, best: float) -> None:

@@ -134,9 +134,7 @@ def summarize(
         grad_norm=_summary(series, GRADIENT),
         learning_rate=_summary(series, RATE),
         tokens=tokens.final if (tokens := _summary(series, TOKENS)) else None,
-        throughput={
-            name: rate for name in THROUGHPUT if name in series and (rate := mean_rate(series[name]())) is not None
-        },
+        throughput=_throughput(series),
         peak_mem=memory.worst if memory else None,
         began=legs[0].leg.started if legs else ends[0] if ends else None,
         changed=max([*ends, *(each.ended for each in legs)], default=None),
@@ -151,16 +149,34 @@ def summarize(
     )
 
 
-def mean_rate(series: Series) -> float | None:
-    """Mean of a rate over time: the work of all intervals, which goes with their steps, by the seconds that they took.
-    None if it has no finite positive value. The first interval is taken to be as long as the median one."""
-    known = np.isfinite(series.values) & (series.values > 0)
-    rates, steps = series.values[known], series.steps[known].astype(np.float64)
+def _throughput(series: Metrics) -> dict[str, float]:
+    counted = next((series[name]() for name in TOKENS if name in series), None)
+    found = {
+        name: mean_rate(series[name](), None if "steps" in name else counted) for name in THROUGHPUT if name in series
+    }
+    return {name: rate for name, rate in found.items() if rate is not None}
+
+
+def mean_rate(rate: Series, tokens: Series | None) -> float | None:
+    """Mean of a rate over time: the work of all intervals by the seconds that they took.
+
+    None if it has no finite positive value. The first interval counts if it is the only one: its length is not known.
+
+    Args:
+        rate: work per second, in each interval.
+        tokens: of the run up to each record, with which the work goes; without them it goes with the steps.
+    """
+    known = np.isfinite(rate.values) & (rate.values > 0)
+    rates, done = rate.values[known], rate.steps[known].astype(np.float64)
     if not len(rates):
         return None
-    lengths = np.diff(steps)
-    lengths = np.maximum(np.concatenate([[np.median(lengths) if len(lengths) else 1.0], lengths]), 1.0)
-    return float(lengths.sum() / (lengths / rates).sum())
+    if tokens is not None and len(tokens):
+        places = np.minimum(np.searchsorted(tokens.steps, done), len(tokens) - 1)
+        if (tokens.steps[places] == done).all() and np.isfinite(tokens.values[places]).all():
+            done = tokens.values[places]
+    work = np.diff(done)
+    is_new = work > 0  # not repeated after a rollback
+    return float(work[is_new].sum() / (work / rates[1:])[is_new].sum()) if is_new.any() else float(rates[-1])
 
 
 def summarize_metric(series: Series) -> MetricSummary | None:

@@ -30,19 +30,21 @@ class CheckpointSummary:
 
 FALLING = {
     *("loss", "nll", "entropy", "perplexity", "ppl", "bpb", "bpc", "error", "err", "wer", "cer", "mae", "mse", "rmse"),
-    *("mape", "fid", "norm", "mem", "memory", "time", "runtime", "seconds", "latency"),
+    *("mape", "fid", "divergence", "brier", "norm", "mem", "memory", "runtime", "seconds", "latency"),
 }
 """Words in the names of metrics whose best value is the lowest."""
 
-_WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+")
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
 def is_better_higher(metric: str) -> bool:
-    """Whether a higher value is better, by the name: unless one of its words is of :data:`FALLING`.
+    """Whether a higher value is better, by the name: unless it ends in ``loss``, or has a word of :data:`FALLING`.
 
-    ``eval_MulticlassAccuracy`` and ``rougeL`` rise, ``val/loss``, ``MeanSquaredError`` and ``perplexity`` fall.
+    ``eval_MulticlassAccuracy`` and ``rougeL`` rise, ``val/loss``, ``logloss2``, ``MeanSquaredError`` and ``perplexity``
+    fall.
     """
-    return FALLING.isdisjoint(word.lower() for word in _WORD.findall(metric))
+    is_loss = metric.lower().rstrip("0123456789_@/-").endswith("loss")
+    return not is_loss and FALLING.isdisjoint(word.lower() for word in _WORD.findall(metric))
 
 
 Keep = Callable[[Sequence[CheckpointSummary]], set[int]]

@@ -158,6 +158,30 @@ def test_what_is_around_a_model_makes_no_difference() -> None:
     assert count_flops(plain, (x,), {}) == expected - 2 * 5 * 16 * 4
 
 
+@pytest.mark.parametrize(
+    ("name", "shapes", "products"),
+    [
+        ("addmm", [(4, 5), (4, 3), (3, 5)], 4 * 3 * 5),
+        ("baddbmm", [(2, 4, 5), (2, 4, 3), (2, 3, 5)], 2 * 4 * 3 * 5),
+        ("addbmm", [(4, 5), (2, 4, 3), (2, 3, 5)], 2 * 4 * 3 * 5),
+        ("addmv", [(4,), (4, 3), (3,)], 4 * 3),
+    ],
+)
+def test_a_product_in_place_counts_as_the_one_beside_it(name: str, shapes: list[Any], products: int) -> None:
+    class Adds(nn.Module):
+        def __init__(self, method: str) -> None:
+            super().__init__()
+            self.method = method
+            self.weight = nn.Parameter(torch.ones(shapes[2]), requires_grad=False)
+
+        def forward(self, start: Tensor, a: Tensor) -> Tensor:
+            return getattr(start.clone(), self.method)(a, self.weight).sum()
+
+    given = (torch.zeros(shapes[0]), torch.ones(shapes[1], requires_grad=True))
+    beside, in_place = (count_flops(Adds(method), given, {}) for method in (name, f"{name}_"))
+    assert in_place == beside >= 2 * products
+
+
 class Counting(nn.Module):
     """Changes itself in each forward, and goes by a count of its own; its weight is frozen."""
 
