@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -136,6 +138,9 @@ def test_processes() -> None:
 
     whole = travel(make, epochs=2)
     assert travel(make, 2, {2, "epoch 1", 6}) == whole
+    gc.collect()  # a mapper ends its processes when it is deleted
+    for process in multiprocessing.active_children():
+        process.join(60)
 
 
 def test_what_has_no_position_is_refused() -> None:
