@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,46 @@ def test_predict_returns_the_samples_of_all_ranks_in_order(tmp_path: Path) -> No
     alone, *ranks = on_two_ranks(tmp_path / "alone"), *run_ranks(on_two_ranks, 2, tmp_path / "ranks")
     for each in ranks:
         torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-5, atol=1e-6)
+
+
+class Pairs(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3,), float(index)), torch.tensor([float(index)])
+
+
+def test_a_traced_model_takes_a_batch(tmp_path: Path) -> None:
+    model = torch.jit.trace(torch.nn.Linear(3, 1), torch.zeros(1, 3))  # type: ignore[no-untyped-call]
+    args = ds.TrainingArguments(tmp_path, max_steps=1)
+    assert ds.Trainer(model, args, train_dataset=Pairs(), loss_fn=torch.nn.MSELoss()).train().global_step == 1
+
+
+def test_a_loss_of_ones_own_gets_the_mapping_whatever_it_calls_it(tmp_path: Path) -> None:
+    def loss(outputs: Any, target: Any) -> Any:
+        return torch.nn.functional.mse_loss(outputs, target["y"])
+
+    class Named(Pairs):
+        def __getitem__(self, index: int) -> Any:
+            x, y = super().__getitem__(index)
+            return {"input": x, "y": y}
+
+    args = ds.TrainingArguments(tmp_path, max_steps=1)
+    assert ds.Trainer(torch.nn.Linear(3, 1), args, train_dataset=Named(), loss_fn=loss).train().global_step == 1
+
+
+def test_predicting_nothing(tmp_path: Path) -> None:
+    args = ds.TrainingArguments(tmp_path, max_steps=1)
+    trainer = ds.Trainer(torch.nn.Linear(3, 1), args, train_dataset=Pairs(), loss_fn=torch.nn.MSELoss())
+    assert trainer.predict({}) == {}
+
+
+def test_settings_of_a_derived_class(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Own(ds.TrainingArguments):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self._cache = 1
+
+    assert Own(tmp_path, max_steps=1)._cache == 1

@@ -228,7 +228,8 @@ class TrainingArguments:
         return super().__new__(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not hasattr(type(self), name) and name not in self.__dataclass_fields__:
+        is_known = hasattr(type(self), name) or name in self.__dataclass_fields__
+        if not is_known and type(self) is TrainingArguments:  # a class derived from it may have attributes of its own
             known = [field.name for field in fields(self)]
             raise UnknownName(f"setting of {type(self).__name__}", name, known, answers(known, "Trainer"))
         super().__setattr__(name, value)

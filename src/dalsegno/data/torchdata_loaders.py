@@ -96,7 +96,7 @@ class ResumableOrder:
 
     def __iter__(self) -> Iterator[Any]:
         loaded, self._loaded, self._read = self._loaded, None, 0
-        if loaded is None:
+        if loaded is None or loaded["began"] is None:  # nothing has been read
             self._began = {**capture_generators(), "own": self._own.state_dict()}
             return self._begun()
         if loaded["epoch"] is not None:

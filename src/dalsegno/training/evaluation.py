@@ -258,6 +258,8 @@ def joined_outputs(kept: Sequence[Any], layout: Layout) -> Any:
     dimensions differ between batches becomes a list of the samples' tensors."""
     of_ranks = layout.of_data_ranks(collectives.gather([*kept], "the outputs of a prediction"))
     flat = [tree_flatten(each) for batches in zip_longest(*of_ranks) for each in batches if each is not None]
+    if not flat:
+        return None
     leaves = zip(*(each for each, _ in flat), strict=True)
     return tree_unflatten([_joined([each for each in parts if each is not None]) for parts in leaves], flat[0][1])
 

@@ -393,7 +393,10 @@ class BatchSignature:
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction | None) -> None:
         base = getattr(model, "get_base_model", None)  # peft's wrapper passes any column on
-        parameters = [*inspect.signature((base() if callable(base) else model).forward).parameters.values()]
+        try:
+            parameters = [*inspect.signature((base() if callable(base) else model).forward).parameters.values()]
+        except ValueError:  # a traced model has no signature: it may take anything
+            parameters = [*inspect.signature(lambda *args, **kwargs: None).parameters.values()]
         kinds = {each.kind for each in parameters}
         self._named = {each.name for each in parameters if each.kind is not inspect.Parameter.POSITIONAL_ONLY}
         self._takes_any_name = inspect.Parameter.VAR_KEYWORD in kinds
@@ -402,6 +405,7 @@ class BatchSignature:
         self._has_loss_fn = loss_fn is not None
         self._loss_name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         self._takes_target = _second_parameter(loss_fn) == "target"
+        self._is_of_torch = str(getattr(loss_fn, "__module__", "")).startswith("torch.nn.")
         self._model = type(model).__name__
         self._warned = set[str]()
 
@@ -442,7 +446,7 @@ class BatchSignature:
 
     def loss_argument(self, batch: Any) -> Any:
         """What the loss function gets besides the outputs."""
-        if self._takes_target and isinstance(batch, Mapping):
+        if self._takes_target and self._is_of_torch and isinstance(batch, Mapping):
             raise ConfigurationError(
                 f"loss_fn: {self._loss_name} takes (outputs, target), and the batch is a mapping of "
                 f"{', '.join(map(repr, batch))}; pass a function (outputs, batch) that picks both, such as lambda "

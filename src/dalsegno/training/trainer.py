@@ -249,7 +249,7 @@ class Trainer(OfRun):
             evaluation, kept = self._evaluation(name, prefix.replace("eval", "test", 1), loader), list[Any]()
             found |= evaluation(self._lifecycle.boundary.evaluations.between_batches, kept if outputs else None)
             by_name[name] = joined_outputs(kept, self._parts.layout) if outputs else None
-        found.outputs = by_name if outputs and isinstance(test_dataset, dict) else next(iter(by_name.values()))
+        found.outputs = by_name if outputs and isinstance(test_dataset, dict) else next(iter(by_name.values()), None)
         self._parts.dispatcher.predict.fire_with(found)
         return found
 
