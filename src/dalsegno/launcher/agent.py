@@ -232,7 +232,9 @@ class RankAgent(SimpleElasticAgent):
         self._publish(group, ranks)
         self._ranks = None
         reached = max(beat.step for beat in beats.read())
-        is_mistaken = reached <= 0 and any(error is not None and error.is_mistake for error in errors.values())
+        is_first = self._remaining_restarts == group.spec.max_restarts  # later ones resume what has trained
+        mistakes = [error for error in errors.values() if error is not None and error.is_mistake]
+        is_mistaken = is_first and reached <= 0 and bool(mistakes)
         self._decide(is_mistaken or any(status in FINAL for status in failed.values()), reached)
 
     def _decide(self, is_final: bool, reached: int) -> None:

@@ -425,7 +425,7 @@ def partial_mean_after(state: Any) -> Callable[[RecordDifference], str | None]:
 
 
 def kind_of(logs: dict[str, Any]) -> str:
-    if "train_loss" in logs and "loss" not in logs:
+    if {"train_runtime", "train_loss"} <= logs.keys() and "loss" not in logs:
         return "final"
     if any(name.startswith("eval_") for name in logs):
         return "eval"
