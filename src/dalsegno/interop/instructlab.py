@@ -215,7 +215,7 @@ class SharedState(Callback):
             batch_metrics=BatchMetrics(self._batch_metrics),
             val_metrics=dict(self._val_metrics),
             checkpoint_path=self._checkpoint,
-            cuda_mem_allocated=self._cuda_memory(),
+            cuda_mem_allocated=self._allocated() if self._alone else self._memory,
             **self._always,
         )
 
@@ -226,8 +226,8 @@ class SharedState(Callback):
         batch = self._batch_metrics
         batch["total_length"] = metrics.get("tokens")
         counted = -1.0 if self._counted_tokens is None else float(self._counted_tokens)
-        memory = accelerator.memory_allocated(self._device)
-        here = [self._seconds, -1.0 if memory is None else memory / 2**30, counted]
+        allocated = self._allocated()
+        here = [self._seconds, -1.0 if allocated is None else allocated, counted]
         by_rank = collectives.gather_floats(here, "InstructLab's numbers of a step")
         seconds, memories, counts = zip(*by_rank, strict=True)
         self._of_step["elapsed_time"] = max(seconds)
@@ -335,10 +335,10 @@ class SharedState(Callback):
         self._of_step, self._of_record, self._batch_metrics, self._val_metrics = {}, {}, {}, {}
         self._checkpoint = self._memory = None
 
-    def _cuda_memory(self) -> float | None:
-        if self._alone and (allocated := accelerator.memory_allocated(self._device)) is not None:
-            return allocated / 2**30
-        return self._memory
+    def _allocated(self) -> float | None:
+        """GiB on this rank's device; None without an accelerator."""
+        allocated = accelerator.memory_allocated(self._device)
+        return None if allocated is None else allocated / 2**30
 
 
 class StepNumbers(Callback):

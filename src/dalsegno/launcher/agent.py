@@ -233,9 +233,9 @@ class RankAgent(SimpleElasticAgent):
         self._ranks = None
         reached = max(beat.step for beat in beats.read())
         is_first = self._remaining_restarts == group.spec.max_restarts  # later ones resume what has trained
-        mistakes = [error for error in errors.values() if error is not None and error.is_mistake]
-        is_mistaken = is_first and reached <= 0 and bool(mistakes)
-        self._decide(is_mistaken or any(status in FINAL for status in failed.values()), reached)
+        has_mistake = any(error is not None and error.is_mistake for error in errors.values())
+        is_final = any(status in FINAL for status in failed.values())
+        self._decide(is_final or (has_mistake and is_first and reached <= 0), reached)
 
     def _decide(self, is_final: bool, reached: int) -> None:
         """Give up restarts that lead nowhere, and say what comes next."""

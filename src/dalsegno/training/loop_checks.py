@@ -236,7 +236,12 @@ def _trains(thing: object) -> TypeGuard[nn.Module]:
 
 
 _LEFT_TO_THE_LOOP = (
-    *("bf16", "fp16", "max_grad_norm", "torch_compile", "gradient_checkpointing", "fuse_optim_with_backward"),
+    "bf16",
+    "fp16",
+    "max_grad_norm",
+    "torch_compile",
+    "gradient_checkpointing",
+    "fuse_optim_with_backward",
 )
 
 
