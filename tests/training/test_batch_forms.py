@@ -219,6 +219,28 @@ def test_predicting_nothing(tmp_path: Path) -> None:
     args = ds.TrainingArguments(tmp_path, max_steps=1)
     trainer = ds.Trainer(torch.nn.Linear(3, 1), args, train_dataset=Pairs(), loss_fn=torch.nn.MSELoss())
     assert trainer.predict({}) == {}
+    assert trainer.evaluate({}) == {}
+
+
+class WithMore(torch.nn.Linear):
+    """Returns beside its rows what has none: a vector of a fixed length, and a tensor of full batches only."""
+
+    def forward(self, x: Tensor) -> Any:
+        rows = super().forward(x)
+        return {"rows": rows, "fixed": torch.arange(3.0), "full": rows if len(x) == 3 else None}
+
+
+def test_outputs_without_a_row_for_each_sample_are_left_out(tmp_path: Path) -> None:
+    def loss(outputs: Any, y: Any) -> Tensor:
+        return torch.nn.functional.mse_loss(outputs["rows"], y)
+
+    args = ds.TrainingArguments(tmp_path, max_steps=1, per_device_eval_batch_size=5)
+    model = WithMore(3, 1)
+    outputs = ds.Trainer(model, args, train_dataset=Pairs(), loss_fn=loss).predict(Pairs(), outputs=True).outputs
+    with torch.no_grad():
+        expected = torch.nn.Linear.forward(model, torch.stack([x for x, _ in (Pairs()[n] for n in range(8))]))
+    torch.testing.assert_close(outputs["rows"], expected)
+    assert (outputs["full"], outputs["fixed"]) == (None, None)
 
 
 def test_settings_of_a_derived_class(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dalsegno.args import TrainingArguments
-from dalsegno.data import EvalLoader, to_device
+from dalsegno.data import EvalLoader, sample_count, to_device
 from dalsegno.data.step_batch import LossWeight, iter_steps
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.inference import evaluating
@@ -76,10 +76,10 @@ class EvaluationRunner:
         """Set the metrics measured at the current step so far, in this leg or the previous one."""
         self._measured = self._state.global_step, dict(metrics)
 
-    def evaluate(self, evaluations: Sequence[Evaluation] = ()) -> dict[str, float]:
-        """Measure the model on each set; on those of the run, if none is given. Collective."""
+    def evaluate(self, evaluations: Sequence[Evaluation] | None = None) -> dict[str, float]:
+        """Measure the model on each set; None: on those of the run. Collective."""
         metrics: dict[str, float] = {}
-        evaluations = evaluations or self._evaluations
+        evaluations = self._evaluations if evaluations is None else evaluations
         for evaluation in evaluations:
             metrics |= self._run(evaluation, metrics, is_last=evaluation is evaluations[-1])
         return metrics
@@ -230,7 +230,7 @@ class LossEvaluation:
             if step_batch.weights[0]:  # padding does not count, not even a NaN
                 losses.append(accelerator.wide(loss) * step_batch.weights[0])
             if kept is not None:
-                kept.append(_rows_of(outputs, step_batch.microbatches[0].samples))
+                kept.append(_rows_of(outputs, sample_count(batch), step_batch.microbatches[0].samples))
             if dispatcher.prediction_step:
                 dispatcher.prediction_step.fill(batch, outputs, index, step_batch.microbatches[0].samples)
                 dispatcher.prediction_step.fire()
@@ -239,15 +239,16 @@ class LossEvaluation:
         return float(torch.stack(losses).sum()) if losses else 0.0, weight, samples
 
 
-def _rows_of(outputs: Any, samples: int) -> Any:
-    """A batch's outputs without the loss, on the CPU: tensors with a row for each sample, None in place of all else."""
+def _rows_of(outputs: Any, rows_in_batch: int, samples: int) -> Any:
+    """A batch's outputs without the loss, on the CPU: the rows of its true samples of tensors with a row for each,
+    None in place of all else."""
     rest = {name: value for name, value in outputs.items() if name != "loss"}
     rest = rest["outputs"] if rest.keys() == {"outputs"} else rest
     if isinstance(rest, Mapping):
         rest = {name: value for name, value in rest.items() if name != "loss"}
 
     def rows(leaf: Any) -> Any:
-        has_rows = isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) >= samples
+        has_rows = isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == rows_in_batch
         return leaf[:samples].detach().cpu() if has_rows else None
 
     return tree_map(rows, rest)
@@ -255,17 +256,20 @@ def _rows_of(outputs: Any, samples: int) -> Any:
 
 def joined_outputs(kept: Sequence[Any], layout: Layout) -> Any:
     """The outputs of all samples on all ranks, in the order of a map dataset. Collective. A tensor whose other
-    dimensions differ between batches becomes a list of the samples' tensors."""
+    dimensions differ between batches becomes a list of the samples' tensors; what has no rows in some batch, None."""
     of_ranks = layout.of_data_ranks(collectives.gather([*kept], "the outputs of a prediction"))
     flat = [tree_flatten(each) for batches in zip_longest(*of_ranks) for each in batches if each is not None]
     if not flat:
         return None
     leaves = zip(*(each for each, _ in flat), strict=True)
-    return tree_unflatten([_joined([each for each in parts if each is not None]) for parts in leaves], flat[0][1])
+    return tree_unflatten([_joined(parts) for parts in leaves], flat[0][1])
 
 
-def _joined(parts: list[torch.Tensor]) -> Any:
-    full = [each for each in parts if len(each)]
+def _joined(parts: Sequence[torch.Tensor | None]) -> Any:
+    tensors = [each for each in parts if each is not None]
+    if len(tensors) < len(parts):
+        return None
+    full = [each for each in tensors if len(each)]
     if len({each.shape[1:] for each in full}) > 1:
         return [row for each in full for row in each]
     return torch.cat(full) if full else None

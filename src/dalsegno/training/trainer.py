@@ -224,6 +224,8 @@ class Trainer(OfRun):
                 "trainer.evaluate(): there is no evaluation set; pass eval_dataset= or eval_dataloader= to the "
                 "trainer, or use trainer.predict(dataset)"
             )
+        if eval_dataset is None:
+            return evaluations.evaluate()
         return evaluations.evaluate([self._evaluation(*each) for each in self._sets_of(eval_dataset)])
 
     def _sets_of(self, dataset: Any) -> list[EvaluationSet]:

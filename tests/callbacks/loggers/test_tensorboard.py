@@ -76,6 +76,13 @@ def test_a_json_log_of_any_name_is_preferred_to_event_files(tmp_path: Path) -> N
     assert [run.source.program for run in ds.open_log(tmp_path)] == ["JSON lines"]
 
 
+def test_other_json_beside_event_files_is_not_taken_for_the_log(tmp_path: Path) -> None:
+    trainer(tmp_path, TBLogger()).train()
+    (tmp_path / "config.json").write_text('{"lr": 0.1, "step": 1000, "steps": 100}')
+    log = ds.open_log(tmp_path)
+    assert (log.source.program, log.summary().step) == ("TensorBoard", STEPS)
+
+
 def test_each_of_several_evaluation_sets_has_its_curves(tmp_path: Path) -> None:
     class Drawn:
         def __init__(self) -> None:

@@ -12,7 +12,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.logs.reader import numbered
 
 from .json_lines import JsonLines, decode_lines
-from .source import Naming, Skipped, Source, Unreadable
+from .source import Naming, Skipped, Source, Unreadable, loss_of
 from .tensorboard import EventFiles, event_files
 from .trackers import SQLITE, Database, MLflowFiles, WandbRun, is_mlflow_run, wandb_files
 
@@ -81,7 +81,8 @@ def source_of_run(folder: Path, step_key: str | None = None) -> Source | None:
         return MetricsCsv(folder / "metrics.csv", step_key)
     for place in (folder, folder / "logs" / "tensorboard"):
         if event_files(place):
-            loose = loose_sources(folder, step_key)  # a JSON log of the run contains more than its curves
+            # a JSON log of the run contains more than its curves
+            loose = [source for source in loose_sources(folder, step_key) if _has_loss(source)]
             return loose[0] if len(loose) == 1 else EventFiles(place)
     if files := [*folder.glob("run-*.wandb"), *wandb_files(folder)]:
         return WandbRun(files[-1])
@@ -107,6 +108,13 @@ def _has_line_per_record(beginning: bytes) -> bool:
     """Whether an array's bracket is alone on its line and the next line is a whole record."""
     bracket, _, rest = beginning.partition(b"\n")
     return not bracket.strip() and any(True for _ in decode_lines(rest.lstrip().splitlines()[:1], 1, Skipped()))
+
+
+def _has_loss(source: Source) -> bool:
+    """Whether one of the first records has a loss: a configuration or a data set may have steps, too."""
+    if isinstance(source, Unreadable):
+        return False
+    return any(loss_of(record) for record in islice(source.records(Skipped()), FEW))
 
 
 def _has_steps(path: Path, step_key: str | None) -> bool:

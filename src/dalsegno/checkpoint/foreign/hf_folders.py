@@ -28,7 +28,8 @@ _SETTINGS = {
     "train_batch_size": "per_device_train_batch_size",
     **{name: name for name in ("logging_steps", "eval_steps", "save_steps")},
 }
-"""Those in its state, which win over the arguments of a trainer that resumes, by their names here."""
+"""Those in its state, which win over the arguments of a trainer that resumes, by their names here. Hugging Face's
+trainer divides by them: 0, which turns a schedule off here, is left out."""
 _RANDOM = "random_states_"
 
 
@@ -85,7 +86,7 @@ def _states(folder: Path, suffix: str) -> tuple[tuple[Any, str], list[Any]]:
 def _write_trainer(run: RunState, target: Path, prefix: str) -> Files:
     """The folder from which a trainer with the same parameter groups resumes (``resume_from_checkpoint=``)."""
     files, left_out = _write_folder(HUGGING_FACE.name, run, target, "pt")
-    settings = {theirs: run.settings[ours] for theirs, ours in _SETTINGS.items() if ours in run.settings}
+    settings = {theirs: run.settings[ours] for theirs, ours in _SETTINGS.items() if run.settings.get(ours)}
     progress = {"global_step": run.step, "epoch": run.place.position, **settings}
     filesystem.replace_durably(target / _STATE, json.dumps(progress, indent=2).encode())
     return [*files, target / _STATE], left_out
@@ -114,7 +115,7 @@ HUGGING_FACE = Program(
 )
 ACCELERATE = Program(
     "Accelerate",
-    is_at=lambda path: (path / f"{_RANDOM}0.pkl").is_file(),
+    is_at=lambda path: (path / f"{_RANDOM}0.pkl").is_file() or (path / "optimizer.bin").is_file(),
     read=_read_accelerate,
     write=_write_accelerate,
     has_safetensors=True,

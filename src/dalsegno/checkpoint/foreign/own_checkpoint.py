@@ -81,9 +81,10 @@ def read(checkpoint: Checkpoint) -> RunState:
     tensors = read_tensors(checkpoint)
     settings, loader = saved.state(SETTINGS) if SETTINGS in saved else {}, saved.state("loader")
     ranks = checkpoint.manifest.world_size
+    data_size = len({*checkpoint.manifest.data_ranks}) or ranks
     batch = settings.get("per_device_train_batch_size", 0)
     if loader.get("microbatches") and loader.get("samples"):  # a loader of the user's own
-        batch = batch or loader["samples"] // loader["microbatches"] // ranks
+        batch = batch or loader["samples"] // loader["microbatches"] // data_size
     optimizer = None
     if _OPTIMIZER in saved:
         _expect_plain(checkpoint, saved.state(_OPTIMIZER), "states of parameters", "export the model alone")
@@ -100,7 +101,7 @@ def read(checkpoint: Checkpoint) -> RunState:
         tied=rest["tied"],
         optimizer=optimizer,
         schedulers=[saved.state(key) for key in schedulers],
-        place=_place(loader, trainer["epoch"], batch * ranks),
+        place=_place(loader, trainer["epoch"], batch * data_size),
         settings={**settings, "per_device_train_batch_size": batch},
         world_size=ranks,
         left_out=left_out,
