@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import dalsegno as ds
 from dalsegno.callbacks import EMA, DivergenceDetector, EarlyStopping, GradHistogram, GradNormLogger, JsonLogger
@@ -14,6 +16,7 @@ from dalsegno.checkpoint import Checkpoint, read_tensors, saved_states
 from dalsegno.logs import read_records
 from dalsegno.logs.values import drop_wall_clock
 from support.builtins import NAMES, build
+from support.languages import Speller
 
 
 def several() -> list[Any]:
@@ -70,6 +73,52 @@ class Left(Exception):
 def leave(*_: Any) -> None:
     raise Left
 
+
+# --- what a model is trained on ---------------------------------------------------------------------------------------
+
+PAGES, LENGTH, STEPS = 22, 12, 7
+"""With batches of 4, two of them a step: an epoch's last batch has two samples on one rank, and its last step six."""
+
+
+class Reader(Speller):
+    """Counts what it is trained on, on this rank."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.given: list[tuple[int, int]] = []
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        if self.training and input_ids.device.type != "meta":
+            self.given.append((len(input_ids), input_ids.numel()))
+        return super().forward(input_ids, labels)
+
+
+def pages() -> list[dict[str, torch.Tensor]]:
+    rows = torch.randint(27, (PAGES, LENGTH), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def by_step(given: Sequence[tuple[int, int]], batches_of_epoch: int) -> list[tuple[int, int]]:
+    """Samples and tokens of each step: of two batches, or of an epoch's last one."""
+    steps: list[list[tuple[int, int]]] = []
+    for index, each in enumerate(given):
+        if index % batches_of_epoch % 2 == 0:
+            steps.append([])
+        steps[-1].append(each)
+    return [(sum(samples for samples, _ in step), sum(tokens for _, tokens in step)) for step in steps]
+
+
+def sums(of_steps: Sequence[int]) -> list[int]:
+    return [sum(of_steps[: step + 1]) for step in range(len(of_steps))]
+
+
+def training_records(folder: Path) -> list[dict[str, Any]]:
+    found = read_records(folder / "logs" / "train.jsonl")
+    return [record for record in found if record.get("kind", "train") == "train" and "loss" in record]
+
+
+# --- docs/bridges.md --------------------------------------------------------------------------------------------------
 
 PAGE = Path(__file__).parents[2] / "docs" / "bridges.md"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -12,9 +13,28 @@ from typing import Any
 import pytest
 
 import dalsegno as ds
-from dalsegno.callbacks import EarlyStopping
-from dalsegno.testing import start_ranks
-from interop.bridges import Verdict, assert_rows, examples, records, refused_builtins, several
+from dalsegno.callbacks import (
+    ComputeBudget,
+    DefaultMetrics,
+    EarlyStopping,
+    FlopUtilization,
+    JsonLogger,
+    SamplesStreamedInfo,
+)
+from dalsegno.testing import run_ranks, start_ranks
+from interop.bridges import (
+    STEPS,
+    Reader,
+    Verdict,
+    assert_rows,
+    by_step,
+    examples,
+    records,
+    refused_builtins,
+    several,
+    sums,
+    training_records,
+)
 from support.listeners import Journal, Listener, Trace
 from support.threads import one_thread
 
@@ -136,6 +156,62 @@ def test_an_exception_ends_the_leg(library: ModuleType, tmp_path: Path) -> None:
     assert journal.fired[-2:] == ["exception", "train_end"]
     trace = Trace()
     assert library.train(tmp_path, [trace]) == trace.steps > 3, "nothing of the leg before is in the way"
+
+
+# --- samples, tokens, FLOPs -------------------------------------------------------------------------------------------
+
+
+def test_counts_are_those_of_what_the_model_got(library: ModuleType, tmp_path: Path) -> None:
+    """Over the ends of epochs, and a resume inside one."""
+    for name, read in library.READS.items():
+        first, second = Reader(), Reader()
+        for model, steps in ((first, 4), (second, STEPS)):
+            read(tmp_path / name, [JsonLogger(), SamplesStreamedInfo(), DefaultMetrics()], model, steps)
+        of_steps = by_step([*first.given, *second.given], 6)
+        assert len(of_steps) == STEPS and len(set(of_steps)) == 2, "not all steps are full"
+        logged = training_records(tmp_path / name)
+        assert [record["samples"] for record in logged] == sums([samples for samples, _ in of_steps])
+        assert ("tokens" in logged[0]) == (name in library.COUNTS)
+        if name in library.COUNTS:
+            assert [record["tokens"] for record in logged] == sums([tokens for _, tokens in of_steps])
+            assert min(record["tok_per_sec"] for record in logged) > 0
+
+
+def read_on_a_rank(library: str, folder: Path) -> list[tuple[int, int]]:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", LOCAL_WORLD_SIZE="2")
+    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")  # by which Lightning knows that all ranks are started
+    model = Reader()
+    read = next(iter(importlib.import_module(library).READS.values()))
+    read(folder, [JsonLogger(), SamplesStreamedInfo()], model, STEPS)
+    return by_step(model.given, 3)
+
+
+def test_counts_on_two_ranks(library: ModuleType, tmp_path: Path) -> None:
+    """An epoch's last batch is filled, so that both ranks have one: its samples are trained on, too."""
+    one, two = run_ranks(read_on_a_rank, 2, library.__name__, tmp_path)
+    logged = training_records(tmp_path)
+    assert [record["samples"] for record in logged] == sums([a[0] + b[0] for a, b in zip(one, two, strict=True)])
+    if library.COUNTS:
+        assert [record["tokens"] for record in logged] == sums([a[1] + b[1] for a, b in zip(one, two, strict=True)])
+
+
+def test_flops_are_counted_or_refused(library: ModuleType, tmp_path: Path) -> None:
+    """Those of products of matrices: six a weight and token, forward and backward."""
+    for name, read in library.READS.items():
+        model, measured = Reader(), [ComputeBudget(), FlopUtilization(), DefaultMetrics(peak_flops_per_device=1e9)]
+        if name not in library.COUNTS:
+            for each in measured:
+                with pytest.raises(ds.EventNotFired, match=f"{each.key} needs on_microbatch_begin, which"):
+                    read(tmp_path, [each], model, STEPS)
+            continue
+        read(tmp_path, [JsonLogger(), *measured], model, STEPS)
+        tokens = sums([tokens for _, tokens in by_step(model.given, 6)])
+        flops = 6 * sum(each.weight.numel() for each in [*model.blocks, model.head])
+        logged = training_records(tmp_path)
+        assert [record["total_petaflops"] * 1e15 for record in logged] == pytest.approx([flops * n for n in tokens])
+        optimal = 20 * sum(each.numel() for each in model.parameters())
+        assert [record["chinchilla_multiple"] for record in logged] == pytest.approx([n / optimal for n in tokens])
+        assert min(record["mfu"] for record in logged) > 0
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------

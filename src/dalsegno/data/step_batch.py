@@ -128,7 +128,7 @@ def _weigh(held: list[Microbatch], loss_weight: LossWeight | None, seconds: floa
     for microbatch in held:
         weights.append(float(microbatch.samples) if loss_weight is None else _weight(microbatch, loss_weight))
         samples += microbatch.samples if microbatch.global_samples is None else microbatch.global_samples
-        tokens += _tokens(microbatch)
+        tokens += tokens_in(microbatch.batch) if microbatch.samples else 0
     total = float(samples) if loss_weight is None else sum(weights)
     return StepBatch(held, weights, total, samples, tokens, seconds, place)
 
@@ -169,7 +169,7 @@ def _weigh_together(
         weights + [0.0] * missing,
         sum(row[0] for row in rows),
         int(sum(row[1] for row in rows)),
-        sum(map(_tokens, held)),
+        sum(tokens_in(each.batch) for each in held if each.samples),
         seconds,
         _place([(row[5], row[6]) for row in rows]),
     )
@@ -200,10 +200,10 @@ def _weight(microbatch: Microbatch, loss_weight: LossWeight | None) -> float:
     return float(microbatch.samples) if loss_weight is None else float(loss_weight(microbatch.batch))
 
 
-def _tokens(microbatch: Microbatch) -> int:
+def tokens_in(batch: object) -> int:
     """Return the number of tokens: the elements of ``input_ids``, if the batch contains it."""
-    if microbatch.samples and isinstance(microbatch.batch, (dict, Mapping)):  # dict first: Mapping takes 1 µs
-        ids = microbatch.batch.get("input_ids")
+    if isinstance(batch, (dict, Mapping)):  # dict first: Mapping takes 1 µs
+        ids = batch.get("input_ids")
         if isinstance(ids, torch.Tensor):
             return ids.numel()
     return 0

@@ -132,6 +132,8 @@ class Callback:
     """False: its handlers need more than a snapshot of the context, so ``Background`` refuses it."""
     needs_evaluations: bool = False
     """True: it needs evaluations, so a run without anything to evaluate on is refused."""
+    needs_events: Collection[Event] = ()
+    """Events without which it measures nothing, besides those that it handles: a loop that lacks one refuses it."""
     only_at_evaluations: bool = False
     """True: without evaluations it does nothing, so a run without anything to evaluate on warns of it."""
     reads_nonfinite_loss: bool = False

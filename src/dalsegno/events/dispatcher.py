@@ -311,8 +311,8 @@ def note_failures(error: BaseException, others: Sequence[BaseException]) -> None
 
 
 def check_supported(callbacks: Iterable[Callback], unsupported_events: Mapping[Event, str]) -> None:
-    """Raises EventNotFired if a callback handles an event that a loop cannot fire, with its reason and remedy."""
+    """Raises EventNotFired if a callback handles or needs an event that a loop cannot fire, with reason and remedy."""
     for callback in callbacks:
-        for event in callback.handled_events():
+        for event in (*callback.handled_events(), *callback.needs_events):
             if event in unsupported_events:
                 raise EventNotFired(f"{callback.key} needs {event.handler}, which {unsupported_events[event]}")

@@ -39,7 +39,7 @@ from dalsegno.policies.triggers import SaveTrigger
 from dalsegno.state import TrainerState
 
 from .leg import INSIDE_THE_STEP, Leg, checked, unwrapped_optimizer, wrap
-from .states import FOLDER, states_in
+from .states import FOLDER, samples_of_steps, states_in
 
 UNSUPPORTED_EVENTS = dict.fromkeys(
     [*INSIDE_THE_STEP, Event.MICROBATCH_BEGIN, Event.MICROBATCH_END, Event.PREDICT, Event.SAVE],
@@ -107,6 +107,9 @@ class Bridge:
             unsupported_events=UNSUPPORTED_EVENTS,
             causes=CAUSES,
             no_evaluations=None if args.evaluation else "set eval_steps",
+            samples_after=samples_of_steps(
+                loader, getattr(loader, "total_batch_size", 1), accelerator.gradient_accumulation_steps
+            ),
         )
         self._steps_per_epoch = -(-len(loader) // accelerator.gradient_accumulation_steps)
         self._leg: Leg | None = None

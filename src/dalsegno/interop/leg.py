@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from contextlib import ExitStack
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,7 +27,7 @@ from dalsegno.control import CommandQueue
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout, environment_of
 from dalsegno.distributed.sharded_tensors import device_of
-from dalsegno.errors import ConfigurationError, DamagedCheckpoint, EventNotFired, StateMismatch
+from dalsegno.errors import ConfigurationError, DamagedCheckpoint, EventNotFired
 from dalsegno.events.adapters import external_global_callbacks
 from dalsegno.events.callback import Callback, components_of, global_callbacks
 from dalsegno.events.dispatcher import Dispatcher, check_supported, note_failures, raise_first
@@ -36,11 +36,10 @@ from dalsegno.events.table import Event
 from dalsegno.logs.repeats import RecordDifference
 from dalsegno.state import ControlRequests, ResumeProof, TrainerControl, TrainerState
 from dalsegno.stateful.component import Component, TensorHolder
-from dalsegno.stateful.schema import Count
 from dalsegno.system import filesystem
 from dalsegno.witness import Witness
 
-from .states import Packed, pack, remove_states, unpack, warn_of_new_states
+from .states import Packed, Progress, pack, remove_states, unpack, warn_of_new_states
 
 logger = logging.getLogger("dalsegno")
 
@@ -113,47 +112,6 @@ def unwrapped_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-class ProgressState(TypedDict):
-    epochs_begun: Count
-    epochs_ended: Count
-    timeline: str
-    run: str
-
-
-class _Progress:
-    """Epoch events that have fired, a fingerprint of the library's own history, which distinguishes timelines, and a
-    name that distinguishes runs."""
-
-    state_schema = ProgressState
-    state_compared = False  # records, of which the fingerprint is made, contain times of each rank's clock
-
-    def __init__(self, timeline: str) -> None:
-        self.epochs_begun = self.epochs_ended = 0
-        self.timeline = timeline
-        self.run = ""
-
-    def check_state(self, state: ProgressState) -> None:
-        if state["timeline"] != self.timeline:
-            raise StateMismatch(
-                "these callback states were saved with a different checkpoint than the one from which training "
-                "resumes: its history differs. Either that is in another folder (then pass the Bridge its path: "
-                "resume_from_checkpoint=), or the job was killed while it overwrote this checkpoint (then resume from "
-                "an earlier one)"
-            )
-
-    def state_dict(self) -> ProgressState:
-        return {
-            "epochs_begun": self.epochs_begun,
-            "epochs_ended": self.epochs_ended,
-            "timeline": self.timeline,
-            "run": self.run,
-        }
-
-    def load_state_dict(self, state: ProgressState) -> None:
-        self.epochs_begun, self.epochs_ended = state["epochs_begun"], state["epochs_ended"]
-        self.run = state["run"]
-
-
 class Leg:
     """From the library's begin of training to its end. All ranks call every method.
 
@@ -168,6 +126,7 @@ class Leg:
         causes: what it means under this library if a repeated step differs, as in :data:`~dalsegno.state.CAUSES`.
         no_evaluations: what to set so that evaluations are due; None: they are.
         excuse: why a repeated record differs under this library although nothing is wrong; None: something is.
+        samples_after: how many samples a number of steps has read, on all ranks; None: batches are counted.
     """
 
     _open_here: ClassVar[WeakValueDictionary[Path, Leg]] = WeakValueDictionary()
@@ -203,6 +162,7 @@ class Leg:
         causes: Mapping[str, str],
         no_evaluations: str | None = None,
         excuse: Callable[[RecordDifference], str | None] = lambda found: None,
+        samples_after: Callable[[int], int] | None = None,
     ) -> None:
         for callback in callbacks:
             if callback.needs_evaluations and no_evaluations is not None:
@@ -249,7 +209,7 @@ class Leg:
             args.directory, self._device, args.on_resume, causes=causes, restores_generators=False, excuse=excuse
         )
         self._manager = CheckpointManager(args.directory, locate=locate)
-        self._progress = _Progress("")
+        self._progress = Progress(samples_after)
         self._all_metrics: dict[str, Any] = {}  # of the sets measured so far in this evaluation
 
     def _take_place(self) -> None:
@@ -273,11 +233,14 @@ class Leg:
         tells whether the library will save checkpoints.
         """
         on, step = self.events, self.state.global_step
+        self._progress.samples = self.state.samples_seen
+        self._progress.show(self.state)
         on.init_end.fire_with()
         on.before_load.fire_with(folder, step if folder else 0)
         if folder is not None:
             self._progress.timeline = timeline
             report = self._load(folder)
+            self._progress.show(self.state)
             on.load.fire_with(folder, step, report)
         elif step:
             self._progress.epochs_begun = self._progress.epochs_ended = int(self.state.epoch)
@@ -401,12 +364,14 @@ class Leg:
     def step_begin(self) -> None:
         self.finish()
         self.losses, self.grad_norm, self._is_updated = [], None, False
+        self._progress.begin_step()
         if self.state.global_step + 1 >= self.witness.next_step:
             self.witness.begin_step(self.state.global_step + 1)
         self.events.step_begin.fire_with()
 
     def see_batch(self, batch: Any) -> None:
         """Note a batch of the step in progress, before anything is computed from it."""
+        self._progress.add_batch(batch)
         if self.witness.is_recording:
             self.witness.add_batch(batch)
 
@@ -441,6 +406,7 @@ class Leg:
         """Fire on_step_end. ``unknown``: in place of the loss and the norm, if the library does not pass them on."""
         if not self._is_updated:
             self.skip_update()
+        self._progress.end_step(self.state)
         loss, norm = self.loss, self.grad_norm
         if self.witness.is_recording:
             self.witness.end_step(loss, norm, self._lr)
@@ -456,13 +422,20 @@ class Leg:
 
     # -- records and requests ---------------------------------------------------------------------------------------
 
+    def record(self, logs: dict[str, Any]) -> None:
+        """Fire a record of training, with the number of tokens if that is known. Collective."""
+        self._progress.sum_ranks(self.state)
+        if self.state.num_input_tokens_seen:
+            logs["tokens"] = self.state.num_input_tokens_seen
+        self.events.fire_record(logs, "train")
+
     def record_step(self, logs: dict[str, Any]) -> None:
         """Fire a record of the step's loss, norm and learning rate, beside ``logs``. Collective."""
         if (loss := self.loss) is not None:
             logs["loss"] = collectives.sum_floats([float(loss)], "the loss of a record")[0]
         if self.grad_norm is not None:
             logs["grad_norm"] = float(self.grad_norm)
-        self.events.fire_record({**logs, "learning_rate": self._lr}, "train")
+        self.record({**logs, "learning_rate": self._lr})
 
     def evaluated(
         self, metrics: dict[str, Any], name: str, evaluated_weights: str | None = None, *, is_last: bool = True
@@ -531,6 +504,7 @@ class Leg:
         step = self.state.global_step
         self.finish()
         self.announce_save()
+        self._progress.sum_ranks(self.state)
         self._progress.timeline = timeline
         folder = self._manager.path_of(step)
         collectives.from_rank_zero(lambda: remove_states(folder))

@@ -12,15 +12,19 @@ Then the folder of states exists only while it is packed or unpacked, in ``outpu
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
 
 from dalsegno.checkpoint import names
+from dalsegno.data.step_batch import tokens_in
 from dalsegno.distributed import collectives
-from dalsegno.errors import DamagedCheckpoint
+from dalsegno.errors import DamagedCheckpoint, StateMismatch
+from dalsegno.state import TrainerState
+from dalsegno.stateful.schema import Count
 from dalsegno.system import filesystem
 
 logger = logging.getLogger("dalsegno")
@@ -100,3 +104,108 @@ def unpack(packed: Packed, folder: Path) -> None:
             raise DamagedCheckpoint(f"states of callbacks: {name!r} is not a file name that they can have")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content.cpu().numpy().tobytes())
+
+
+class ProgressState(TypedDict):
+    epochs_begun: Count
+    epochs_ended: Count
+    timeline: str
+    run: str
+    samples: NotRequired[Count]
+    tokens: NotRequired[Count]
+
+
+class Progress:
+    """Epoch events that have fired, a fingerprint of the library's own history, which distinguishes timelines, a name
+    that distinguishes runs, and the samples and tokens that were read on all ranks, if the Bridge sees batches."""
+
+    state_schema = ProgressState
+    state_compared = False  # records, of which the fingerprint is made, contain times of each rank's clock
+
+    def __init__(self, samples_after: Callable[[int], int] | None) -> None:
+        """``samples_after``: how many samples a number of steps has read, on all ranks; None: batches are counted."""
+        self.epochs_begun = self.epochs_ended = 0
+        self.timeline = self.run = ""
+        self.samples = self.tokens = 0  # on all ranks, when they were summed
+        self._samples_after = samples_after
+        self._of_step = self._unsummed = np.zeros(2)  # samples and tokens that this rank has read
+        self._sees_batches = False
+
+    def begin_step(self) -> None:
+        self._of_step = np.zeros(2)
+
+    def add_batch(self, batch: Any) -> None:
+        self._sees_batches = True
+        self._of_step = self._of_step + np.array([samples_in(batch), tokens_in(batch)])
+
+    def end_step(self, state: TrainerState) -> None:
+        self._unsummed = self._unsummed + self._of_step
+        self.show(state)
+
+    def sum_ranks(self, state: TrainerState) -> None:
+        """Make the counts exact. Collective."""
+        if self._sees_batches:
+            samples, tokens = collectives.sum_floats(self._unsummed.tolist(), "samples and tokens")
+            self.samples, self.tokens = self.samples + int(samples), self.tokens + int(tokens)
+            self._unsummed = np.zeros(2)
+            self.show(state)
+
+    def show(self, state: TrainerState) -> None:
+        """Set the counts in ``state``; since they were summed, this rank stands for the others."""
+        samples, tokens = (int(each) * collectives.world_size() for each in self._unsummed)
+        after = self._samples_after
+        state.samples_seen = self.samples + samples if after is None else after(state.global_step)
+        if self._sees_batches or self.tokens:
+            state.num_input_tokens_seen = self.tokens + tokens
+
+    def check_state(self, state: ProgressState) -> None:
+        if state["timeline"] != self.timeline:
+            raise StateMismatch(
+                "these callback states were saved with a different checkpoint than the one from which training "
+                "resumes: its history differs. Either that is in another folder (then pass the Bridge its path: "
+                "resume_from_checkpoint=), or the job was killed while it overwrote this checkpoint (then resume from "
+                "an earlier one)"
+            )
+
+    def state_dict(self) -> ProgressState:
+        return {
+            "epochs_begun": self.epochs_begun,
+            "epochs_ended": self.epochs_ended,
+            "timeline": self.timeline,
+            "run": self.run,
+            "samples": self.samples,
+            "tokens": self.tokens,
+        }
+
+    def load_state_dict(self, state: ProgressState) -> None:
+        self.epochs_begun, self.epochs_ended = state["epochs_begun"], state["epochs_ended"]
+        self.run = state["run"]
+        self.samples, self.tokens = state.get("samples", self.samples), state.get("tokens", self.tokens)
+
+
+def samples_of_steps(loader: Any, batch: int, accumulated: int) -> Callable[[int], int]:
+    """Return how many samples the first steps have read, by the length of a loader that Accelerate has prepared.
+
+    ``batch``: samples of a full batch on all ranks, of which a step reads ``accumulated``. An epoch's last batch has
+    fewer, but not on several ranks, where Accelerate fills it. All count as full if the loader has no length.
+    """
+    try:
+        batches = len(loader)
+        read = len(getattr(loader.batch_sampler, "sampler", loader.dataset))
+    except (TypeError, AttributeError):
+        return lambda steps: steps * accumulated * batch
+    is_filled = collectives.world_size() > 1 and getattr(loader.batch_sampler, "even_batches", True)
+    of_epoch = batches * batch if is_filled else min(read, batches * batch)
+    steps_per_epoch = max(-(-batches // accumulated), 1)
+
+    def count(steps: int) -> int:
+        epochs, rest = divmod(steps, steps_per_epoch)
+        return epochs * of_epoch + min(rest * accumulated * batch, of_epoch)
+
+    return count
+
+
+def samples_in(batch: Any) -> int:
+    """Samples in a batch of the user's form: the length of its first tensor, else 1."""
+    leaves = torch.utils._pytree.tree_leaves(batch)
+    return next((len(each) for each in leaves if isinstance(each, torch.Tensor) and each.dim()), 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from dalsegno.callbacks import CheckLoss, GradNormLogger, JsonLogger
 from dalsegno.interop import accelerate as bridge_module
 from dalsegno.interop.accelerate import Bridge
 from dalsegno.testing import TinyRegression, tiny_regression_data
-from interop.bridges import alone, several, states_in
+from interop.bridges import Reader, alone, pages, several, states_in
 from support.listeners import Trace
 
 
@@ -97,6 +97,30 @@ def loop_on_a_rank(output_dir: Path) -> dict[str, Any]:
     return loop(output_dir, [JsonLogger(), GradNormLogger(), OnRankOne()], max_steps=6)
 
 
+def read(folder: Path, callbacks: Sequence[Any], model: Reader, steps: int) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = DataLoader(pages(), batch_size=4)  # type: ignore[arg-type]
+    wrapped, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
+    args = ds.TrainingArguments(folder, max_steps=steps, logging_steps=1, save_steps=4)
+    bridge = Bridge(args, callbacks, accelerator, model=wrapped, optimizer=optimizer, loader=loader)
+    if (folder / "four").exists():
+        accelerator.load_state(str(folder / "four"))
+    with bridge:
+        done = bridge.step % 3 * 2 if os.environ.get("WORLD_SIZE", "1") == "1" else 0
+        while not bridge.should_stop:
+            for batch in accelerator.skip_first_batches(loader, done) if done else loader:
+                with accelerator.accumulate(wrapped):
+                    accelerator.backward(wrapped(**batch)["loss"])
+                    optimizer.step()
+                    optimizer.zero_grad()
+                bridge.batch_end()
+                if bridge.should_save and bridge.step == 4:
+                    accelerator.save_state(str(folder / "four"))
+                if bridge.should_stop:
+                    break
+            done = 0
+
+
 # --- the contract of every bridge -------------------------------------------------------------------------------------
 
 PAGE = "Accelerate"
@@ -107,6 +131,10 @@ KILLED_AT, REPEATED = 7, "5 to 7"
 """A step, and those that a resume repeats."""
 EXAMPLE = "runs/ac", range(2, 13, 2)
 """Where the page's example writes, and the steps that it logs."""
+READS = {"": read}
+"""Train a :class:`Reader`, for so many steps altogether; saved after four."""
+COUNTS: set[str] = set()
+"""Those that count tokens and FLOPs."""
 
 
 def bridge(callbacks: list[object], output_dir: Path) -> Bridge:

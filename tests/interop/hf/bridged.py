@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from dalsegno.callbacks import CheckLoss, JsonLogger
 from dalsegno.interop.hf import Bridge
 from dalsegno.interop.hf import bridge as bridge_module
 from dalsegno.testing import tiny_regression_data
-from interop.bridges import Left, Verdict, alone, leave, several, states_in
+from interop.bridges import Left, Reader, Verdict, alone, leave, pages, several, states_in
 from interop.bridges import records as records_of
 from support.listeners import Trace
 from support.models import Outputs
@@ -123,6 +123,27 @@ def resume_on_a_rank(output_dir: Path) -> list[str]:
     return lines
 
 
+def read(folder: Path, callbacks: Sequence[Any], model: Reader, steps: int, *, knows_trainer: bool = True) -> None:
+    args = transformers.TrainingArguments(
+        str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        save_steps=4,
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to=[],
+    )
+    trainer = transformers.Trainer(model, args, train_dataset=pages())  # type: ignore[arg-type]
+    trainer.add_callback(Bridge(callbacks, trainer=trainer if knows_trainer else None))
+    trainer.train(resume_from_checkpoint=(folder / "checkpoint-4").exists())
+
+
+def read_without_trainer(folder: Path, callbacks: Sequence[Any], model: Reader, steps: int) -> None:
+    read(folder, callbacks, model, steps, knows_trainer=False)
+
+
 # --- the contract of every bridge -------------------------------------------------------------------------------------
 
 PAGE = "Hugging Face"
@@ -133,6 +154,10 @@ KILLED_AT, REPEATED = 7, "5 to 6"
 """A step, and those that a resume repeats."""
 EXAMPLE = "runs/hf", range(2, 17, 2)
 """Where the page's example writes, and the steps that it logs."""
+READS = {"with the trainer": read, "without": read_without_trainer}
+"""Train a :class:`Reader`, for so many steps altogether; saved after four."""
+COUNTS = {"with the trainer"}
+"""Those that count tokens and FLOPs."""
 
 
 def bridge(callbacks: list[object], output_dir: Path) -> Bridge:

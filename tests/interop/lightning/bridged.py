@@ -8,7 +8,7 @@ import re
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import frexp, sqrt
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from dalsegno.interop.lightning import Bridge
 from dalsegno.interop.lightning import bridge as bridge_module
 from dalsegno.interop.states import unpack
 from dalsegno.testing import tiny_regression_data
-from interop.bridges import alone, several, states_in
+from interop.bridges import Reader, alone, pages, several, states_in
 from support.listeners import Trace
 
 PACKAGE = os.environ.get("LIGHTNING_PACKAGE", "pytorch_lightning")
@@ -134,6 +134,40 @@ class Auditor(pl.Callback):  # type: ignore[misc]
                 self.average[name].lerp_(each.detach(), 1 - self.decay)
 
 
+class Trained(pl.LightningModule):  # type: ignore[misc]
+    def __init__(self, model: Reader) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        return self.model(input_ids, labels)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self(**batch)["loss"]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def read(folder: Path, callbacks: Sequence[Any], model: Reader, steps: int) -> None:
+    saved = folder / "saved" / "four.ckpt"
+    trainer = pl.Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        devices=int(os.environ.get("WORLD_SIZE", "1")),
+        max_steps=steps,
+        accumulate_grad_batches=2,
+        log_every_n_steps=1,
+        callbacks=[
+            Bridge(callbacks),
+            pl.callbacks.ModelCheckpoint(saved.parent, filename="four", every_n_train_steps=4),
+        ],
+        **dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False),
+    )
+    loader = DataLoader(pages(), batch_size=4)  # type: ignore[arg-type]
+    trainer.fit(Trained(model), loader, ckpt_path=saved if saved.exists() else None)
+
+
 # --- the contract of every bridge -------------------------------------------------------------------------------------
 
 PAGE = "Lightning"
@@ -144,6 +178,10 @@ KILLED_AT, REPEATED = 13, "11 to 12"
 """A step, and those that a resume repeats."""
 EXAMPLE = "runs/pl", range(2, 21, 2)
 """Where the page's example writes, and the steps that it logs."""
+READS = {"": read}
+"""Train a :class:`Reader`, for so many steps altogether; saved after four."""
+COUNTS = {""}
+"""Those that count tokens and FLOPs."""
 
 
 def bridge(callbacks: list[object], output_dir: Path) -> Bridge:

@@ -47,6 +47,7 @@ class UtilizationCallback(Callback):
         if len(given) > 1:
             raise ConfigurationError(f"{owner}: {' and '.join(given)} are given; give only one")
         self._given_peak = given
+        self.needs_events = (Event.MICROBATCH_BEGIN,) if given or self._counts_always else ()
         self._peak: float | None = None  # of all ranks' devices
         self._flops: ModelFlops | None = None
 

@@ -10,7 +10,7 @@ Hugging Face's loop calls the Bridge as follows; in brackets, what it fires only
     on_train_begin → init_end, before_load, (states restored) load, train_begin
     on_epoch_begin → epoch_begin
     on_step_begin → step_begin
-    (forward and backward) → [gradients_ready] → clipping
+    [microbatch_begin] → (forward and backward) → [gradients_ready] → clipping
     on_pre_optimizer_step → pre_optimizer_step
     on_optimizer_step → optimizer_step, or step_skipped
     on_step_end → step_end, before_save if a save is due
@@ -40,7 +40,7 @@ from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.table import Event
 from dalsegno.interop.leg import FELT, INSIDE_THE_STEP, Leg, Unknown, checked, unwrapped_optimizer, wrap
-from dalsegno.interop.states import FOLDER, states_in
+from dalsegno.interop.states import FOLDER, samples_in, samples_of_steps, states_in
 from dalsegno.logs.repeats import RecordDifference
 from dalsegno.policies.triggers import OnBest
 from dalsegno.state import TrainerState
@@ -54,13 +54,13 @@ _MARK = "dalsegno"
 _GIVE_TRAINER = "trainer.add_callback(Bridge([…], trainer=trainer))"
 
 UNSUPPORTED_EVENTS = dict.fromkeys(
-    [*INSIDE_THE_STEP, Event.MICROBATCH_BEGIN, Event.MICROBATCH_END],
+    [*INSIDE_THE_STEP, Event.MICROBATCH_END],
     "Hugging Face's Trainer has no callback for; use dalsegno.Trainer, or another callback",
 )
 """Events that the Bridge never fires. A callback that handles one of them raises EventNotFired."""
 
 NEED_TRAINER = dict.fromkeys(
-    [Event.GRADIENTS_READY, Event.EVALUATE_BEGIN, Event.EVALUATE_END, Event.EXCEPTION],
+    [Event.MICROBATCH_BEGIN, Event.GRADIENTS_READY, Event.EVALUATE_BEGIN, Event.EVALUATE_END, Event.EXCEPTION],
     f"Hugging Face's Trainer has no callback for; give the Bridge the trainer: {_GIVE_TRAINER}",
 )
 """Events that the Bridge fires only if it has the trainer."""
@@ -150,8 +150,11 @@ class Bridge(transformers.TrainerCallback):
             causes=CAUSES if self._trainer is not None else CAUSES | CAUSES_WITHOUT_TRAINER,
             no_evaluations="set eval_strategy in TrainingArguments" if args.eval_strategy == "no" else None,
             excuse=partial_mean_after(state),
+            samples_after=samples_of_steps(
+                kwargs["train_dataloader"], args.train_batch_size * args.world_size, args.gradient_accumulation_steps
+            ),
         )
-        mirror(leg.state, args, state)
+        self._mirror(leg.state, state)
         resumed_from = self._resumed_checkpoint(args, state)
         folder = None if resumed_from is None else states_in(resumed_from, mark=_mark_in(state))
         leg.begin(folder, timeline_of(state), saves=args.save_strategy != "no")
@@ -231,7 +234,10 @@ class Bridge(transformers.TrainerCallback):
         if kind == "final":
             leg.end_steps()
             self._metrics = logs
-        leg.events.fire_record(logs, kind, leg.evaluated_weights if kind == "eval" else None)
+        if kind == "train":
+            leg.record(logs)
+        else:
+            leg.events.fire_record(logs, kind, leg.evaluated_weights if kind == "eval" else None)
         return self._passed_on(control)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -278,6 +284,7 @@ class Bridge(transformers.TrainerCallback):
         leg: Leg, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **named: Any
     ) -> Any:
         leg.see_batch(inputs)
+        leg.events.microbatch_begin.fire_with(inputs, len(leg.losses), samples_in(inputs))
         loss = original(model, inputs, *args, **named)
         leg.losses.append(loss.detach())
         return loss
@@ -304,10 +311,20 @@ class Bridge(transformers.TrainerCallback):
 
     # -- between the two --------------------------------------------------------------------------------------------
 
+    def _mirror(self, own: TrainerState, state: Any) -> None:
+        """Copy the trainer's progress to dalsegno's state."""
+        for name in ("global_step", "max_steps", "num_train_epochs", "total_flos", "best_metric"):
+            setattr(own, name, getattr(state, name))
+        own.epoch = state.epoch or 0.0
+        own.best_global_step = state.best_global_step or 0
+        own.best_model_checkpoint = state.best_model_checkpoint
+        if self._trainer is None:  # else the leg counts them in batches
+            own.num_input_tokens_seen = state.num_input_tokens_seen
+
     def _followed(self, args: Any, state: Any) -> Leg | None:
         """The leg, with the trainer's present progress; None if training does not run."""
         if self._leg is not None:
-            mirror(self._leg.state, args, state)
+            self._mirror(self._leg.state, state)
         return self._leg
 
     def _passed_on(self, control: Any) -> Any:
@@ -369,17 +386,6 @@ def settings_of(args: Any, state: Any, on_resume: OnResume) -> TrainingArguments
         num_train_epochs=float(args.num_train_epochs),
         save_total_limit=args.save_total_limit or None,
     )
-
-
-def mirror(own: TrainerState, args: Any, state: Any) -> None:
-    """Copy the trainer's progress to dalsegno's state."""
-    for name in ("global_step", "max_steps", "num_train_epochs", "num_input_tokens_seen", "total_flos", "best_metric"):
-        setattr(own, name, getattr(state, name))
-    own.epoch = state.epoch or 0.0
-    own.best_global_step = state.best_global_step or 0
-    own.best_model_checkpoint = state.best_model_checkpoint
-    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    own.samples_seen = state.global_step * batch
 
 
 class _NextStep:

@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.hooks import RemovableHandle
 
 from dalsegno.args import TrainingArguments
@@ -37,7 +36,7 @@ from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.table import Event
 from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, checked, wrap
-from dalsegno.interop.states import Packed
+from dalsegno.interop.states import Packed, samples_in
 from dalsegno.witness import OnResume
 
 UNSUPPORTED_EVENTS = dict.fromkeys(
@@ -134,6 +133,8 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         )
         self._leg, self._trainer, self._is_training = leg, trainer, True
         self._mirror(_progress(trainer).current.processed % trainer.num_training_batches)
+        full_batches = trainer.global_step * trainer.accumulate_grad_batches  # all, if a checkpoint has no states
+        leg.state.samples_seen = full_batches * _batch_size(trainer)
         packed, self._packed = self._packed, None
         leg.begin_packed(packed, saves=bool(trainer.checkpoint_callbacks), checkpoint=str(trainer.ckpt_path))
         leg.installed.callback(trainer.optimizers[0].register_step_post_hook(lambda *_: leg.after_update()).remove)
@@ -178,7 +179,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
             leg.step_begin()
         leg.see_batch(batch)
         self._before = dict(trainer.callback_metrics)
-        leg.events.microbatch_begin.fire_with(batch, batch_idx % trainer.accumulate_grad_batches, _samples_in(batch))
+        leg.events.microbatch_begin.fire_with(batch, batch_idx % trainer.accumulate_grad_batches, samples_in(batch))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if (leg := self._followed()) is not None:
@@ -195,9 +196,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
             leg.losses.append(loss)
         own_loss = None if loss is None else loss * accumulated
         found = outputs or {}
-        leg.events.microbatch_end.fire_with(
-            own_loss, found, batch, batch_idx % accumulated, _samples_in(batch), is_last
-        )
+        leg.events.microbatch_end.fire_with(own_loss, found, batch, batch_idx % accumulated, samples_in(batch), is_last)
         if is_last:
             # Lightning divides each loss by the number of batches of a full step; an epoch's last step may have fewer.
             leg.losses = [loss * (accumulated / len(leg.losses)) for loss in leg.losses]
@@ -263,7 +262,6 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         state.num_train_epochs = float(trainer.max_epochs or 0)
         done = _progress(trainer).current.processed if batches is None else batches
         state.epoch = trainer.current_epoch + done / trainer.num_training_batches
-        state.samples_seen = trainer.global_step * trainer.accumulate_grad_batches * _batch_size(trainer)
 
     def _pass_on(self) -> bool:
         """Do what callbacks on any rank request, on all ranks. Returns whether a record is wanted. Collective."""
@@ -352,9 +350,3 @@ def _evaluates_after(trainer: Any, batch_idx: int) -> bool:
 def _batch_size(trainer: Any) -> int:
     """Samples of a batch on all ranks; 0 if the loader has no ``batch_size``."""
     return (getattr(trainer.train_dataloader, "batch_size", None) or 0) * int(trainer.world_size)
-
-
-def _samples_in(batch: Any) -> int:
-    """Samples in a batch of the user's form: the length of its first tensor, else 1."""
-    leaves = torch.utils._pytree.tree_leaves(batch)
-    return next((len(each) for each in leaves if isinstance(each, torch.Tensor) and each.dim()), 1)
