@@ -71,6 +71,7 @@ def play(folder: Path, versions: int = 5, *, save_every: int = 2, save: bool = T
         run.record(Applied(["w0", "w1"], {}))
         run.commit()
         run.keep_versions()
+        run.release_versions(run.state.members)
         if (to_save := run.state_to_save()) is not None and run.save(to_save):
             run.release_submissions()
     tensors = {name: each.detach().clone() for name, each in run._globals.model.by_name.items()}

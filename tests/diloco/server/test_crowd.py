@@ -101,3 +101,27 @@ def test_64_asynchronous_workers(tmp_path: Path) -> None:
         name: max(number for who, number in crowd.accepted if who == name) for name, _ in crowd.accepted
     }
     again.close(save=False)
+
+
+def test_versions_of_workers_that_are_gone_are_released(tmp_path: Path) -> None:
+    """Workers that come under a new name each time leave no file behind; one that comes back gets the present version,
+    or repeats what it did if it is the last one that left."""
+    crowd = Crowd(tmp_path)
+    for number in range(12):
+        crowd.join(f"w{number}")
+        crowd.submit(f"w{number}")
+        crowd.adopt(f"w{number}")
+        crowd.coordinator.deregister(f"w{number}")
+    crowd.join("stays")
+    for _ in range(2):
+        crowd.submit("stays")
+        crowd.adopt("stays")
+    crowd.join("w11")
+    crowd.join("w0")
+    assert crowd.alive["w11"] == (1, 12) and crowd.alive["w0"] == (1, 14)
+    crowd.coordinator.close()
+    frames = [path for path in (tmp_path / "diloco/versions").iterdir() if path.suffix == ".frame"]
+    assert len(frames) <= 6, frames
+    again = OuterRun(tmp_path, delayed_nesterov(buffer_size=8), save_every=25)
+    assert again.state.members.keys() == {"stays", *(f"w{number}" for number in range(12))}
+    again.close(save=False)

@@ -397,7 +397,7 @@ class Coordinator:
         self._changed()
         self._patience.insist(partial(self._run.write_versions, begun))
         self._patience.insist(self._run.store.write_log)
-        self._insist_locked(self._run.release_versions)
+        self._insist_locked(lambda: self._run.release_versions(self._rounds.may_repeat(self._run.state)))
 
     def _insist_locked(self, write: Callable[[], object]) -> None:
         """As :meth:`Patience.insist`; each attempt has the lock."""

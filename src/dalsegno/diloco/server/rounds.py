@@ -88,6 +88,14 @@ class Rounds:
             if each.base > state.version and not each.has_left and self.is_alive(name)
         ]
 
+    def may_repeat(self, state: ServerState) -> list[str]:
+        """The workers whose versions are kept, so that they can repeat what they did: those in the run, and of those
+        that have left or died, ``num_workers``: the last ones that submitted or joined."""
+        members = state.members
+        is_here = {name: not each.has_left and self.is_alive(name) for name, each in members.items()}
+        gone = sorted((name for name in members if not is_here[name]), key=lambda name: members[name].accepted)
+        return [*(name for name in members if is_here[name]), *gone[-self._rules.num_workers :]]
+
     def is_in_progress(self, state: ServerState, worker_id: str) -> bool:
         """Whether a worker that joins now is too late for the present round."""
         if self._rules.asynchronous:

@@ -264,7 +264,7 @@ class OuterRun:
         :meth:`.Versions.abandon`.
         """
         state, versions = self.state, self.store.versions
-        present = {each for each in self._needed_versions() if each.number == state.version}
+        present = {each for each in self._needed_versions(state.members) if each.number == state.version}
         missing = sorted((each for each in present if not versions.has(each)), key=lambda each: each.file_name)
         versions.begin({each: self.specs(each.fragment) for each in missing}, self._globals.model)
         return missing
@@ -275,21 +275,20 @@ class OuterRun:
         for each in begun:
             self.store.versions.write(each)
 
-    def release_versions(self) -> None:
-        """Release versions that no worker needs."""
-        self.store.versions.release(except_for=self._needed_versions())
+    def release_versions(self, worker_ids: Iterable[str]) -> None:
+        """Release versions that none of these workers needs."""
+        self.store.versions.release(except_for=self._needed_versions(worker_ids))
 
     def keep_versions(self) -> None:
-        """Write the present parameters for workers that will fetch them; release versions that no worker needs."""
+        """Write the present parameters for workers that will fetch them."""
         begun = self.begin_versions()
         try:
             self.write_versions(begun)
         finally:
             self.store.versions.abandon(begun)
-        self.release_versions()
 
-    def _needed_versions(self) -> set[Version]:
-        results = [each for member in self.state.members.values() for each in member.results.values()]
+    def _needed_versions(self, worker_ids: Iterable[str]) -> set[Version]:
+        results = [each for name in worker_ids for each in self.state.members[name].results.values()]
         return {Version(each.version, each.fragment) for each in results}
 
 
