@@ -11,11 +11,18 @@ from typing import Any
 import pytest
 
 import dalsegno as ds
-from dalsegno.callbacks import EMA, CountParams, FlopUtilization, HangWatchdog, ScaleLoss
+from dalsegno.callbacks import EMA, CountParams, FlopUtilization, HangWatchdog, JsonLogger, ScaleLoss
 from dalsegno.control import Answer, Inbox, Outcome, send
 from dalsegno.logs import read_records
 from dalsegno.system import filesystem
-from dalsegno.testing import FaultPlan, assert_resume_equivalent, check_resume, compare_runs, run_ranks
+from dalsegno.testing import (
+    FaultPlan,
+    assert_resume_equivalent,
+    check_resume,
+    compare_runs,
+    run_ranks,
+    tiny_regression_data,
+)
 from support.commanded import (
     ALL,
     Client,
@@ -105,6 +112,33 @@ def test_a_checkpoint_may_be_evaluated_before(tmp_path: Path) -> None:
     saved = json.loads((checkpoint / "manifest.json").read_text())["metrics"]
     (evaluated,) = (each for each in read_records(tmp_path / "logs" / "train.jsonl") if each.get("kind") == "eval")
     assert (evaluated["global_step"], evaluated["eval_loss"]) == (3, saved["eval_loss"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "saved"),
+    [
+        ({"save_steps": 2}, {2, 4, 5, 6, 8, 10}),
+        ({"save": "AtSteps(2, 4)", "save_steps": 500, "eval_steps": 2}, {2, 4, 5, 10}),
+        ({"save_strategy": "epoch", "load_best_model_at_end": True}, {5, 10}),
+    ],
+)
+def test_each_checkpoint_may_be_evaluated_before(tmp_path: Path, settings: dict[str, Any], saved: set[int]) -> None:
+    """Once, whoever asks for the checkpoint; but not where a leg is interrupted."""
+    given = {"num_train_epochs": 2, "eval_steps": 0, "eval_on_save": True, **settings}
+    parts = {"eval_dataset": tiny_regression_data(8, seed=1)}
+
+    asks = Listener({"on_step_end": lambda ctx: setattr(ctx.control, "should_save", ctx.step == 5)}, name="asks")
+    stop = Listener({"on_step_end": lambda ctx: ctx.control.stop("enough") if ctx.step == 7 else None}, name="stop")
+    for leg in ([stop], []):
+        small_trainer(tmp_path, JsonLogger(), asks, *leg, parts=parts, **given).train()
+    manifests = [json.loads(each.read_text()) for each in tmp_path.glob("checkpoints/*/manifest.json")]
+    metrics = {each["step"]: each["metrics"] for each in manifests}
+    records = [each for each in read_records(tmp_path / "logs" / "train.jsonl") if each.get("kind") == "eval"]
+    evaluated = {each["global_step"]: each["eval_loss"] for each in records}
+    assert len(evaluated) == len(records), "each once"
+    assert evaluated.keys() == saved | ({2, 4, 6, 8, 10} if "eval_steps" in settings else set())
+    assert metrics.pop(7) == {}
+    assert {step: each["eval_loss"] for step, each in metrics.items()} == {step: evaluated[step] for step in saved}
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,6 @@ COMMON = {
     "log_dir": "output_dir",
     "checkpoint_dir": "output_dir",
     "resume": "trainer.train() resumes by itself; trainer.train(path) from that checkpoint",
-    "eval_on_save": "save_steps= as a multiple of eval_steps=: an evaluation that is due comes before the save. "
-    "A save without it (at a signal, by the clock, at the end) does not wait for an evaluation",
 }
 """Names in common use, and arguments of ``Trainer`` that are passed to ``TrainingArguments``."""
 

@@ -157,6 +157,8 @@ class TrainingArguments:
     """Like ``logging_strategy``."""
     eval_steps: int = 500
     """Steps between evaluations; 0: never."""
+    eval_on_save: bool = False
+    """Evaluate before each checkpoint whose step is not evaluated yet; not before one that only a stop saves."""
     save_strategy: Strategy = "steps"
     """Like ``logging_strategy``. Unless it is ``no``, the end of training saves too."""
     save_steps: int = 500
@@ -261,7 +263,9 @@ class TrainingArguments:
         self._check_policies()
         self._check_schedules()
         self._check_recovery()
-        if self.load_best_model_at_end and not (self.evaluation and self.saving):
+        if self.eval_on_save and not self.saving:
+            raise ConfigurationError("eval_on_save=True needs checkpoints; see save_steps")
+        if self.load_best_model_at_end and not ((self.evaluation or self.eval_on_save) and self.saving):
             raise ConfigurationError(
                 "load_best_model_at_end=True needs evaluations and checkpoints; see eval_steps, save_steps"
             )

@@ -320,6 +320,8 @@ def expect_evaluations(args: TrainingArguments, callbacks: Iterable[Callback], *
     waiting = [callback.key for callback in callbacks if callback.needs_evaluations]
     if args.keep is not None and _best_rules(args):
         waiting.append(f"keep={args.keep!r}")
+    if args.eval_on_save:
+        waiting.append("eval_on_save=True")
     if not waiting:
         idle = [f"{callback.key} does nothing" for callback in callbacks if callback.only_at_evaluations]
         default = TrainingArguments.eval_steps, TrainingArguments.eval_strategy
@@ -330,6 +332,8 @@ def expect_evaluations(args: TrainingArguments, callbacks: Iterable[Callback], *
         return
     if not has_sets:
         raise ConfigurationError(f"{waiting[0]} needs evaluations, and {_NO_SET}")
+    if args.eval_on_save:
+        return
     if not args.evaluation:
         logger.warning("%s needs evaluations, but none is scheduled: set eval_steps", waiting[0])
     elif _best_rules(args) and _never_meet(args):

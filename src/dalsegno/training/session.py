@@ -302,8 +302,9 @@ class Session:
         later = self._due_at_epoch_end(step) if ends_epoch else NOTHING_DUE
         # A request of this rank alone counts only once the others know of it: collectives depend on these flags.
         state.will_log = due.log or later.log or (self._alone and control.should_log)
-        state.will_evaluate = due.evaluate or later.evaluate or (self._alone and control.should_evaluate)
         state.will_save = due.save or later.save or (self._alone and control.should_save)
+        state.will_evaluate = due.evaluate or later.evaluate or (self._alone and control.should_evaluate)
+        state.will_evaluate |= self._args.eval_on_save and state.will_save
 
     def _replan(self) -> DueActions:
         """What the present step's end does by the settings that commands have changed."""

@@ -137,7 +137,8 @@ class StepBoundary:
             requests = requests.merge(control_sync.after_record())
         if requests.roll_back:
             requests = self._recover(requests)
-        if self.rollback is None and (due.evaluate or requests.evaluate):
+        is_due = due.evaluate or requests.evaluate or ((due.save or requests.save) and self._lacks_evaluation())
+        if self.rollback is None and is_due:
             if self.evaluations.evaluate_step(control_sync.stop_requested_at_batch):
                 self.saves.amend(self.evaluations.metrics())
             requests = self._recover(requests.merge(control_sync.sync()))
@@ -163,6 +164,9 @@ class StepBoundary:
             self.saves.prepare()
             if due.save_in_memory and not epoch_ends:
                 self._unless_called_off(self.saves.save_in_memory)
+
+    def _lacks_evaluation(self) -> bool:
+        return self._args.eval_on_save and not self.evaluations.metrics()
 
     def _recover(self, requests: ControlRequests, *, may_save: bool = True) -> ControlRequests:
         """Decide about a request to go back, collectively if there is one. Returns the other requests; those to end the
