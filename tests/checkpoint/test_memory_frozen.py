@@ -23,7 +23,7 @@ from dalsegno.checkpoint import (
     memory_dir,
     read_tensors,
 )
-from dalsegno.checkpoint.memory_save import MemoryPublication
+from dalsegno.checkpoint.in_memory import MemoryPublication
 from dalsegno.checkpoint.snapshot import Snapshotter
 from dalsegno.cli import main
 from dalsegno.distributed.layout import Layout

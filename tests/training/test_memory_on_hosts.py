@@ -20,7 +20,7 @@ import dalsegno as ds
 import dalsegno.distributed.hosts as transfers
 from checkpoint.remote.jobs import until
 from dalsegno.checkpoint import in_memory, memory_dir
-from dalsegno.checkpoint.memory_save import MemoryPublication
+from dalsegno.checkpoint.in_memory import MemoryPublication
 from dalsegno.distributed import collectives
 from dalsegno.distributed.collectives import BackgroundGroup
 from dalsegno.distributed.hosts import Transfer

@@ -15,7 +15,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from dalsegno.checkpoint import checkpoint_dir, names
 from dalsegno.checkpoint.file_reading import FileRecord
@@ -66,6 +66,9 @@ class Destination(Protocol):
         """Undo what a save that has failed left in ``partial``."""
 
 
+D = TypeVar("D", bound=Destination)
+
+
 class NewDirectory:
     """A directory that each save creates, on a disk."""
 
@@ -90,7 +93,7 @@ class NewDirectory:
         filesystem.remove(self.partial)
 
 
-class AsyncSave:
+class AsyncSave(Generic[D]):
     """A save in progress, or a finished one.
 
     Attributes:
@@ -98,13 +101,13 @@ class AsyncSave:
         path: directory of the checkpoint once it is published.
         is_best: whether no earlier checkpoint was better.
         failure: why it was not published; None until the outcome is known, and if it was published.
-        records: of the files that this rank wrote.
+        records: of the files that this rank wrote; of all files, once they are published in memory.
     """
 
     def __init__(
         self,
         snapshot: Snapshot,
-        destination: Destination,
+        destination: D,
         *,
         step: int,
         is_best: bool,
@@ -154,7 +157,7 @@ class AsyncSave:
 
     @property
     def files(self) -> LinkableFiles:
-        """Those of this rank, once it is published."""
+        """Those of :attr:`records`, once it is published."""
         return LinkableFiles(self.path, self.records, digests=self._snapshot.digests)
 
     def wait(self) -> None:
@@ -240,27 +243,31 @@ class AsyncSave:
         self._remove_partial()
         return reason
 
-    def _reasons(self, reports: Sequence[Report]) -> list[str]:
-        """Why not to publish."""
+    def _manifest(self, reports: Sequence[Report]) -> Manifest | str:
+        """The manifest; or why not to publish."""
         reasons = [
             reason if len(reports) == 1 else f"rank {number}: {reason}"
             for number, (_, reason) in enumerate(reports)
             if reason is not None
         ]
-        return ["it was cancelled"] if self._is_cancelled and not reasons else reasons
+        if reasons or self._is_cancelled:
+            return "; ".join(reasons) or "it was cancelled"
+        try:
+            return self._manifest_of([records for records, _ in reports])
+        except Exception as error:
+            return described(error)
 
     def _finish(self, reports: Sequence[Report]) -> str | None:
-        reasons = self._reasons(reports)
-        if not reasons:
+        manifest = self._manifest(reports)
+        if isinstance(manifest, Manifest):
             try:
-                manifest = self._manifest_of([records for records, _ in reports])
                 self._destination.publish(manifest)
                 self._is_published = True
             except Exception as error:
-                reasons = [described(error)]
-        if reasons:
+                manifest = described(error)
+        if isinstance(manifest, str):
             self._remove_partial()
-            return "; ".join(reasons)
+            return manifest
         if self._published is not None:
             with _logged(f"when {self.path.name} was saved"):
                 self._published()

@@ -3,45 +3,50 @@
 Each is a checkpoint as on disk: the same files, verified before use. Every host has the files of its own ranks and, if
 copies are kept, those of its neighbours, so that the run can also resume from memory after a host is lost.
 
-There are two slots. A save copies the state into the one that is not published, hashes it on a thread, sends the
-copies, publishes it by a rename, and hides the other. So processes that are killed at any instant leave one whole
-checkpoint, and the pages of both are used again. No page of a former leg is written to: one of its processes may still
-live.
+There are two slots. A save copies the state into the one that is not published. Then, on a thread of each rank::
 
-A file of frozen parameters that are proved to be unchanged is one file in both slots, a hard link, and is not sent
-again. Such a file is not written to either: what has changed goes into a new one.
+    each rank hashes its files               rank 0: build the manifest, which every rank receives
+    each host sends its files on             to the hosts that keep copies and lack them; these verify them
+    each host publishes the slot             by a rename, once all copies are whole
+    each host hides the other slot           once all hosts have published
+
+So processes that are killed at any instant leave one whole checkpoint, and the pages of both slots are used again. No
+page of a former leg is written to: one of its processes may still live. A file of frozen parameters that are proved to
+be unchanged is one file in both slots, a hard link, and is not sent again. Such a file is not written to either: what
+has changed goes into a new one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from dalsegno.checkpoint import memory_dir, names
-from dalsegno.checkpoint.async_save import BufferPrefault
+from dalsegno.checkpoint import checkpoint_dir, memory_dir, names
+from dalsegno.checkpoint.async_save import AsyncSave, BufferPrefault, Records, Report, described
 from dalsegno.checkpoint.capture import FrozenChecksums
 from dalsegno.checkpoint.contract import ShardedState
 from dalsegno.checkpoint.free_space import available_memory, free_disk
-from dalsegno.checkpoint.manifest import Checkpoint
+from dalsegno.checkpoint.manifest import Checkpoint, Manifest
 from dalsegno.checkpoint.memory_dir import MemoryDir
-from dalsegno.checkpoint.memory_save import MemoryPublication, MemorySave
 from dalsegno.checkpoint.multi_host import Candidates, MultiHostCheckpoint, newest_in_memory
 from dalsegno.checkpoint.names import MODEL
 from dalsegno.checkpoint.optimizer_state import tensors_per_parameter
 from dalsegno.checkpoint.sidecar import SavedState
 from dalsegno.checkpoint.snapshot import Snapshotter
 from dalsegno.checkpoint.staging import NoRoom, SharedFiles
-from dalsegno.checkpoint.unchanged_files import LinkableFiles
+from dalsegno.checkpoint.unchanged_files import LinkableFiles, UnchangedFile
 from dalsegno.distributed import collectives
-from dalsegno.distributed.hosts import Hosts
+from dalsegno.distributed.hosts import Hosts, transfer
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
 from dalsegno.system.progress import format_bytes
+from dalsegno.system.worker import lower_thread_priority
 
 logger = logging.getLogger("dalsegno")
 
@@ -66,14 +71,17 @@ class MemoryCheckpoints:
     def __init__(self, output_dir: Path, layout: Layout) -> None:
         self._output_dir = output_dir
         self._layout = layout
-        self._hosts: Hosts | None = None
+        self._known_hosts: Hosts | None = None
         self._copies = 0
+        self._in_progress: tuple[_Slot, MemorySave] | None = None
+        self._forget_leg()
+
+    def _forget_leg(self) -> None:
         self._directory: MemoryDir | None = None  # of this leg, on this host
         self._former: MultiHostCheckpoint | None = None  # of a former leg, from which this one resumed
         self._shareable: LinkableFiles | None = None  # of the newest checkpoint on this host
         self._slots: list[_Slot] = []
         self._captured: tuple[_Slot, Callable[[], MemorySave]] | None = None  # and not yet started
-        self._in_progress: tuple[_Slot, MemorySave] | None = None
         self._prefault: BufferPrefault | None = None
         self._has_saved = False
         self.room: str | None = None
@@ -89,15 +97,20 @@ class MemoryCheckpoints:
         assert self._directory is not None, "the leg saves in memory"
         return names.checkpoint_path(self._directory.checkpoints, step)
 
+    @property
+    def _hosts(self) -> Hosts:
+        if self._known_hosts is None:
+            self._known_hosts = Hosts.sharing(memory_dir.place())
+        return self._known_hosts
+
     # -- find -------------------------------------------------------------------------------------------------------
 
     def find(self, candidates: Candidates, *, after: int) -> Checkpoint | None:
         """The newest valid checkpoint of a step greater than ``after`` in the directories ``candidates``, of which each
         file is on some host; None if there is none. One that is damaged, or not whole, is skipped with a warning."""
-        self._leave()
-        if not candidates:
-            return None
-        self._former = newest_in_memory(self._output_dir, candidates, after=after, hosts=self._known_hosts())
+        self._forget_leg()
+        if candidates:
+            self._former = newest_in_memory(self._output_dir, candidates, after=after, hosts=self._hosts)
         return self._former
 
     def owns(self, path: Path) -> bool:
@@ -109,8 +122,8 @@ class MemoryCheckpoints:
         """Give up all memory checkpoints, of former legs too: the run goes back, or begins elsewhere."""
         self.settle()
         self._captured = self._former = None
-        published = [(slot.published, slot.hidden) for slot in self._slots if slot.published is not None]
         self._slots.sort(key=lambda slot: slot.published is not None)  # files to be shared are not written over first
+        published = [(slot.published, slot.hidden) for slot in self._slots if slot.published is not None]
         for slot in self._slots:
             if slot.published is not None and self._shareable is not None:
                 self._shareable = self._shareable.moved_to(slot.hidden)
@@ -121,12 +134,7 @@ class MemoryCheckpoints:
                 filesystem.rename(path, hidden)
             memory_dir.remove_others(self._output_dir, keep=self._own_directories())
 
-        self._known_hosts().run(hide)
-
-    def _known_hosts(self) -> Hosts:
-        if self._hosts is None:
-            self._hosts = Hosts.sharing(memory_dir.place())
-        return self._hosts
+        self._hosts.run(hide)
 
     def _own_directories(self) -> list[MemoryDir]:
         """On this host, those of this leg, and of the checkpoint that it resumed from."""
@@ -147,16 +155,16 @@ class MemoryCheckpoints:
             copies: number of other hosts that keep each host's files.
             base: frozen parameters of which only checksums are saved.
         """
-        self._slots, self._captured, self._directory, self._has_saved, self.room = [], None, None, False, None
-        former, hosts = self._former, self._known_hosts()
+        former, hosts = self._former, self._hosts
+        self._forget_leg()
+        self._former = former
         self._shareable = None if former is None else LinkableFiles(former.path, former.here)
         name = collectives.broadcast(memory_dir.new_name(), "name of memory checkpoints")
 
         def tidy() -> None:
-            kept = self._own_directories()
-            memory_dir.remove_others(self._output_dir, keep=kept)
-            if former is not None:
-                for path in [path for path in former.path.parent.iterdir() if path != former.path]:
+            memory_dir.remove_others(self._output_dir, keep=self._own_directories())
+            for path in [] if former is None else [*former.path.parent.iterdir()]:
+                if former is not None and path != former.path:
                     filesystem.remove(path)
             if saving:
                 memory_dir.create(self._output_dir, name)
@@ -166,24 +174,21 @@ class MemoryCheckpoints:
             return
         self._copies = min(copies, hosts.count - 1)
         if self._copies < copies and collectives.rank() == 0:
-            logger.warning(
-                "save_in_memory=: copies=%d, and the ranks are on %s: %s copied",
-                copies,
-                "one host" if hosts.count == 1 else f"{hosts.count} hosts",
-                "nothing is" if hosts.count == 1 else f"only {self._copies} are",
-            )
+            where, what = f"{hosts.count} hosts", f"only {self._copies} are"
+            if hosts.count == 1:
+                where, what = "one host", "nothing is"
+            logger.warning("save_in_memory=: copies=%d, and the ranks are on %s: %s copied", copies, where, what)
         try:
             self._directory = collectives.run_on_all_ranks(lambda: self._seen(name))
-            self._create_slots(self._directory, hosts, base)
+            self._create_slots(self._directory, base)
             self._slots[0].snapshotter.check_serializable(sharded, ())
             self.room = self._check_room(sharded, self._directory)
             if collectives.rank() == 0:
                 logger.info("memory checkpoints: %s", self.room)
         except BaseException:
-            self._slots = []
             if self._directory is not None and hosts.leads:
                 memory_dir.remove(self._directory)
-            self._directory = None
+            self._slots, self._directory = [], None
             raise
 
     def _seen(self, name: str) -> MemoryDir:
@@ -195,25 +200,14 @@ class MemoryCheckpoints:
             )
         return directory
 
-    def _create_slots(self, directory: MemoryDir, hosts: Hosts, base: FrozenChecksums | None) -> None:
-        token = collectives.broadcast(os.urandom(2).hex(), "names of memory slots")
-        hidden = [directory.checkpoints / f"slot-{token}-{number}" for number in range(2)]
-
-        def create() -> None:
-            for path in hidden:
-                filesystem.mkdir_nosync(path)
-
-        hosts.run(create)
-        for path in hidden:
-            snapshotter = Snapshotter(self._layout, shared=SharedFiles(path))
+    def _create_slots(self, directory: MemoryDir, base: FrozenChecksums | None) -> None:
+        for number in range(2):
+            hidden = directory.checkpoints / f"slot-{directory.name[:4]}-{number}"
+            self._hosts.run(partial(filesystem.mkdir_nosync, hidden))
+            snapshotter = Snapshotter(self._layout, shared=SharedFiles(hidden))
             if base is not None:
                 snapshotter.leave_out(base)
-            self._slots.append(_Slot(path, snapshotter))
-
-    def _check_room(self, sharded: Sequence[ShardedState], directory: MemoryDir) -> str:
-        freed = memory_dir.size_of(self._own_directories())
-        snapshotter, hosts = self._slots[0].snapshotter, self._known_hosts()
-        return _check_room(snapshotter, sharded, directory.path, hosts, copies=self._copies, freed=freed)
+            self._slots.append(_Slot(hidden, snapshotter))
 
     def prepare(self, sharded: Sequence[ShardedState]) -> None:
         """Reserve the memory and map it in the background. To be called once the optimizer has its state. Raises
@@ -226,7 +220,7 @@ class MemoryCheckpoints:
             if self._former is None:  # otherwise once that is not needed any more
                 steps.append(second.prepare(sharded, {file.layout.length for file in first.planned}))
         except NoRoom as error:
-            raise self._does_not_fit(error) from error
+            raise _does_not_fit(error) from error
         self._check_room(sharded, self._directory)
         self._prefault = BufferPrefault(turn for each in steps for turn in each)
 
@@ -254,34 +248,35 @@ class MemoryCheckpoints:
         self._captured = None
         if not self._slots or collectives.all_reduce_max([not is_finite], "whether weights are finite")[0]:
             return
-        slot = next(slot for slot in self._slots if slot.published is None)
+        slot, other = sorted(self._slots, key=lambda slot: slot.published is not None)
         try:
             snapshot = slot.snapshotter.capture(sharded, components, carried, copy=True, former=self._shareable)
         except NoRoom as error:
             if not self._has_saved and self._former is None:
-                raise self._does_not_fit(error) from error
+                raise _does_not_fit(error) from error
             if collectives.rank() == 0:
                 logger.warning("step %d: there is no room for a memory checkpoint: %s", step, error)
             return
         if snapshot.copying is not None:
             snapshot.copying.run()
-        superseded = [
-            (each.published, each.hidden) for each in self._slots if each is not slot and each.published is not None
-        ]
-        former = None if self._former is None else self._former.path.parent.parent
-        publication = MemoryPublication(slot.hidden, self.path_of(step), superseded, former)
-
-        def start() -> MemorySave:
-            return MemorySave(
-                replace(snapshot, durables=()),  # what a process wrote outlives it without fsync
-                publication,
-                self._known_hosts(),
-                copies=self._copies,
-                former=self._shareable,
-                step=step,
-                manifest_of=lambda records: snapshot.manifest(step, metrics, False, True, records),
-            )
-
+        publication = MemoryPublication(
+            slot.hidden,
+            self.path_of(step),
+            superseded=other.published,
+            hidden=other.hidden,
+            former=None if self._former is None else self._former.path.parent.parent,
+            hosts=self._hosts,
+            copies=self._copies,
+            shareable=self._shareable,
+        )
+        start = partial(
+            MemorySave,
+            replace(snapshot, durables=()),  # what a process wrote outlives it without fsync
+            publication,
+            step=step,
+            is_best=False,
+            manifest_of=partial(snapshot.manifest, step, metrics, False, True),
+        )
         self._captured = slot, start
 
     def publish(self) -> None:
@@ -323,84 +318,185 @@ class MemoryCheckpoints:
         """
         self._conclude()
         directories = self._own_directories()
-        leads = self._hosts is not None and self._hosts.leads
-        self._leave()
-        if remove and leads:
+        self._forget_leg()
+        if remove and self._known_hosts is not None and self._known_hosts.leads:
             for directory in directories:
                 memory_dir.remove(directory)
 
-    def _leave(self) -> None:
-        self._directory = self._former = self._shareable = self._prefault = self._captured = None
-        self._slots = []
+    # -- room -------------------------------------------------------------------------------------------------------
 
-    def _does_not_fit(self, error: Exception) -> ConfigurationError:
-        place = memory_dir.root().parent
-        return ConfigurationError(
-            f"save_in_memory=: the memory checkpoints do not fit into {place}: {error}; leave save_in_memory out, or "
-            f"give {place} more room"
-        )
+    def _check_room(self, sharded: Sequence[ShardedState], directory: MemoryDir) -> str:
+        """Compare two slots, which share files of frozen parameters, with the memory that is free, or that the first
+        save frees; also before the first step has created the optimizer's state. Returns both in words; raises
+        ConfigurationError on all ranks if the slots do not fit into the memory of a host."""
+        hosts, planned = self._hosts, self._slots[0].snapshotter.planned
+        frozen = sum(file.layout.length for file in planned if file.is_frozen)
+        changing = [file for file in planned if not file.is_frozen]
+        trained = sum(file.layout.length for file in changing if file.component == MODEL)
+        optimizers = [each.optimizer for each in sharded if each.optimizer is not None]
+        to_come = [tensors_per_parameter(each) for each in optimizers if not each.state]
+        size = sum(file.layout.length for file in changing) + trained * sum(each or 0 for each in to_come)
+        sizes = collectives.gather((size, frozen), "size of memory checkpoints")
+
+        def by_host(of_ranks: Sequence[int]) -> list[int]:
+            return [sum(of_ranks[rank] for rank in hosts.ranks(host)) for host in range(hosts.count)]
+
+        def with_copies(own: Sequence[int]) -> list[int]:
+            return [sum(own[host - distance] for distance in range(self._copies + 1)) for host in range(hosts.count)]
+
+        own, own_shared = (by_host(kind) for kind in zip(*sizes, strict=True))
+        slots, shared = with_copies(own), with_copies(own_shared)
+        needed = [2 * slot + once for slot, once in zip(slots, shared, strict=True)]
+        freed, room = memory_dir.size_of(self._own_directories()), available_memory()
+        on_disk = free_disk(directory.path) + freed
+        rooms = [(on_disk, str(memory_dir.root().parent))]
+        if room is not None:
+            rooms.append((len(hosts.ranks(hosts.here)) * room + freed, "memory"))
+        free, where = min(rooms)
+        of_ranks = collectives.gather((free - needed[hosts.here], where), "room for memory checkpoints")
+        left, where = min(of_ranks)
+        host = hosts.of_rank[of_ranks.index((left, where))] if left < 0 else hosts.here
+        text = f"{format_bytes(shared[host])} of frozen parameters, and " if shared[host] else ""
+        text += f"two slots of {format_bytes(slots[host])}"
+        text += ", and what the optimizer adds in the first step" if None in to_come else ""
+        if self._copies:
+            of_its_own = format_bytes(2 * own[host] + own_shared[host])
+            text += f" ({of_its_own} of its own, the rest copies of other hosts' parts)"
+        if left < 0:
+            where += f" of the host of rank {hosts.ranks(host)[0]}" if hosts.count > 1 else ""
+            raise ConfigurationError(
+                f"save_in_memory=: memory checkpoints take {text}, and {format_bytes(max(0, needed[host] + left))} are "
+                f"free in {where}; leave save_in_memory out, or train on a host with more memory"
+            )
+        return f"{text} in {directory.path}, where {format_bytes(on_disk)} are free"
 
 
-def _check_room(
-    snapshotter: Snapshotter,
-    sharded: Sequence[ShardedState],
-    directory: Path,
-    hosts: Hosts,
-    *,
-    copies: int,
-    freed: int,
-) -> str:
-    """Compare two slots, which share files of frozen parameters, with the memory that is free; also before the first
-    step has created the optimizer's state. Returns both in words; raises ConfigurationError on all ranks if the slots
-    do not fit into the memory of a host.
+def _does_not_fit(error: Exception) -> ConfigurationError:
+    place = memory_dir.root().parent
+    return ConfigurationError(
+        f"save_in_memory=: the memory checkpoints do not fit into {place}: {error}; leave save_in_memory out, or "
+        f"give {place} more room"
+    )
 
-    Args:
-        snapshotter: of one slot; has planned the files.
-        directory: of this run in shared memory.
-        copies: number of other hosts that keep each host's files.
-        freed: bytes on this host that the first save frees.
+
+# --- one save -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPublication:
+    """The destination of a save on one host: the slot ``partial``, which becomes the checkpoint ``path``.
+
+    Attributes:
+        superseded: the published checkpoint that it supersedes, if any, which is renamed to ``hidden``.
+        former: directory of a former leg, if any, which it supersedes too.
+        hosts: which ranks share the slot.
+        copies: number of other hosts, less than all, that keep each host's files.
+        shareable: files of the checkpoint before on this host, which need not be sent to it again.
     """
-    size = frozen = trained = 0
-    for file in snapshotter.planned:
-        if file.is_frozen:
-            frozen += file.layout.length
-        else:
-            size += file.layout.length
-            trained += file.layout.length if file.component == MODEL else 0
-    is_exact = True
-    for each in sharded:
-        if each.optimizer is not None and not each.optimizer.state:
-            per_parameter = tensors_per_parameter(each.optimizer)
-            is_exact = is_exact and per_parameter is not None
-            size += trained * (per_parameter or 0)
-    sizes = collectives.gather((size, frozen), "size of memory checkpoints")
-    own, slots = _by_host([size for size, _ in sizes], hosts, copies)
-    own_shared, shared = _by_host([frozen for _, frozen in sizes], hosts, copies)
-    totals = [2 * of_slot + once for of_slot, once in zip(slots, shared, strict=True)]
-    needed, ranks_here = totals[hosts.here], len(hosts.ranks(hosts.here))
-    free, room = free_disk(directory) + freed, available_memory()
-    left = free - needed if room is None else min(free - needed, ranks_here * room + freed - needed)
-    is_disk = left == free - needed
-    of_ranks = collectives.gather((left, is_disk), "room for memory checkpoints")
-    about = "" if is_exact else ", and what the optimizer adds in the first step"
-    shortest, is_disk = min(of_ranks)
-    host = hosts.of_rank[of_ranks.index((shortest, is_disk))] if shortest < 0 else hosts.here
-    text = f"{format_bytes(shared[host])} of frozen parameters, and " if shared[host] else ""
-    text += f"two slots of {format_bytes(slots[host])}{about}"
-    if copies:
-        of_its_own = 2 * own[host] + own_shared[host]
-        text += f" ({format_bytes(of_its_own)} of its own, the rest copies of other hosts' parts)"
-    if shortest < 0:
-        place = directory.parent.parent if is_disk else "memory"
-        where = f" of the host of rank {hosts.ranks(host)[0]}" if hosts.count > 1 else ""
-        raise ConfigurationError(
-            f"save_in_memory=: memory checkpoints take {text}, and {format_bytes(max(0, totals[host] + shortest))} "
-            f"are free in {place}{where}; leave save_in_memory out, or train on a host with more memory"
-        )
-    return f"{text} in {directory}, where {format_bytes(free)} are free"
+
+    partial: Path
+    path: Path
+    superseded: Path | None
+    hidden: Path
+    former: Path | None
+    hosts: Hosts
+    copies: int
+    shareable: LinkableFiles | None
+
+    def make_room(self, length: int) -> str | None:
+        return None  # it is laid out
+
+    def publish(self, manifest: Manifest) -> None:
+        """As on disk, after the removal of files that only an earlier checkpoint in this slot had."""
+        for path in [path for path in self.partial.rglob("*") if path.is_file()]:
+            if path.relative_to(self.partial).as_posix() not in manifest.files:
+                filesystem.remove(path)
+        # some directories are in another host's memory alone
+        checkpoint_dir.publish(manifest, self.partial, self.path, is_whole=False)
+
+    def hide_superseded(self) -> None:
+        """Rename the superseded checkpoint; the next save writes to its files."""
+        if self.superseded is not None:
+            filesystem.rename(self.superseded, self.hidden)
+
+    def undo(self) -> None:
+        """Rename both back: the save is reported as failed, and the next one writes to this slot."""
+        for renamed, back in ((self.hidden, self.superseded), (self.path, self.partial)):
+            if back is not None:
+                with contextlib.suppress(OSError):  # raised if that did not move, or once it is back
+                    filesystem.rename(renamed, back)
+
+    def discard(self) -> None: ...  # the next save writes over it
 
 
-def _by_host(sizes: Sequence[int], hosts: Hosts, copies: int) -> tuple[list[int], list[int]]:
-    """Bytes of its own ranks' files that each host keeps, and of these with the copies; ``sizes``: by rank."""
-    own = [sum(sizes[rank] for rank in hosts.ranks(host)) for host in range(hosts.count)]
-    return own, [sum(own[host - distance] for distance in range(copies + 1)) for host in range(hosts.count)]
+class MemorySave(AsyncSave[MemoryPublication]):
+    """A save into the shared memory of each host, and of the hosts after it that keep copies."""
+
+    def _conclude(self, report: Report) -> str | None:
+        manifest = self._group.gather_decide(report, self._manifest)
+        if isinstance(manifest, str):
+            return manifest
+        publication = self._destination
+        reason = self._group.gather_decide(self._send_copies(manifest), _joined)
+        reason = reason or self._on_each_host(lambda: publication.publish(manifest))
+        reason = reason or self._on_each_host(publication.hide_superseded)
+        leads = publication.hosts.leads
+        if reason is not None:
+            if leads:
+                publication.undo()
+            return reason
+        self._is_published, self.records = True, manifest.files
+        if leads and publication.former is not None:
+            try:
+                filesystem.remove(publication.former)
+            except OSError as error:
+                logger.warning("the memory of the leg before is not freed: %s", error)
+        return None
+
+    def _send_copies(self, manifest: Manifest) -> str | None:
+        """Send this host's files to the hosts that keep copies, and receive those of others, unless they are in the
+        checkpoint before there; why that has failed."""
+        lower_thread_priority()  # this takes processor time, unlike a write to a disk
+        hosts, copies, directory = self._destination.hosts, self._destination.copies, self._destination.partial
+        if not copies:
+            return None
+        held = self._group.gather_decide([*self.records], hosts.joined)
+        wanted = [
+            {name for distance in range(1, copies + 1) for name in held[host - distance]} for host in range(hosts.count)
+        ]
+        linked = self._linked(wanted[hosts.here], manifest.files) if hosts.leads else []
+        for of_host, names_here in zip(held, self._group.gather_decide(linked, hosts.joined), strict=True):
+            of_host |= names_here
+        transfers = MultiHostCheckpoint(directory, self.step, manifest, hosts, held).transfers(wanted)
+        self._bytes_to_move += sum(each.size for each in transfers if collectives.rank() in (each.source, each.target))
+        try:
+            return transfer(transfers, directory, self._group, self._advance, self._progress.pause)
+        finally:
+            self._progress.pause()
+
+    def _linked(self, wanted: Collection[str], records: Records) -> list[str]:
+        """Those whose content is in the checkpoint before on this host, and now is in this one: as a link."""
+        linked, former, directory = list[str](), self._destination.shareable, self._destination.partial
+        for name in wanted:
+            source = None if former is None else former.path_of(records[name])
+            if former is not None and source is not None:
+                with contextlib.suppress(Exception):  # it is sent: the other ranks wait for this one
+                    filesystem.mkdir_nosync((directory / name).parent)
+                    UnchangedFile(name, records[name], source, former).write_to(directory, self._advance)
+                    linked.append(name)
+        return linked
+
+    def _on_each_host(self, act: Callable[[], object]) -> str | None:
+        """Run ``act`` on the lowest rank of each host; why it has failed on one."""
+        failure = None
+        if self._destination.hosts.leads:
+            try:
+                act()
+            except Exception as error:
+                failure = described(error)
+        return self._group.gather_decide(failure, _joined)
+
+
+def _joined(failures: Sequence[str | None]) -> str | None:
+    found = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure is not None]
+    return "; ".join(found) or None

@@ -57,7 +57,7 @@ class CheckpointManager:
         self._has_warned_nonfinite = False
         self._trusted: Path | None = None  # the checkpoint that this process verified or wrote last
         self._former: LinkableFiles | None = None  # of a checkpoint on disk, which the next save may link
-        self._unsettled: AsyncSave | None = None
+        self._unsettled: AsyncSave[NewDirectory] | None = None
         self._has_saved = False
         self._base: FrozenChecksums | None = None
         self._prefault: BufferPrefault | None = None
@@ -105,7 +105,7 @@ class CheckpointManager:
         background: bool = True,
         published: Callable[[], object] | None = None,
         settled: Callable[[], object] | None = None,
-    ) -> AsyncSave:
+    ) -> AsyncSave[NewDirectory]:
         """Capture every state and write it in the background; then delete checkpoints that the policy does not keep.
 
         Waits for the previous save first: one save at a time is in progress.

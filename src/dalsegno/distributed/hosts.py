@@ -6,7 +6,7 @@ Two containers with separate shared memories count as two hosts, wherever they r
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,11 +68,12 @@ class Hosts:
             The results by host, on every rank.
         """
         result = collectives.run_on_all_ranks(lambda: work() if self.leads else cast(T, None))
-        return self.by_host(collectives.gather(result, "results of all hosts"))
-
-    def by_host(self, of_ranks: Sequence[T]) -> list[T]:
-        """Pick, from one value for each rank, that of the lowest rank of each host."""
+        of_ranks = collectives.gather(result, "results of all hosts")
         return [of_ranks[self.ranks(host)[0]] for host in range(self.count)]
+
+    def joined(self, of_ranks: Sequence[Iterable[T]]) -> list[set[T]]:
+        """By host, what its ranks have, from the sequence of what each rank has."""
+        return [{each for rank in self.ranks(host) for each in of_ranks[rank]} for host in range(self.count)]
 
 
 # --- files from rank to rank: in pieces, over gloo, each verified by its checksum on arrival ------------------------
