@@ -116,6 +116,49 @@ def test_a_rank_with_a_slow_disk_is_named(tmp_path: Path, source: str) -> None:
     assert len(messages) == 1 and messages[0].startswith("rank 1 is slow: 3 s per step")
 
 
+SLOW_COMPUTE: dict[str, tuple[str, dict[str, Any], list[float], list[str]]] = {
+    "in backward": (
+        "on_after_backward",
+        {"gradient_accumulation_steps": 3, "parallel": "ddp"},
+        [2.0, 6.0],  # of two backward passes; all wait in the third
+        ["rank 1 is slow: 6 s per step of"],
+    ),
+    "by little": ("on_before_forward", {"parallel": "ddp"}, [1.0, 3.0], []),
+    "in a sharded model": (
+        "on_before_forward",
+        {"parallel": "fsdp"},
+        [0.0, 0.0],
+        ["SlowRankDetector: the forward pass of a sharded model waits"],
+    ),
+}
+
+
+def compute_slowly(output_dir: Path, case: str) -> tuple[list[list[float]], list[str]]:
+    event, settings, _, _ = SLOW_COMPUTE[case]
+    clock, runtimes, messages = Clock(), [], []
+    time.perf_counter = clock
+    watching = logging.Handler()
+    watching.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dalsegno").addHandler(watching)
+    handlers = {
+        event: spend(clock, 3.0 if collectives.rank() == 1 else 1.0),
+        "on_optimizer_step": spend(clock, 1.0 if case != "by little" else 100.0),
+        "on_log": lambda ctx: runtimes.append(ctx.logs["rank_runtime"]) if ctx.kind == "train" else None,
+    }
+    args = arguments(output_dir, max_steps=4, logging_steps=1, save_steps=0, disable_tqdm=True, **settings)
+    callbacks = [Listener(handlers), SlowRankDetector(factor=2.0, patience=2)]
+    ds.Trainer(Line(), args, train_dataset=tiny_regression_data(48), callbacks=callbacks).train()
+    return runtimes, [text for text in messages if "slow" in text.lower()]
+
+
+@pytest.mark.parametrize("case", SLOW_COMPUTE)
+def test_a_rank_that_computes_slowly_is_named_if_it_matters(tmp_path: Path, case: str) -> None:
+    _, _, seconds, expected = SLOW_COMPUTE[case]
+    (runtimes, messages), _ = run_ranks(compute_slowly, 2, tmp_path, case)
+    assert runtimes == [pytest.approx(seconds)] * 4
+    assert [text.startswith(start) for text, start in zip(messages, expected, strict=True)] == [True] * len(expected)
+
+
 # --- DurationProfiler -------------------------------------------------------------------------------------------------
 
 

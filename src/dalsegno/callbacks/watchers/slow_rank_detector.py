@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from dalsegno.callbacks.argument_checks import number, whole
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import BackwardContext, Context, LogContext, TrainBeginContext
+from dalsegno.events.contexts import BackwardContext, Context, LogContext, StepEndContext, TrainBeginContext
 
 logger = logging.getLogger("dalsegno")
 
@@ -23,14 +23,16 @@ logger = logging.getLogger("dalsegno")
 class SlowRankDetector(Callback):
     """Warns about a rank that is repeatedly slower than the others: a throttled GPU, a slow disk, a busy host.
 
-    Measures, for each rank, the time until its first collective of a step: reading data and the forward pass; for a
-    sharded model, whose forward pass contains collectives, reading data only. On CUDA, events on the device are
+    Measures, for each rank, the time until the backward pass that waits for the other ranks: reading data, the step's
+    other micro-batches, and the last forward pass. The forward pass of a sharded model (FSDP, tensor parallelism)
+    waits for them, too: then only reading data is measured, and a warning says so. On CUDA, events on the device are
     measured: data read while the device is still busy do not count. Adds ``rank_runtime`` to each training record: a
     list with each rank's seconds per step.
 
     Args:
         factor: a rank is slow if it takes more than this multiple of the median.
         patience: number of consecutive slow records before the warning.
+        share: fraction of the step's time by which it must be slower than the median, at least.
 
     Raises:
         ConfigurationError: for an invalid value.
@@ -38,9 +40,10 @@ class SlowRankDetector(Callback):
 
     sets_control_flags = False
 
-    def __init__(self, factor: float = 1.5, patience: int = 3) -> None:
+    def __init__(self, factor: float = 1.5, patience: int = 3, share: float = 0.05) -> None:
         self._factor = number("SlowRankDetector", "factor", factor, over=1)
         self._patience = whole("SlowRankDetector", "patience", patience)
+        self._share = number("SlowRankDetector", "share", share, least=0, under=1)
         self._watch = Watch(HOST_CLOCK)
         self._syncs_in_forward = False
         self._slow = (-1, 0)  # a rank, and its number of consecutive slow records
@@ -50,6 +53,11 @@ class SlowRankDetector(Callback):
         self._watch = Watch(clock_of(parameters))
         self._syncs_in_forward = any(isinstance(each, DTensor) for each in parameters)
         self._slow = (-1, 0)
+        if self._syncs_in_forward and collectives.world_size() > 1 and collectives.rank() == 0:
+            logger.warning(
+                "SlowRankDetector: the forward pass of a sharded model waits for other ranks, so only the reading of "
+                "data is measured; a rank that computes slowly is not found"
+            )
 
     def on_epoch_begin(self, ctx: Context) -> None:
         self._watch.start()
@@ -59,30 +67,35 @@ class SlowRankDetector(Callback):
     def on_step_begin(self, ctx: Context) -> None:
         """Note the time of reading: after it, the ranks may have exchanged how many samples there are."""
         self._watch.data_read(ctx.state.data_seconds)
-        if self._syncs_in_forward:
-            self._watch.stop()
+        self._watch.compute()
 
     def on_before_backward(self, ctx: BackwardContext) -> None:
+        if not self._syncs_in_forward:
+            self._watch.compute()  # until the last one, which waits for other ranks
+
+    def on_step_end(self, ctx: StepEndContext) -> None:
         self._watch.stop()
 
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind == "train" and collectives.world_size() > 1:
-            seconds = [each for (each,) in collectives.gather_floats([self._watch.read()], "SlowRankDetector")]
-            ctx.logs["rank_runtime"] = seconds
-            self._judge(seconds)
+            seconds, steps = zip(*collectives.gather_floats(self._watch.read(), "SlowRankDetector"), strict=True)
+            ctx.logs["rank_runtime"] = list(seconds)
+            self._judge(seconds, max(steps))
 
-    def _judge(self, seconds: list[float]) -> None:
+    def _judge(self, seconds: Sequence[float], step: float) -> None:
         slowest, median = max(range(len(seconds)), key=seconds.__getitem__), statistics.median_low(seconds)
-        if seconds[slowest] <= self._factor * median:
+        if seconds[slowest] <= max(self._factor * median, median + self._share * step):
             self._slow = (-1, 0)
             return
         often = self._slow[1] + 1 if self._slow[0] == slowest else 1
         self._slow = (slowest, often)
         if often == self._patience and collectives.rank() == 0:
             logger.warning(
-                "rank %d is slow: %.3g s per step before its first collective, where the median rank takes %.3g s",
+                "rank %d is slow: %.3g s per step of %.3g s before it waits for others, where the median rank takes "
+                "%.3g s",
                 slowest,
                 seconds[slowest],
+                step,
                 median,
             )
 
@@ -112,13 +125,14 @@ def _seconds_between(begin: Any, end: Any) -> float:
 
 
 class Watch:
-    """Measures, over many steps, the time that a rank takes until its first collective."""
+    """Measures, over many steps, the time that a rank takes until it waits for others, and that of the whole step."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._since: Any = None  # end of the previous step
         self._step: tuple[Any, float, Any] | None = None
-        self._steps: list[tuple[Any, float, Any, Any]] = []  # reading: begin, seconds, end; first collective
+        self._computed: Any = None
+        self._steps: list[tuple[Any, float, Any, Any, Any]] = []  # reading: begin, seconds, end; computed; end
 
     def start(self) -> None:
         self._since, self._step = self._clock.now(), None
@@ -128,14 +142,24 @@ class Watch:
         if self._since is not None:
             self._step = self._since, seconds, self._clock.now()
 
+    def compute(self) -> None:
+        """Note that this rank has computed, without waiting, up to now."""
+        self._computed = self._clock.now()
+
     def stop(self) -> None:
-        """End the step's measurement. A second call does nothing."""
+        """End the step."""
         if self._step is not None:
-            self._steps.append((*self._step, self._clock.now()))
+            self._steps.append((*self._step, self._computed, self._clock.now()))
         self._since = self._step = None
 
-    def read(self) -> float:
-        """Return the mean seconds per step since the last call."""
+    def read(self) -> tuple[float, float]:
+        """Return the mean seconds per step since the last call: until this rank has waited, and to the end."""
         steps, self._steps, seconds = self._steps, [], self._clock.seconds
-        times = [min(data, seconds(begin, ready)) + seconds(ready, met) for begin, data, ready, met in steps]
-        return statistics.fmean(times) if times else 0.0
+        if not steps:
+            return 0.0, 0.0
+        own, total = [], []
+        for begin, data, ready, computed, end in steps:
+            read = min(data, seconds(begin, ready))  # before it the previous step may have been saved
+            own.append(read + seconds(ready, computed))
+            total.append(read + seconds(ready, end))
+        return statistics.fmean(own), statistics.fmean(total)
