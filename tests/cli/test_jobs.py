@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import pty
@@ -24,7 +25,8 @@ from control.job import controlled_trainer
 from control.talking import wait_until
 from dalsegno.callbacks import TrainerControlCallback
 from dalsegno.cli import main
-from dalsegno.control.jobs import Registration, list_jobs
+from dalsegno.control.client import sender
+from dalsegno.control.jobs import Registration, jobs_directory, list_jobs
 
 Capture = pytest.CaptureFixture[str]
 
@@ -91,6 +93,7 @@ def test_a_job_is_listed_shown_saved_and_stopped(training: Training, tmp_path: P
     assert "of 90,000" in output(capsys, "status", "first")
     stopped = json.loads(output(capsys, "stop", "first", "--json"))
     training._thread.join()
+    assert training.result.stopped_by == f"{getpass.getuser()}@{os.uname().nodename}"
     assert (stopped["status"], stopped["step"]) == ("done", training.result.global_step)
     assert output(capsys, "list") == "no jobs\n"
 
@@ -139,7 +142,7 @@ def test_a_job_without_a_server_takes_commands_by_its_folder(tmp_path: Path, cap
     assert status["loss"] > 0
     assert "has no server" in refused(capsys, "callbacks", "quiet")
     assert "took effect" in output(capsys, "stop", "runs/a")
-    training.end()
+    assert training.end().stopped_by == sender()
     assert "no job has read the command" in refused(capsys, "save", "runs/a", "--wait", "0")
 
 
@@ -270,6 +273,33 @@ def test_the_page_gets_a_token_in_a_private_file(
     assert token not in address
     assert (registry / "first" / "auth_token").read_text() not in content
     assert not Path(address.removeprefix("file://")).exists()
+
+
+def test_over_ssh_the_page_is_where_its_port_is_forwarded_to(
+    training: Training,
+) -> None:
+    """The page's token is in the address, which only the terminal shows; a job's own is not."""
+    over_ssh = {**environment(), "SSH_CONNECTION": "10.0.0.2 50000 10.0.0.7 22"}
+    command = [DALSEGNO, "jobs", "open"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=over_ssh) as process:
+        assert process.stdout is not None
+        address, forward = process.stdout.readline().strip(), process.stdout.readline().strip()
+        found = re.fullmatch(r"(http://127\.0\.0\.1:(\d+)/)#token=(\w{64})&by=.+%40.+", address)
+        assert found is not None, address
+        page, port, token = found.groups()
+        assert f"ssh -L {port}:127.0.0.1:{port} {sender()}" in forward
+        asked = urllib.request.Request(f"{page}jobs", headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            assert [each["job_id"] for each in json.load(answer)["jobs"]] == ["first"]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    server = list_jobs()[0].endpoint
+    own = (jobs_directory() / "first" / "auth_token").read_text()
+    remote = ["--remote", f"127.0.0.1:{server.port}"]  # type: ignore[union-attr]
+    done = subprocess.run(
+        [*command, *remote], capture_output=True, text=True, env={**over_ssh, "DALSEGNO_TOKEN": own}, check=True
+    )
+    assert f"http://127.0.0.1:{server.port}/#by=" in done.stdout and own not in done.stdout  # type: ignore[union-attr]
 
 
 def interrupt_once_served(content: str) -> None:

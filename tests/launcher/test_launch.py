@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -20,7 +21,7 @@ from dalsegno.launcher import agent
 from dalsegno.logs import Leg, RunFile
 from dalsegno.testing import compare_runs
 from support import launched
-from support.launched import AtStep, Fail, Hang, Kill, Losses, SlowSave, Stop, Tokens, Touch, build
+from support.launched import AtStep, Fail, Hang, Kill, Losses, SlowSave, Stop, Titles, Tokens, Touch, build
 
 
 def launch(output_dir: Path, *callbacks: Any, settings: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -56,6 +57,13 @@ def test_callbacks_travel_with_their_state_and_come_back_with_it(
     assert {mode & 0o077 for mode in losses.modes.values()} == {0}, "nobody else can read it"
     assert start == "fork" or "target.json" in losses.modes
     assert not list(tmp_path.glob("dalsegno-launch-*"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems let no process change its name")
+def test_ranks_and_their_data_workers_are_known_by_their_names(tmp_path: Path) -> None:
+    launch(tmp_path / "run", Titles(tmp_path), settings={"max_steps": 2, "dataloader_num_workers": 1})
+    assert (tmp_path / "rank").read_text() == "rank 1/2: dalse\nrank 1/2: dalsegno launch build"
+    assert (tmp_path / "worker").read_text() == "data worker 0, \ndata worker 0, rank 1/2: dalsegno launch build"
 
 
 class Local(ds.Callback):

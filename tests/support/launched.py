@@ -75,6 +75,20 @@ def build_wrongly(attempts: str) -> ds.Trainer:
     return misspelled  # type: ignore[name-defined,no-any-return]  # noqa: F821
 
 
+class Titles(AtStep):
+    """Writes down how the system names this rank's process and its data loader's worker."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(2)
+        self.folder = folder
+
+    def act(self) -> None:
+        (worker,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        for name, pid in ("rank", os.getpid()), ("worker", worker):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().rstrip("\0")
+            (self.folder / name).write_text(f"{Path(f'/proc/{pid}/comm').read_text()}{words}")
+
+
 class Hang(AtStep):
     def act(self) -> None:
         threading.Event().wait()

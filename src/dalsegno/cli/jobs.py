@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 from dalsegno.cli.command import JSON, Command, argument, command, flag, option, several
 from dalsegno.cli.console import (
@@ -310,17 +310,21 @@ def _open(arguments: argparse.Namespace) -> int:
 
     The page finds a restarted job again by itself. A private file hands the page's token to the browser: the token is
     neither in an address that is sent, nor on a command line. With --remote, the page is that of the job's own server.
+
+    Over ssh, or without a browser here, it prints the page's address, and how to forward its port from your machine.
     """
     if arguments.remote:
         with remote_client(arguments) as client:
+            from dalsegno.control.client import sender
+
             client.status()  # the job answers, and the token is right
-            fragment = {} if client.token is None else {"token": client.token}
-            _show(_handover("open.html", client.base_url, fragment), arguments.print)
+            secret = {} if client.token is None else {"token": client.token}
+            _show("open.html", client.base_url, {"by": sender()}, secret, only_print=arguments.print)
         return 0
     from dalsegno.web.server import check_installed
 
     check_installed()
-    from dalsegno.control.client import resolve, running
+    from dalsegno.control.client import resolve, running, sender
     from dalsegno.control.hub import HOST, hub_server
     from dalsegno.web.security import new_token
     from dalsegno.web.server import listen
@@ -328,40 +332,55 @@ def _open(arguments: argparse.Namespace) -> int:
     named = {} if arguments.job is None else {"run": running(resolve(arguments.job)).output_dir}
     listener, token = listen(HOST, arguments.port), new_token()
     address = f"http://{HOST}:{listener.getsockname()[1]}"
-    place = _handover(f"open-{os.getpid()}.html", address, {"token": token, **named})
     failures: list[BaseException] = []
     server = hub_server(listener, token, failures.append)
+    place = None
     try:
         server.start()
-        _show(place, arguments.print)
+        fragment = {"token": token, "by": sender(), **named}  # the token ends with this command
+        place = _show(f"open-{os.getpid()}.html", address, fragment, {}, only_print=arguments.print)
         print("Ctrl-C closes the page's server; the jobs keep running", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.wait()
     finally:
         server.stop()
-        place.unlink(missing_ok=True)
+        if place is not None:
+            place.unlink(missing_ok=True)
     if failures:
         raise failures[0]
     return 0
 
 
-def _handover(name: str, address: str, fragment: Mapping[str, str]) -> Path:
-    """Write the file that leads the browser to ``address``, with a fragment that it does not send."""
+def _show(name: str, address: str, fragment: Mapping[str, str], secret: Mapping[str, str], *, only_print: bool) -> Path:
+    """Open the page at ``address`` by a private file, which is returned, or print where it is.
+
+    Args:
+        name: of the file.
+        address: of the server.
+        fragment: what a browser is told and does not send.
+        secret: the same, but never printed, except in the file.
+    """
+    import webbrowser
+
+    from dalsegno.control.client import sender
     from dalsegno.control.jobs import write_private
 
-    target = json.dumps(f"{address}/#{urlencode(fragment)}").replace("<", "\\u003c")
-    return write_private(
+    target = json.dumps(f"{address}/#{urlencode({**secret, **fragment})}").replace("<", "\\u003c")
+    place = write_private(
         name,
         '<!doctype html><meta charset="utf-8"><meta name="referrer" content="no-referrer">'
         f"<title>dalsegno</title><script>location.replace({target})</script>\n",
     )
-
-
-def _show(place: Path, only_print: bool) -> None:
-    import webbrowser
-
-    if only_print or not webbrowser.open(place.as_uri()):
+    is_remote = "SSH_CONNECTION" in os.environ
+    if only_print:
         print(place.as_uri(), flush=True)
+    elif is_remote or not webbrowser.open(place.as_uri()):
+        server = urlsplit(address)
+        here = f"{server.scheme}://127.0.0.1:{server.port}" if is_remote else address
+        print(f"{here}/#{urlencode(fragment)}", flush=True)
+        if is_remote:
+            print(f"forward its port from your machine: ssh -L {server.port}:{server.netloc} {sender()}", flush=True)
+    return place
 
 
 SENDING = several(

@@ -4,7 +4,7 @@
 
     GET  /jobs                                 jobs of this user on this machine
     GET  /jobs/ID/status                       step, epoch, last values of what was logged
-    POST /jobs/ID/control[?wait=SECONDS]       {"command": NAME, "data": {…}}; with wait: answers after its effect
+    POST /jobs/ID/control[?wait=SECONDS]       {"command": NAME, "data": {…}, "by": WHO}; with wait: after its effect
     GET  /jobs/ID/commands/COMMAND_ID          what became of a command; also with wait
     GET  /jobs/ID/callbacks                    callbacks of the run
     GET  /jobs/ID/history                      legs, checkpoints and commands of the run
@@ -123,7 +123,7 @@ class _Api:
         acknowledged = {"status": "acknowledged", "command": name, "timestamp": time.time()}
         if name == "status":
             return Answer({**acknowledged, "message": "see data", "data": self._job.status()})
-        by = f"HTTP client {request.client.host if request.client else '?'}"
+        by = body.get("by", f"HTTP client {request.client.host if request.client else '?'}")
         try:
             ticket = await off_loop(lambda: self._job.commands.submit(name, data, by=by))
         except NotRunning as error:

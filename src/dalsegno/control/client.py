@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -97,7 +98,7 @@ class JobClient:
         return self._content(
             "POST",
             self._path("control"),
-            json={"command": command, "data": dict(data or {})},
+            json={"command": command, "data": dict(data or {}), "by": sender()},
             params={"wait": wait} if wait else None,
             timeout=TIMEOUT + wait,
         )
@@ -147,6 +148,15 @@ class JobClient:
         return answer
 
 
+def sender() -> str:
+    """This user, as runs record who sent a command: ``ada@node-7``."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a container's user without a name
+        user = f"user {os.getuid()}"
+    return f"{user}@{os.uname().nodename}"
+
+
 def send_command(
     name: str, command: str, data: Mapping[str, Any] | None = None, *, wait: float = 0.0
 ) -> dict[str, Any]:
@@ -169,7 +179,7 @@ def send_command(
         folder,
         command,
         data,
-        by=f"process {os.getpid()} on {os.uname().nodename}",
+        by=sender(),
         timeout=max(wait, TIMEOUT),
         for_effect=wait > 0,
     )

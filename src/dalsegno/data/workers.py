@@ -21,6 +21,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import fetch
 
+from dalsegno.system.machine import extend_process_title
+
 from .torchdata_loaders import StatefulDataLoader
 
 _GRACE = 1.0  # seconds at exit
@@ -65,6 +67,7 @@ class _IgnoreSignals:
     def __call__(self, worker: int) -> None:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
+        extend_process_title(f"data worker {worker}")
         if self.ended and self.ended[worker]:
             _start_exhausted()
         if self.then is not None:

@@ -27,11 +27,12 @@ from dalsegno.launcher.hangs import HeartbeatCallback, Heartbeats, write_stacks_
 from dalsegno.launcher.parcel import read_private
 from dalsegno.launcher.targets import write_outcome
 from dalsegno.system.exit_status import ExitStatus, exit_status_of
+from dalsegno.system.machine import set_process_title
 from dalsegno.training.stopping import SIGNALS
 
 from .findings import RankError
 from .options import Start
-from .targets import Target, from_tree
+from .targets import Target, from_tree, name_of
 
 TARGET = "target.json"
 HEARTBEATS = "heartbeats"
@@ -66,6 +67,8 @@ def run_rank(start: RankStart) -> None:
     try:
         _check_gpu(start)
         target = start.target or from_tree(read_private(folder / TARGET))
+        rank, ranks = start.environment["RANK"], start.environment["WORLD_SIZE"]
+        set_process_title(f"rank {rank}/{ranks}: dalsegno launch {name_of(target)}")
         ended = target.run(start.launched)
         if start.local_rank == 0:
             write_outcome(folder, ended.result, ended.callbacks)

@@ -140,6 +140,11 @@ def from_tree(tree: Any) -> Target:
     return KINDS[tree["kind"]](**unpack(tree["target"]))
 
 
+def name_of(target: Target) -> str:
+    """What it runs, without its arguments."""
+    return _name(target.factory) if isinstance(target, FactoryTarget) else target.path
+
+
 def _ended(result: Any, callbacks: Sequence[Callback]) -> Ended:
     if not isinstance(result, TrainResult):  # a trainer of another kind
         return Ended(ExitStatus.DONE)

@@ -64,6 +64,41 @@ def pid_namespace() -> str | None:
         return None
 
 
+# --- the name of this process in ps and top -------------------------------------------------------------------------
+
+
+_SHORT_NAME = 15  # bytes of it that the kernel keeps beside the command line
+
+_title = ""
+"""What :func:`set_process_title` has set, here or in a process that this one was forked from."""
+
+
+def set_process_title(title: str) -> None:
+    """Show ``title`` in place of this process's command line: its beginning, if it is longer than that.
+
+    It is written over the arguments, which the kernel reads from the process's memory when it is asked for them. Does
+    nothing on systems without ``/proc``.
+    """
+    global _title
+    _title = title
+    try:
+        fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+        begin, length = int(fields[45]), int(fields[46]) - int(fields[45])  # 0 and 0 without permission
+        if length > 0:
+            with Path("/proc/self/mem").open("r+b", buffering=0) as memory:
+                memory.seek(begin)
+                memory.write(title.encode()[: length - 1].ljust(length, b"\0"))
+        Path("/proc/self/comm").write_bytes(title.encode()[:_SHORT_NAME])
+    except OSError:
+        pass
+
+
+def extend_process_title(role: str) -> None:
+    """In a process forked from one with a title, put ``role`` before it."""
+    if _title:
+        set_process_title(f"{role}, {_title}")
+
+
 # --- peak resident memory of this process ---------------------------------------------------------------------------
 
 

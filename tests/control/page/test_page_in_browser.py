@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import dalsegno as ds
 from control.talking import ask, wait_until
 from dalsegno.callbacks import JsonLogger, TrainerControlCallback
+from dalsegno.control.client import sender
 from dalsegno.control.jobs import find_job
 from dalsegno.testing import start_ranks, tiny_regression_data
 from dalsegno.testing.processes import Ranks
@@ -160,6 +162,28 @@ def test_a_button_saves_once_it_is_confirmed(browser: Chromium, job: Job) -> Non
         browser.wait(f"document.querySelector('figure[data-metric=loss] .mark.{kind}') !== null")
     row = browser.wait("document.querySelector('#commands tbody tr')?.innerText")
     assert "save_checkpoint" in row and f"step {step:,}" in row
+
+
+def test_the_learning_rate_is_set_by_value_and_by_factor(browser: Chromium, job: Job) -> None:
+    def set_to(text: str) -> Any:
+        browser.run(
+            f"document.querySelector('.answer').textContent = ''; {CARDS}[0].querySelector('input').value = {text!r}"
+        )
+        browser.run(f"{CARDS}[0].querySelector('[data-command=set]').click()")
+        if browser.run(DIALOG):
+            browser.run("document.getElementById('yes').click()")
+            assert browser.wait(f"{ANSWER}.includes('took effect') && {ANSWER}").startswith("Learning rate:")
+            line = json.loads((job.output_dir / "control.jsonl").read_text().splitlines()[-2])
+            return line["by"], line["data"]
+        return None
+
+    sent = sender(), {"learning_rate": 0.003}
+    assert set_to("3e-3") == sent
+    log = ds.open_log(job.output_dir)
+    wait_until(lambda: [*log.records()][-1].get("learning_rate") == pytest.approx(0.003, rel=0.01))
+    assert set_to("x0.5") == (sender(), {"learning_rate": {"factor": 0.5}})
+    assert set_to("soon") is None
+    assert sender() in browser.wait("document.querySelector('#commands tbody tr')?.innerText")
 
 
 def test_names_are_only_text(browser: Chromium) -> None:

@@ -1,8 +1,8 @@
 "use strict";
-// Requests to the server that this page is from. The token arrives in the address's fragment, which a browser never
-// sends; it is kept for this tab, and sent as a header only.
+// Requests to the server that this page is from. The token and the user's name arrive in the address's fragment, which a
+// browser never sends; they are kept for this tab, and the token is sent as a header only.
 
-const TOKEN = "dalsegno token", RUN = "dalsegno run"; // keys of this tab's storage
+const TOKEN = "dalsegno token", RUN = "dalsegno run", BY = "dalsegno by"; // keys of this tab's storage
 
 class Refused extends Error {} // the token is missing or wrong
 
@@ -10,7 +10,7 @@ class Refused extends Error {} // the token is missing or wrong
 function takeFragment() {
   if (!location.hash) return;
   const given = new URLSearchParams(location.hash.slice(1));
-  for (const [name, key] of [["token", TOKEN], ["run", RUN]]) {
+  for (const [name, key] of [["token", TOKEN], ["run", RUN], ["by", BY]]) {
     if (given.has(name)) sessionStorage.setItem(key, given.get(name)); else sessionStorage.removeItem(key);
   }
   history.replaceState(null, "", location.pathname);
@@ -32,6 +32,12 @@ async function ask(path, options) {
   const answer = await request(path, options), content = await answer.json();
   if (!answer.ok) throw new Error(content.error || answer.statusText);
   return content;
+}
+
+// Who is at this page, if the command that opened it has told.
+function sender() {
+  const by = sessionStorage.getItem(BY);
+  return by ? { by } : {};
 }
 
 // Server-sent events, read by fetch because an EventSource cannot send the token. Ends when the server ends them.

@@ -14,6 +14,8 @@ const COMMANDS = {
   abort: ["Abort", "End the run without a checkpoint? The next start resumes from the newest one, so the steps since then are lost."],
 };
 
+const RATE = { pattern: "[x×*]? *[0-9]*[.]?[0-9]+([eE](\\+|-)?[0-9]+)?", title: "a rate, such as 3e-4, or a factor, such as x0.5" };
+
 function duration(seconds) {
   if (!Number.isFinite(seconds)) return "–";
   if (seconds < 100) return `${Math.max(1, Math.round(seconds))} s`;
@@ -59,11 +61,16 @@ class Job {
       button.addEventListener("click", () => this.confirm(command));
       return button;
     });
+    this.rate = element("input", { size: 9, placeholder: "3e-4 or x0.5", autocomplete: "off", required: "", ...RATE });
+    const set = element("button", { "data-command": "set" }, "Set");
+    this.buttons.push(set);
+    const setting = element("form", { class: "setting" }, element("label", {}, "learning rate ", this.rate), set);
+    setting.addEventListener("submit", (event) => { event.preventDefault(); this.confirmRate(); });
     this.close = element("button", { type: "button", class: "close", "aria-label": `hide ${this.name}`, title: "hide" }, "×");
     this.close.addEventListener("click", () => this.callbacks.hide(this));
     this.card = element("article", { class: "card", "aria-label": this.name },
       element("header", {}, element("h2", {}, swatch, this.name), this.badge, this.close),
-      this.where, this.bar, this.progress, this.facts, element("div", { class: "buttons" }, ...this.buttons), this.answer);
+      this.where, this.bar, this.progress, this.facts, element("div", { class: "buttons" }, ...this.buttons.slice(0, -1)), setting, this.answer);
     this.show("connecting");
   }
 
@@ -207,7 +214,16 @@ class Job {
     if (await confirmed(this.name, question, label, command === "abort")) await this.send(command, label);
   }
 
-  async send(command, label) {
+  async confirmRate() {
+    const text = this.rate.value.trim(), isFactor = !/^[0-9.]/.test(text), value = Number(isFactor ? text.slice(1) : text);
+    const question = isFactor ? `Multiply the learning rate by ${value} from the next step on, and the rest of its schedule?`
+      : `Set the learning rate to ${value} from the next step on, and scale the rest of its schedule likewise?`;
+    if (!await confirmed(this.name, question, "Set", false)) return;
+    await this.send("set", "Learning rate", { learning_rate: isFactor ? { factor: value } : value });
+    this.rate.value = "";
+  }
+
+  async send(command, label, given = {}) {
     const { signal } = this.attached || {};
     const say = (text, kind = "quiet") => {
       this.answer.textContent = `${label}: ${text}`;
@@ -216,7 +232,7 @@ class Job {
     if (!signal) return say("the job does not answer; nothing was sent", "bad");
     say("sent");
     try {
-      let answer = await ask(`${this.path}/control?wait=1`, { method: "POST", body: { command }, signal });
+      let answer = await ask(`${this.path}/control?wait=1`, { method: "POST", body: { command, data: given, ...sender() }, signal });
       while (answer.step === null && answer.error === null) {
         say("accepted; it takes effect at the end of a step");
         answer = await ask(`${this.path}/commands/${answer.id}?wait=10`, { signal });
