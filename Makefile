@@ -52,9 +52,9 @@ proofs: $(READY)
 diloco: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m durability.diloco --kills $(or $(KILLS),100)
 
-# Kills, saves, waits and memory of runs on this machine's GPU: two minutes or so.
+# Kills, saves, waits and memory of runs on this machine's GPU, written to docs/gpu.md: six minutes or so.
 device: $(READY)
-	PYTHONPATH=tests $(BIN)/python -W ignore -m durability.device
+	PYTHONPATH=tests $(BIN)/python -W ignore -m durability.device --write
 
 # Three hundred kills of runs that also save in memory, half of them with a frozen layer: five minutes or so.
 # `make memory KILLS=30` is shorter.
