@@ -1,8 +1,7 @@
 """Connections: those of a stock uvicorn server, bounded in number and in the time for which they wait for their client.
 
-When all places are taken, the connection that has been waiting longest for its client makes room for a new one: slow
-clients cannot keep others out. Connections that uvicorn does not count, which are in a TLS handshake or being closed,
-have as many places more, so that nobody can use up the descriptors of the process that trains.
+When all places are taken, the connection that has been waiting longest for its client makes room for a new one, also
+one in a TLS handshake: slow clients cannot keep others out, nor use up the descriptors of the process that trains.
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ import ssl
 import threading
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from math import inf
 from time import monotonic
 from typing import Any, cast
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import Server
 
 from .security import HEADER_BYTES, Limits
@@ -31,9 +31,22 @@ _SWEEP = 0.5  # seconds between two looks for connections that have waited too l
 _BACKLOG = 64
 
 Message = MutableMapping[str, Any]
-Client = tuple[str, int]
 
 logger = logging.getLogger("dalsegno")
+
+
+@dataclass(slots=True)
+class _Connection:
+    """An accepted connection. ``waiting_since``: for a request; infinity if one is in progress."""
+
+    socket: socket.socket
+    waiting_since: float = field(default_factory=monotonic)
+    is_closing: bool = False
+
+    def close(self) -> None:
+        self.is_closing = True
+        with suppress(OSError):  # the client is gone
+            self.socket.shutdown(socket.SHUT_RDWR)  # asyncio closes it then
 
 
 class Connections:
@@ -42,13 +55,12 @@ class Connections:
     def __init__(self, app: Any, tls: ssl.SSLContext | None, limits: Limits) -> None:
         self._app = app
         self._limits = limits
-        self._busy: set[Client] = set()  # connections with a request in progress, by the client's address
-        self._waiting_since: dict[Client, float] = {}  # the others
+        self._accepted: dict[tuple[str, int], _Connection] = {}  # by the client's address
         self.listener: _Listener | None = None
         config = Config(
             self._answer,
             interface="asgi3",
-            http=cast(Any, self._connect),  # uvicorn calls it for each connection
+            http="h11",
             ws="none",
             log_config=None,
             proxy_headers=False,
@@ -66,7 +78,7 @@ class Connections:
     async def serve(self, listener: socket.socket, stopping: asyncio.Event) -> None:
         """Serve until ``stopping``; then wait a moment for the answers in progress, and close all connections."""
         loop = asyncio.get_running_loop()
-        own = self.listener = _Listener(listener, self)
+        own = self.listener = _Listener(listener, self._admit)
         beside = [loop.create_task(stopping.wait()), loop.create_task(self._sweep())]
         try:
             with _uvicorn_is_silent():
@@ -83,47 +95,31 @@ class Connections:
             for task in beside:
                 task.cancel()
             for each in self._open():
-                each.transport.abort()
-            await asyncio.sleep(0)  # the transports close their sockets in the next round of the loop
+                each.close()
+            for _ in range(3):  # rounds of the loop in which the transports notice it, and close their sockets
+                await asyncio.sleep(0)
 
     def sockets(self) -> list[socket.socket]:
         """Sockets of the connections, whatever their state."""
-        return [] if self.listener is None else [each for each in self.listener.accepted if each.fileno() >= 0]
+        return [each.socket for each in self._accepted.values() if each.socket.fileno() >= 0]
 
-    def make_room(self, accepted: list[socket.socket]) -> None:
-        """Close the oldest connection of those that uvicorn does not count, if they have taken all their places."""
-        counted = {each.transport.get_extra_info("socket").fileno() for each in self._open()}
-        others = [each for each in accepted if each.fileno() not in counted]
-        for each in others[: max(0, len(others) - self._limits.connections)]:
-            with suppress(OSError):  # the client is gone
-                each.shutdown(socket.SHUT_RDWR)  # asyncio closes it then
+    def _admit(self, accepted: socket.socket, client: tuple[str, int]) -> None:
+        """If all places are taken, close the connection that has been waiting longest; the new one, if none other is
+        waiting."""
+        self._accepted = {who: each for who, each in self._accepted.items() if each.socket.fileno() >= 0}
+        self._accepted[client] = _Connection(accepted)
+        if len(self._open()) > self._limits.connections:
+            min(self._open(), key=lambda each: each.waiting_since).close()
 
-    def _open(self) -> list[H11Protocol]:
-        connections = cast(set[H11Protocol], self._server.server_state.connections)
-        return [each for each in connections if not each.transport.is_closing()]
-
-    def _connect(self, **given: Any) -> asyncio.Protocol:
-        """Return what speaks HTTP on a new connection. ``given``: uvicorn's arguments."""
-        if len(self._open()) >= self._limits.connections:
-            waiting = self._waiting()
-            if not waiting:
-                return _Refusal()
-            waiting[0].transport.abort()
-        return H11Protocol(**given)
-
-    def _waiting(self, seconds: float = 0.0) -> list[H11Protocol]:
-        """The connections that wait for a request, for at least so many seconds; the longest first."""
-        now = monotonic()
-        since = {each: self._waiting_since.get(each.client or ("", 0), now) for each in self._open()}
-        waiting = {each: begun for each, begun in since.items() if each.client not in self._busy}
-        self._waiting_since = {each.client: begun for each, begun in waiting.items() if each.client is not None}
-        return sorted((each for each in waiting if now - waiting[each] >= seconds), key=lambda each: waiting[each])
+    def _open(self) -> list[_Connection]:
+        return [each for each in self._accepted.values() if each.socket.fileno() >= 0 and not each.is_closing]
 
     async def _sweep(self) -> None:
         """Close connections that have waited too long for a request, or for its rest after its answer."""
         while True:
-            for each in self._waiting(self._limits.request_timeout):
-                each.transport.abort()
+            for each in self._open():
+                if each.waiting_since <= monotonic() - self._limits.request_timeout:
+                    each.close()
             await asyncio.sleep(_SWEEP)
 
     async def _answer(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Any) -> None:
@@ -132,7 +128,6 @@ class Connections:
             await self._app(scope, receive, send)
             return
         limits, begun, is_complete = self._limits, monotonic(), False
-        client = scope["client"]
 
         async def receive_in_time() -> Message:
             nonlocal is_complete
@@ -147,30 +142,30 @@ class Connections:
             is_complete = not message.get("more_body", False)
             return message
 
-        self._busy.add(client)
+        connection = self._accepted.get(scope["client"])
+        if connection is None:  # the client is gone
+            return
+        connection.waiting_since = inf
         try:
             await self._app(scope, receive_in_time, send)
         except Exception:
             logger.exception("HTTP server: %s %s", scope["method"], scope["path"])
             raise
         finally:
-            self._busy.discard(client)
-            self._waiting_since[client] = monotonic()
+            connection.waiting_since = monotonic()
 
 
 class _Listener(socket.socket):
-    """Takes the place of ``listener``, and knows the sockets that it has accepted."""
+    """Takes the place of ``listener``, and calls ``admit`` with each socket that it has accepted, and its client."""
 
-    def __init__(self, listener: socket.socket, connections: Connections) -> None:
+    def __init__(self, listener: socket.socket, admit: Callable[[socket.socket, tuple[str, int]], None]) -> None:
         super().__init__(listener.family, listener.type, listener.proto, fileno=listener.detach())
         self.setblocking(False)
-        self.accepted: list[socket.socket] = []  # without those that are closed
-        self._connections = connections
+        self._admit = admit
 
     def accept(self) -> tuple[socket.socket, Any]:
         connection, client = super().accept()
-        self.accepted = [*(each for each in self.accepted if each.fileno() >= 0), connection]
-        self._connections.make_room(self.accepted)
+        self._admit(connection, client[:2])
         return connection, client
 
 
@@ -190,10 +185,3 @@ def _uvicorn_is_silent() -> Iterator[None]:
     finally:
         for each in loggers:
             each.removeFilter(is_of_others)
-
-
-class _Refusal(asyncio.Protocol):
-    """Closes a connection for which there is no room."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        transport.abort()
