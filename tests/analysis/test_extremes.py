@@ -12,6 +12,7 @@ import pytest
 
 import dalsegno as ds
 from dalsegno.analysis import sketch_logs, smooth
+from dalsegno.analysis.series import trailing_mean
 
 LARGEST, SMALLEST = 1.7e308, 5e-324
 
@@ -51,8 +52,8 @@ def test_a_summary(log: ds.TrainingLog) -> None:
 def test_means_stay_within_the_values(log: ds.TrainingLog) -> None:
     values = log.metric("loss").values
     for window in (2, 7, 100, 1000):
-        means = smooth(values, window)
-        np.testing.assert_allclose(means, means.clip(values.min(), values.max()), rtol=1e-12)
+        for means in (smooth(values, window), trailing_mean(values, window)):
+            np.testing.assert_allclose(means, means.clip(values.min(), values.max()), rtol=1e-12)
 
 
 def test_a_leap_to_the_largest_number_is_a_spike(tmp_path: Path) -> None:

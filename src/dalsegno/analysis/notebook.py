@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from .plotting.curves import Log, colour
 from .plotting.pixels import downsample, labelled, nice_ticks
-from .series import HUGE, Series, automatic_window, smooth
+from .series import HUGE, Series, automatic_window, trailing_mean
 
 MOST_RUNS = 30
 """Most rows in a table of runs; further runs are only counted."""
@@ -78,7 +78,7 @@ def svg_curve(series: Series, *, width: int = 460, height: int = 150, labelled: 
     raw = raw if len(frame.values) > 1 else "stroke-width='5' stroke-linecap='round'"
     lines = [frame.line(frame.values, raw)]
     if window > 1:
-        lines.append(frame.line(smooth(frame.values, window), "stroke-width='1.8'"))
+        lines.append(frame.line(trailing_mean(frame.values, window), "stroke-width='1.8'"))
     return (
         f"<svg width='{width}' height='{height}' viewBox='0 0 {width} {height}' role='img' "
         f"aria-label='{escape(series.name, quote=True)} by step' style='font:10px sans-serif' fill='currentColor'>"

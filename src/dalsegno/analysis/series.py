@@ -1,9 +1,10 @@
-"""Series: the values of a metric over the steps, of one run or of each of its parameters; and their moving means."""
+"""Series: the values of a metric over the steps, of one run or of each of its parameters; and moving means."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -73,21 +74,15 @@ def smooth(values: Floats, window: int) -> Floats:
     Raises:
         ConfigurationError: if ``window`` is below 1.
     """
-    if window < 1:
-        raise ConfigurationError(f"smooth is {window!r}; allowed: a number of records, at least 1 (1: none)")
-    half = window // 2
-    finite = np.isfinite(values)
-    scale = 4.0 * window
-    if window > 1 and np.abs(values).max(initial=0, where=finite) > np.finfo(np.float64).max / scale:
-        return smooth(values / scale, window) * scale  # the sums would overflow
-    n, index = len(values), np.arange(len(values))
-    lengths = np.minimum(n, index + np.minimum(half, index) + 1) - np.maximum(0, index - half)
-    if finite.all():
-        means: Floats = _window_sums(values, half) / lengths
-        return means
-    counts = lengths - _window_sums((~finite).astype(np.float64), half)
-    sums = _window_sums(np.where(finite, values, 0.0), half)
-    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+    return _moving_mean(values, window, partial(_sums_around, half=window // 2))
+
+
+def trailing_mean(values: Floats, window: int) -> Floats:
+    """Mean of each value and of those before it, ``window`` together. Shape (n,), as ``values``.
+
+    Nothing shows before it happens, as in :func:`smooth`. Non-finite values, and errors, are as there.
+    """
+    return _moving_mean(values, window, partial(_sums_before, width=window))
 
 
 def mean(values: Floats) -> float:
@@ -102,29 +97,40 @@ def automatic_window(records: int) -> int:
     return 1 if records < 200 else max(5, records // 100)
 
 
-def _window_sums(values: Floats, half: int) -> Floats:
-    """Sums over windows of 2·half + 1.
+def _moving_mean(values: Floats, window: int, sums: Callable[[Floats], Floats]) -> Floats:
+    if window < 1:
+        raise ConfigurationError(f"smooth is {window!r}; allowed: a number of records, at least 1 (1: none)")
+    finite = np.isfinite(values)
+    scale = 4.0 * window
+    if window > 1 and np.abs(values).max(initial=0, where=finite) > np.finfo(np.float64).max / scale:
+        return _moving_mean(values / scale, window, sums) * scale  # the sums would overflow
+    counts = sums(finite.astype(np.float64))
+    return np.where(counts > 0, sums(np.where(finite, values, 0.0)) / np.maximum(counts, 1), np.nan)
+
+
+def _sums_around(values: Floats, half: int) -> Floats:
+    """Sums over windows of 2·half + 1 around each value, as :func:`smooth` cuts them at the ends."""
+    half = min(half, len(values))
+    sums = _sums_before(np.concatenate([values, np.zeros(half)]), 2 * half + 1)[half:]
+    sums[:half] = np.cumsum(values[: 2 * half])[np.minimum(2 * np.arange(half), len(values) - 1)]
+    return sums
+
+
+def _sums_before(values: Floats, width: int) -> Floats:
+    """Sums over each value and the width - 1 before it.
 
     Not differences of one cumulative sum, in which a single value of 1e30 would wipe out all later ones. Instead,
     blocks of the window's length are summed cumulatively from both ends, and a window is the end of one block plus the
     start of the next (van Herk 1992, for minima), so that a sum contains only values of its window.
     """
-    n, width = len(values), 2 * half + 1
-    sums = np.empty(n)
-    begin = min(half, n)
-    if begin:
-        sums[:begin] = np.cumsum(values[: 2 * half])[np.minimum(2 * np.arange(begin), n - 1)]
-    end = max(half, n - half)
-    if end < n:
-        sums[end:] = np.cumsum(values[end - half :][::-1])[::-1][: n - end]
-    if n - half > half:
-        padded = np.concatenate([values, np.zeros(-n % width)]).reshape(-1, width)
-        forward = np.cumsum(padded, axis=1).ravel()
-        backward = np.cumsum(padded[:, ::-1], axis=1)[:, ::-1].ravel()
-        first = np.arange(n - width + 1)
-        whole = forward[first + width - 1]
-        sums[half : n - half] = np.where(first % width == 0, whole, whole + backward[first])
-    return sums
+    n = len(values)
+    width = max(1, min(width, n))
+    blocks = np.concatenate([np.zeros(width - 1), values, np.zeros((1 - n) % width)]).reshape(-1, width)
+    forward = np.cumsum(blocks, axis=1).ravel()
+    backward = np.cumsum(blocks[:, ::-1], axis=1)[:, ::-1].ravel()
+    first = np.arange(n)
+    whole: Floats = forward[first + width - 1]
+    return np.where(first % width == 0, whole, whole + backward[first])
 
 
 WHERE = {

@@ -55,6 +55,20 @@ def test_one_run_with_all_that_belongs_to_it() -> None:
     assert verticals == [4000, 6000]
 
 
+def test_nothing_shows_before_it_happens() -> None:
+    """The strong line rises at the bad batch, not before; what was set is drawn as it was set, however it is named."""
+    loss = series([2.0] * 100 + [9.0] + [2.0] * 299)
+    rates = [series([1e-3] * 285 + [1e-4] * 115, name=name) for name in ("learning_rate", "train/lr", "lr-AdamW/pg1")]
+    measured = series([0.5] * 400, name="lrelu_norm")
+    log = MadeUpLog("spiked", loss, *rates, measured)
+    for view in (View(), View(smooth=48)):
+        drawn = [row[0].curves[0] for row in panels([log], log.metrics(), view, compare=False)]
+        assert drawn[0].smoothed is not None
+        assert np.flatnonzero(drawn[0].smoothed > 2)[0] == 100
+        assert [curve.smoothed is None for curve in drawn] == [False, True, True, True, False]
+        assert [curve.window for curve in drawn[1:4]] == [1, 1, 1]
+
+
 def test_side_by_side_and_over_each_other() -> None:
     logs = [killed(), MadeUpLog("other", falling(seed=1))]
     beside = axes_of(plot_logs(logs))

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from dalsegno.analysis import open_logs, write_report
+from dalsegno.analysis.series import trailing_mean
 from support.chromium import PROGRAM, Chromium
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "logs"
+LOSSES = 3 + np.random.default_rng(0).normal(size=20_000) / 10
 HOSTILE = "</script><script>document.title='owned'</script>"
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium here (Debian's package: chromium)")
@@ -27,11 +29,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     folder = tmp_path_factory.mktemp("browser")
     logs = folder / "long" / "logs"
     logs.mkdir(parents=True)
-    noise = np.random.default_rng(0).normal(size=20_000) / 10
     with (logs / "train.jsonl").open("w") as file:
-        for step, value in enumerate((3 + noise).tolist(), start=1):
+        for step, value in enumerate(LOSSES.tolist(), start=1):
             record = {"timestamp": 1.7e9 + step, "global_step": step, "epoch": step / 1e4, "loss": value}
-            file.write(json.dumps(record | {"grad_norm": 1.0}) + "\n")
+            file.write(json.dumps(record | {"grad_norm": 1.0, "learning_rate": 1e-3}) + "\n")
     runs = open_logs([GOLDEN / "killed", GOLDEN / "pair-b", folder / "long"])
     runs[2].name = HOSTILE
     report = write_report(runs, folder / "report.html")
@@ -125,8 +126,14 @@ def test_dragging_zooms_and_a_double_click_goes_back(browser: Chromium) -> None:
 def test_smoothing_is_the_mean_of_what_was_logged(browser: Chromium) -> None:
     curve = "data.charts[0].curves.find((curve) => curve.run === 2)"
     means = np.array(browser.run(f"smoothed({curve})"))
-    assert len(means) > 500
-    assert np.abs(means[20:-20] - 3).max() < 0.05
+    size, width = -(-len(LOSSES) // len(means)), round(0.01 * len(means))
+    assert len(means) > 500 and width > 1
+    at = np.array(browser.run(f"{curve}.meanSteps"))
+    assert at.tolist() == [*range(size, len(LOSSES), size), len(LOSSES)]
+    expected = trailing_mean(LOSSES, size * width)[at - 1]
+    np.testing.assert_allclose(means[:-1], expected[:-1], rtol=1e-5)
+    rate = "data.charts.find((chart) => chart.metric === 'learning_rate').curves.find((curve) => curve.run === 2)"
+    assert browser.run(f"[smoothed({rate}), {rate}.setting]") == [None, True]
     browser.run("view.smooth = 0; redraw()")
     assert browser.run(f"smoothed({curve})") is None
 

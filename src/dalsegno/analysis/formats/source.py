@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,9 @@ HEADER = "header"
 """Kind of the record with the settings of the run."""
 
 EVALUATIONS = ("eval", "val", "valid", "validation", "test", "dev")
+
+SETTING = r"(^|[^a-z])(learning_rate|lr|weight_decay|momentum|betas?|eps|batch_size|loss_scale)([^a-z]|$)"
+"""Names of what a program has set, unlike what it has measured; also read by the scripts of pages."""
 
 BOOKKEEPING = ("timestamp", "kind", "global_step", "epoch")
 """Fields of a record that are not metrics."""
@@ -105,6 +109,11 @@ def is_of_evaluation(name: str) -> bool:
     """``eval_loss``, ``val/accuracy``, ``test-loss`` …"""
     word = name.replace("/", "_").replace("-", "_").replace(".", "_").partition("_")[0]
     return word.lower() in EVALUATIONS
+
+
+def is_setting(name: str) -> bool:
+    """``learning_rate``, ``train/lr``, ``lr-AdamW``, ``weight_decay/0`` …"""
+    return re.search(SETTING, name, re.IGNORECASE) is not None
 
 
 def loss_of(names: Container[str]) -> str | None:

@@ -23,7 +23,8 @@ class View:
     x: XAxis = "step"
     """Quantity of the x axis. Time is wall-clock time since a run's first record, pauses between legs included."""
     smooth: int | None = None
-    """Records in the moving mean; 1: none; None: 1/100 of them, no smoothing below 200 records."""
+    """Records in the trailing mean; 1: none; None: 1/100 of them, no smoothing below 200 records. Settings, such as the
+    learning rate, are drawn as logged."""
     log: bool = False
     """Logarithmic y axis; values that are not positive are not drawn."""
     perplexity: bool = False

@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dalsegno.analysis.formats.source import is_of_evaluation
+from dalsegno.analysis.formats.source import is_of_evaluation, is_setting
 from dalsegno.analysis.lineage import Restart, Tail
-from dalsegno.analysis.series import HUGE, Series, automatic_window, smooth
+from dalsegno.analysis.series import HUGE, Series, automatic_window, trailing_mean
 from dalsegno.errors import ConfigurationError, NotFound, UnknownName
 from dalsegno.logs import is_wall_clock
 
@@ -82,9 +82,9 @@ class Curve:
     values: Floats
     """As logged."""
     smoothed: Floats | None
-    """Moving mean; None if not smoothed."""
+    """Trailing mean; None if not smoothed, as settings and dots are not."""
     window: int
-    """Records in the moving mean; 1: not smoothed."""
+    """Records in the trailing mean; 1: not smoothed."""
     dotted: bool
     """Drawn as dots: evaluations, if they are few."""
     is_companion: bool
@@ -243,7 +243,8 @@ def _curve(series: Series, axis: _Axis, view: View, run_colour: str, *, is_compa
     values = _seen(series, view)
     window = automatic_window(len(values)) if view.smooth is None else view.smooth
     dotted = is_of_evaluation(series.name) and len(values) <= MOST_DOTS
-    smoothed = smooth(values, window) if window > 1 and not dotted else None
+    as_logged = window == 1 or dotted or is_setting(series.name)
+    smoothed = None if as_logged else trailing_mean(values, window)
     x = axis.of(series)
     placed = np.isfinite(x)
     return Curve(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dalsegno.analysis.formats.source import is_of_evaluation
+from dalsegno.analysis.formats.source import is_of_evaluation, is_setting
 from dalsegno.analysis.lineage import Restart
 from dalsegno.analysis.log import TrainingLog
 from dalsegno.analysis.plotting.curves import LABELS, MOST_DOTS, TOKENS, colour, evaluations_of, unit_of_time
@@ -80,14 +80,15 @@ def _curve(run: int, series: Series, buckets: int) -> dict[str, Any]:
         "run": run,
         "metric": series.name,
         "dots": is_of_evaluation(series.name) and len(series) <= MOST_DOTS,
+        "setting": is_setting(series.name),
         "steps": _packed(series.steps[kept]),
         "values": _rounded(series.values[kept]),
     }
     if len(kept) < len(series):
         size = -(-len(series) // buckets)
         begins = np.arange(0, len(series), size)
-        middles = np.minimum(begins + size // 2, len(series) - 1)
-        curve |= {"meanSteps": _packed(series.steps[middles]), "means": _rounded(_means(series.values, begins))}
+        ends = np.append(begins[1:], len(series)) - 1
+        curve |= {"meanSteps": _packed(series.steps[ends]), "means": _rounded(_means(series.values, begins))}
     return curve
 
 

@@ -7,7 +7,7 @@
 const data = {
   axes: {}, // label of each x axis, by name
   runs: [], // name, colour, marks [{step, kind, label}], axes: by name the places of some steps {steps, places}
-  charts: [], // metric, label, shown, curves [{run, metric, dots, cut, steps, values, meanSteps, means, smoothed}]
+  charts: [], // metric, label, shown, curves [{run, metric, dots, cut, setting, steps, values, meanSteps, means, smoothed}]
 };
 const SMOOTHING = [0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2]; // windows as fractions of a curve's records
 const view = { axis: "step", smooth: 2, log: false, range: null, hidden: new Set(), shown: new Set() };
@@ -42,22 +42,17 @@ function after(sorted, value) {
   return low;
 }
 
-// Moving means whose window reaches no further ahead than back; for long logs, of the means of stretches.
+// Means of each value and those before it, as trailing_mean() computes them; for long logs, of the means of stretches.
 function smoothed(curve) {
   const width = Math.round(SMOOTHING[view.smooth] * curve.means.length);
-  if (width < 2 || curve.dots || curve.cut) return null;
-  if (!curve.smoothed[width]) {
-    const half = width >> 1;
-    curve.smoothed[width] = curve.means.map((_, index) => {
-      let sum = 0, count = 0;
-      const end = Math.min(curve.means.length - 1, index + Math.min(half, index));
-      for (let at = Math.max(0, index - half); at <= end; at++) {
-        if (curve.means[at] !== null) { sum += curve.means[at]; count++; }
-      }
-      return count ? sum / count : null;
-    });
-  }
-  return curve.smoothed[width];
+  if (width < 2 || curve.dots || curve.cut || curve.setting) return null;
+  return curve.smoothed[width] ||= curve.means.map((_, index) => {
+    let sum = 0, count = 0;
+    for (let at = Math.max(0, index - width + 1); at <= index; at++) {
+      if (curve.means[at] !== null) { sum += curve.means[at]; count++; }
+    }
+    return count ? sum / count : null;
+  });
 }
 
 // --- numbers ---------------------------------------------------------------------------------------------------

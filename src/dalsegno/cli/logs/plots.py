@@ -52,7 +52,7 @@ VIEW = several(
         "--smooth",
         metavar="N",
         type=int,
-        help="records in the moving mean, 1 for none; default: 1/100 of the records, none below 200",
+        help="records in the trailing mean, 1 for none; default: 1/100 of the records, none below 200",
     ),
     flag("--log", "--log-scale", help="logarithmic y axis; default: linear"),
     flag("--perplexity", help="plot exp(loss) in place of the loss"),
@@ -81,7 +81,8 @@ def plot(arguments: argparse.Namespace) -> int:
     """Plot metrics of runs, into a file or in the terminal.
 
     Several runs get a panel each, or one common panel with --compare. The faint line is the logged values, the strong
-    line their moving mean. A training metric is drawn with its evaluation metrics. Restarts and rollbacks are marked.
+    line their trailing mean; settings such as the learning rate are not smoothed. A training metric is drawn with its
+    evaluation metrics. Restarts and rollbacks are marked.
     """
     from dalsegno.analysis import View, plot_logs, sketch_logs
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from string import Template
 
-from dalsegno.analysis.formats.source import BOOKKEEPING, EVALUATIONS
+from dalsegno.analysis.formats.source import BOOKKEEPING, EVALUATIONS, SETTING
 from dalsegno.analysis.plotting.curves import LABELS, RUNS, TOKENS
 from dalsegno.analysis.webpage import SHOWN_FIRST, inlined
 from dalsegno.logs.values import WALL_CLOCK_ENDINGS
@@ -37,6 +37,7 @@ def live_page() -> Page:
     names = {
         "bookkeeping": BOOKKEEPING,
         "evaluations": EVALUATIONS,
+        "settings": SETTING,
         "tokens": TOKENS,
         "labels": LABELS,
         "colours": RUNS,

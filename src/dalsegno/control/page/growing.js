@@ -26,7 +26,7 @@ function number(value) {
 
 class GrowingCurve {
   constructor(run, metric) {
-    Object.assign(this, { run, metric, cut: false });
+    Object.assign(this, { run, metric, cut: false, setting: new RegExp(names.settings, "i").test(metric) });
     this.clear();
   }
 
