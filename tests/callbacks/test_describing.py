@@ -43,7 +43,7 @@ from dalsegno.logs import read_records
 from support.listeners import Listener
 from support.small import small_trainer
 
-WALL_CLOCK = ("timestamp", "peak_mem", "_runtime", "_per_second")
+WALL_CLOCK = ("timestamp", "peak_mem", "_runtime", "_per_second", "data_share")
 
 
 def all_of_them() -> Sequence[ds.Callback]:
@@ -90,13 +90,13 @@ def records(run: Path, log: str = "train.jsonl", kind: str | None = None) -> lis
 
 
 def test_what_one_process_writes(runs: dict[str, Path]) -> None:
-    first, *_, last = records(runs["none"])
+    first, second, third, last = records(runs["none"])
     assert [first["samples"], last["samples"]] == [16, 64]
     assert first["lr/0"] == pytest.approx(0.05 * 6 / 8) and first["betas/0"] == [0.9, 0.999]
     assert first["samples_per_second"] > 0 and "rank_runtime" not in first
     sections = [key for key in first if key.endswith("_runtime")]
     assert len(sections) == 8 and all(first[section] >= 0 for section in sections)
-    assert last["remaining_runtime"] == 0
+    assert last["remaining_runtime"] == third["evaluate_runtime"] > 0 == second["evaluate_runtime"]  # one more follows
     assert len(first["rank_peak_mem"]) == 1
     assert {key for key in first if key.startswith("expert_load")} == {
         f"expert_load/blocks.0/{what}" for what in ("max", "entropy", "idle")

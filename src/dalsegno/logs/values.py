@@ -87,7 +87,7 @@ def _refuse_key(key: object, where: str) -> NoReturn:
     raise CannotSave(f"key {key!r} {place}: JSON keys are strings, this is a {type(key).__name__}; use str(key)")
 
 
-WALL_CLOCK = ("timestamp", "tok_per_sec", "mfu", "peak_mem", "rank_peak_mem")
+WALL_CLOCK = ("timestamp", "tok_per_sec", "mfu", "peak_mem", "rank_peak_mem", "data_share")
 WALL_CLOCK_BEGINNING = "memory/"
 WALL_CLOCK_ENDINGS = ("_runtime", "_per_second")
 

@@ -1,6 +1,6 @@
 """compare_runs: compare every tensor, every component's state and every log record of two runs.
 
-Only wall-clock values may differ: ``timestamp``, ``tok_per_sec``, ``mfu``, ``peak_mem``, ``*_runtime``,
+Only wall-clock values may differ: ``timestamp``, ``tok_per_sec``, ``mfu``, ``peak_mem``, ``data_share``, ``*_runtime``,
 ``*_per_second``; the length of the logs in bytes, since logs contain these as text; and what a component declares in
 ``state_varies``: the training time, random ids.
 """

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 import dalsegno as ds
-from dalsegno.callbacks import DurationProfiler, SlowRankDetector
+from dalsegno.callbacks import DurationProfiler, RateProfiler, SlowRankDetector
 from dalsegno.distributed import collectives
 from dalsegno.testing import run_ranks, tiny_regression_data
 from support.listeners import Listener
@@ -215,3 +215,130 @@ def test_a_save_is_booked_as_one_whenever_it_comes(tmp_path: Path, monkeypatch: 
     assert sums["save"] >= 1000.0
     assert sums["save"] % 1000.0 == 0.0
     assert sums["data"] == sums["other"] == 0.0
+
+
+@pytest.mark.parametrize("every", [{"eval_steps": 3}, {"eval_strategy": "epoch", "eval_steps": 1}])
+def test_the_time_left_is_what_it_then_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: dict[str, Any]
+) -> None:
+    """Twelve steps in four epochs; each set is evaluated four times, the last time behind the last step."""
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    foreseen: list[tuple[float, float]] = []  # the end of the run, and the share of reading
+    handlers = {
+        "on_microbatch_begin": spend(clock, 9.0),
+        "on_evaluate_begin": spend(clock, 100.0),
+        "on_log": lambda ctx: (
+            foreseen.append((clock.now + ctx.logs["remaining_runtime"], ctx.logs["data_share"]))
+            if ctx.kind == "train"
+            else None
+        ),
+    }
+
+    class Reads(Slow):
+        def __len__(self) -> int:
+            return 3
+
+        def __iter__(self) -> Iterator[Any]:
+            for _ in range(3):
+                clock.now += 1.0
+                yield self._batch
+
+    sets = {"one": tiny_regression_data(4), "two": tiny_regression_data(4)}
+    parts = {"train_dataset": None, "train_dataloader": Reads(clock), "eval_dataset": sets}
+    callbacks = DurationProfiler(), Listener(handlers)
+    small_trainer(tmp_path, *callbacks, parts=parts, max_steps=12, logging_steps=1, **every).train()
+    assert clock.now == 12 * 10.0 + 4 * 200.0
+    assert [end for end, _ in foreseen] == pytest.approx([120.0] * 3 + [clock.now] * 9)
+    assert [share for _, share in foreseen] == pytest.approx(
+        [1 / 210 if step in (3, 6, 9) else 0.1 for step in range(12)]
+    )
+
+
+# --- RateProfiler -----------------------------------------------------------------------------------------------------
+
+LENGTHS = [[7, 3, 5, 1], [2, 2, 8, 4], [6, 1, 1, 1], [8, 8, 3, 2], [1, 5, 4, 4], [3, 3, 6, 8]]
+"""Of the texts in each batch."""
+
+
+class Padded(IterableDataset[dict[str, Tensor]]):
+    """Texts filled up to eight tokens."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for step, lengths in enumerate(LENGTHS):
+            for length in lengths:
+                mask = torch.arange(8) < length
+                yield {"input_ids": mask * step, "attention_mask": mask.long(), "x": torch.ones(8), "y": torch.ones(1)}
+
+
+def rates(output_dir: Path, clock: Clock, window: int = 1, leave_at: int = 0) -> list[dict[str, Any]]:
+    """Of six steps of ten seconds, the third of which takes 30."""
+    records: list[dict[str, Any]] = []
+
+    def leave(ctx: Any) -> None:
+        clock.now += 30.0 if ctx.state.global_step == 2 else 10.0
+        if ctx.state.global_step + 1 == leave_at:
+            raise KeyboardInterrupt
+
+    handlers = {
+        "on_pre_optimizer_step": leave,
+        "on_log": lambda ctx: records.append(dict(ctx.logs)) if ctx.kind == "train" else None,
+    }
+    parts = {"train_dataset": Padded()}
+    callbacks = RateProfiler(window), Listener(handlers)
+    small_trainer(output_dir, *callbacks, parts=parts, max_steps=6, logging_steps=1, save_steps=4).train()
+    return records
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_rates_over_the_newest_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    seconds = [10.0, 10.0, 30.0, 10.0, 10.0, 10.0]
+    for step, record in enumerate(rates(tmp_path, clock, window)):
+        covered = slice(max(0, step + 1 - window), step + 1)
+        took, texts = sum(seconds[covered]), LENGTHS[covered]
+        expected = {
+            "samples": 4 * len(texts) / took,
+            "tokens": 32 * len(texts) / took,
+            "non_padding_tokens": sum(map(sum, texts)) / took,
+        }
+        assert {name: record[f"{name}_per_second"] for name in expected} == pytest.approx(expected)
+        assert {name: record[f"rank_{name}_per_second"] for name in expected} == {
+            name: [pytest.approx(each)] for name, each in expected.items()
+        }
+        assert (record["tokens"], record["non_padding_tokens"]) == (32 * (step + 1), sum(map(sum, LENGTHS[: step + 1])))
+
+
+def test_tokens_without_padding_are_counted_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    with pytest.raises(KeyboardInterrupt):
+        rates(tmp_path, clock, leave_at=6)
+    fifth, sixth = rates(tmp_path, clock)
+    assert [fifth["non_padding_tokens"], sixth["non_padding_tokens"]] == [
+        sum(map(sum, LENGTHS[:end])) for end in (5, 6)
+    ]
+    assert fifth["non_padding_tokens_per_second"] == sum(LENGTHS[4]) / 10
+
+
+def rates_of_ranks(output_dir: Path) -> list[dict[str, Any]]:
+    time.perf_counter = clock = Clock()
+    args = arguments(output_dir, max_steps=2, logging_steps=1, parallel="ddp", per_device_train_batch_size=2)
+    records: list[dict[str, Any]] = []
+    handlers = {
+        "on_pre_optimizer_step": spend(clock, 10.0),
+        "on_log": lambda ctx: records.append(dict(ctx.logs)) if ctx.kind == "train" else None,
+    }
+    data = [*Padded()][:7]  # the last batch of the second rank is short
+    ds.Trainer(Line(), args, train_dataset=data, callbacks=[RateProfiler(), Listener(handlers)]).train()
+    return records
+
+
+def test_rates_of_ranks_add_up(tmp_path: Path) -> None:
+    one, other = run_ranks(rates_of_ranks, 2, tmp_path)
+    assert one == other
+    for record in one:
+        assert sum(record["rank_non_padding_tokens_per_second"]) == record["non_padding_tokens_per_second"]
+    assert one[-1]["non_padding_tokens"] == sum(map(sum, LENGTHS[:2])) - LENGTHS[1][3]
+    assert 10 * sum(each["non_padding_tokens_per_second"] for each in one) == one[-1]["non_padding_tokens"]

@@ -2,60 +2,107 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections import defaultdict
-from typing import Any
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Any, TypedDict
 
+from torch import Tensor
+
+from dalsegno.callbacks.argument_checks import whole
 from dalsegno.distributed import collectives
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import Context, LogContext, MicrobatchEndContext
+from dalsegno.events.contexts import Context, EvaluateContext, LogContext, MicrobatchEndContext
+from dalsegno.stateful.schema import Count
+
+
+class RateState(TypedDict):
+    non_padding_tokens: Count
 
 
 class RateProfiler(Callback):
     """Logs samples and tokens per second, in total and of each rank, in each training record:
 
-    - ``samples_per_second``, ``tokens_per_second``: sums over ranks.
-    - ``rank_samples_per_second``, ``rank_tokens_per_second``: lists with each rank's rate.
+    - ``samples_per_second``, ``tokens_per_second``, ``non_padding_tokens_per_second``: sums over ranks.
+    - ``rank_samples_per_second``, ``rank_tokens_per_second``, ``rank_non_padding_tokens_per_second``: lists with each
+      rank's rate.
+    - ``non_padding_tokens``: number of them in the run so far, as ``tokens`` is that of all.
 
-    Tokens are the elements of ``input_ids``; batches without them have no token rates. Padding does not count.
+    Tokens are the elements of ``input_ids``, padding included; batches without them have no token rates. Those that are
+    not padding are the ones that ``attention_mask`` does not leave out; batches without it have none of these entries.
+    A batch that only fills up ranks does not count.
+
+    Args:
+        window: number of the newest records whose time the rates cover. More of them smooth out evaluations and saves.
+
+    Raises:
+        ConfigurationError: if ``window`` is not an integer of at least 1.
     """
 
     sets_control_flags = False
+    state_scope = "per_rank"
+    state_schema = RateState
 
-    def __init__(self) -> None:
+    def __init__(self, window: int = 1) -> None:
+        self._window: deque[list[float]] = deque(maxlen=whole("RateProfiler", "window", window))
+        """Of each record: seconds, samples, tokens, and tokens without padding."""
         self._began = 0.0
-        self._samples = self._tokens = 0
+        self._samples = self._tokens = self._logged = 0
+        self._non_padding: int | Tensor = 0
+        """Of the run, on this rank; ``_logged`` of them until the last record."""
 
     def on_train_begin(self, ctx: Context) -> None:
+        self._window.clear()
         self._begin()
 
     on_rollback = on_train_begin
 
     def on_microbatch_end(self, ctx: MicrobatchEndContext) -> None:
         if ctx.samples:
+            ids, mask = _tensor(ctx.batch, "input_ids"), _tensor(ctx.batch, "attention_mask")
             self._samples += ctx.samples
-            self._tokens += _tokens(ctx)
+            self._tokens += 0 if ids is None else ids.numel()
+            if ids is not None and mask is not None and mask.shape == ids.shape:
+                self._non_padding = self._non_padding + mask.count_nonzero()
 
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind != "train":
             return
-        seconds = time.perf_counter() - self._began
-        each = collectives.gather_floats([self._samples / seconds, self._tokens / seconds], "RateProfiler")
+        seconds, non_padding = time.perf_counter() - self._began, int(self._non_padding)
+        self._window.append([seconds, self._samples, self._tokens, non_padding - self._logged])
+        seconds, *counts = map(sum, zip(*self._window, strict=True))
+        each = collectives.gather_floats([*(count / seconds for count in counts), non_padding], "RateProfiler")
         counted = ctx.layout.of_data_ranks(each)  # ranks that read the same data do not add to a rate
-        for position, name in enumerate(("samples", "tokens")):
+        for position, name in enumerate(("samples", "tokens", "non_padding_tokens")):
             rates = [rates[position] for rates in each]
             if any(rates):
                 ctx.logs[f"{name}_per_second"] = sum(rates[position] for rates in counted)
                 ctx.logs[f"rank_{name}_per_second"] = rates
+        if total := sum(int(rates[-1]) for rates in counted):
+            ctx.logs["non_padding_tokens"] = total
         self._begin()
 
     def _begin(self) -> None:
         self._began, self._samples, self._tokens = time.perf_counter(), 0, 0
+        self._non_padding = self._logged = int(self._non_padding)
+
+    def state_dict(self) -> RateState:
+        return {"non_padding_tokens": int(self._non_padding)}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._non_padding = state["non_padding_tokens"]
+
+    @classmethod
+    def reshard(cls, states: Sequence[RateState], world_size: int) -> list[RateState]:
+        """Rank 0 gets the tokens of all."""
+        total = sum(each["non_padding_tokens"] for each in states)
+        return [{"non_padding_tokens": 0 if rank else total} for rank in range(world_size)]
 
 
-def _tokens(ctx: MicrobatchEndContext) -> int:
-    ids: Any = ctx.batch.get("input_ids") if hasattr(ctx.batch, "get") else None
-    return ids.numel() if hasattr(ids, "numel") else 0
+def _tensor(batch: Any, name: str) -> Tensor | None:
+    found = batch.get(name) if hasattr(batch, "get") else None
+    return found if isinstance(found, Tensor) else None
 
 
 SECTIONS = ("data", "forward", "backward", "optimizer", "evaluate", "save", "other")
@@ -66,8 +113,9 @@ class DurationProfiler(Callback):
 
     - ``data_runtime``, ``forward_runtime``, ``backward_runtime``, ``optimizer_runtime``, ``evaluate_runtime``,
       ``save_runtime``, ``other_runtime``: seconds of host time; each is the maximum over ranks.
-    - ``remaining_runtime``: seconds to the last step, at the pace since the last record. Only where the number of steps
-      is known.
+    - ``data_share``: the share of the time since the last record that waiting for data takes, 0 to 1.
+    - ``remaining_runtime``: seconds to the end: the steps left at the pace since the last record, and the evaluations
+      left at the leg's mean duration of one, from the first one on. Only where the number of steps is known.
     """
 
     sets_control_flags = False
@@ -78,10 +126,12 @@ class DurationProfiler(Callback):
         self._is_saving = False  # since the last measurement
         self._last_log = 0.0
         self._last_step = 0
+        self._evaluations, self._evaluated_at, self._evaluated_for = 0, 0, 0.0  # number, last step, and seconds
 
     def on_train_begin(self, ctx: Context) -> None:
         self._seconds.clear()
         self._is_saving = False
+        self._evaluations, self._evaluated_at, self._evaluated_for = 0, 0, 0.0
         self._since = self._last_log = time.perf_counter()
         self._last_step = ctx.state.global_step
 
@@ -106,8 +156,10 @@ class DurationProfiler(Callback):
 
     on_evaluate_begin = on_step_done = on_epoch_begin
 
-    def on_evaluate(self, ctx: Context) -> None:
+    def on_evaluate(self, ctx: EvaluateContext) -> None:
         self._account("evaluate")
+        self._evaluations += ctx.is_last
+        self._evaluated_at = ctx.state.global_step
 
     def on_before_save(self, ctx: Context) -> None:
         self._account("other")
@@ -125,11 +177,30 @@ class DurationProfiler(Callback):
         *sections, interval = (
             each / 1e9 for each in collectives.all_reduce_max([int(each * 1e9) for each in took], "DurationProfiler")
         )
-        ctx.logs |= {f"{section}_runtime": seconds for section, seconds in zip(SECTIONS, sections, strict=True)}
+        of_section = dict(zip(SECTIONS, sections, strict=True))
+        self._evaluated_for += of_section["evaluate"]
+        ctx.logs |= {f"{section}_runtime": seconds for section, seconds in of_section.items()}
+        ctx.logs["data_share"] = of_section["data"] / interval
         if ctx.state.max_steps > 0 and steps:
-            ctx.logs["remaining_runtime"] = interval / steps * (ctx.state.max_steps - ctx.state.global_step)
+            pace = (interval - of_section["evaluate"]) / steps
+            evaluation = self._evaluated_for / self._evaluations if self._evaluations else 0.0
+            ctx.logs["remaining_runtime"] = pace * (
+                ctx.state.max_steps - ctx.state.global_step
+            ) + evaluation * self._evaluations_left(ctx)
         self._seconds.clear()
         self._last_log, self._last_step = now, ctx.state.global_step
+
+    def _evaluations_left(self, ctx: LogContext) -> int:
+        """Number of evaluations that are due from this record on, which those of its step follow."""
+        state, due = ctx.state, ctx.args.evaluation
+        left = int(state.will_evaluate and self._evaluated_at != state.global_step)
+        if due.steps:
+            left += state.max_steps // due.steps - state.global_step // due.steps
+        if due.epochs:
+            last = state.epoch * state.max_steps / state.global_step  # at the present number of steps in an epoch
+            now, end = (math.floor(epoch / due.epochs + 1e-6) for epoch in (state.epoch, last))
+            left += end - now
+        return left
 
     def _account(self, section: str) -> None:
         """Add the time since the last measurement to this section."""
