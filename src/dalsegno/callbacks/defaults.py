@@ -27,10 +27,7 @@ def default_callbacks() -> list[Callback]:
 
 
 def reporting_callbacks(report_to: Iterable[str], without: Container[str] = ()) -> list[Callback]:
-    """Return the loggers of the trackers in ``TrainingArguments(report_to=…)``, without those with these keys.
-
-    Raises:
-        ConfigurationError: if a tracker's library is not installed.
-    """
+    """Return the loggers of the trackers in ``TrainingArguments(report_to=…)``, without those with these keys. Raises
+    ConfigurationError if a tracker's library is not installed."""
     wanted = [(module, name) for module, name in map(_TRACKERS.__getitem__, report_to) if name not in without]
     return [getattr(importlib.import_module(f".{module}", __package__), name)() for module, name in wanted]

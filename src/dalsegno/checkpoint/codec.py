@@ -55,11 +55,8 @@ def encode(tree: State, where: str) -> tuple[Json, Arrays]:
     """Encode ``tree`` as JSON, and its arrays and tensors by their path: ``history[3]``.
 
     The tensors may share memory with the tree: copy them before training continues. Raises CannotSave if the tree
-    contains a value that cannot be saved; names its path.
-
-    Args:
-        where: key of its component, such as ``callbacks.MyCb``; only for messages.
-    """
+    contains a value that cannot be saved; names its path. ``where``: key of its component, such as ``callbacks.MyCb``;
+    only for messages."""
     found = _Found(where, {}, [])
     encoded = _encode(tree, where, found, 0)
     found.share_memory()

@@ -237,13 +237,9 @@ class MemoryCheckpoints:
         """Copy every state into shared memory, in place of what was captured before and not published; arguments as of
         :meth:`CheckpointManager.save_async`.
 
-        Skipped if the weights contain NaN or infinity, and with a warning if there is no room.
-
-        Raises:
-            CannotSave: on every rank, if a state cannot be saved.
-            SaveFailed: if the save before is stuck.
-            ConfigurationError: on every rank, if the first one does not fit into memory, and the leg resumed from none.
-        """
+        Skipped if the weights contain NaN or infinity, and with a warning if there is no room. Raises CannotSave on
+        every rank, if a state cannot be saved; SaveFailed if the save before is stuck; ConfigurationError on every
+        rank, if the first one does not fit into memory, and the leg resumed from none."""
         self.settle()
         self._captured = None
         if not self._slots or collectives.all_reduce_max([not is_finite], "whether weights are finite")[0]:
@@ -311,11 +307,8 @@ class MemoryCheckpoints:
             slot.published = save.path if slot is saved_in else None
 
     def close(self, *, remove: bool) -> None:
-        """At the end of a leg. Not collective: the other ranks may be gone.
-
-        Args:
-            remove: free the memory: the newest checkpoint on disk has all that these have.
-        """
+        """At the end of a leg. Not collective: the other ranks may be gone. ``remove``: free the memory: the newest
+        checkpoint on disk has all that these have."""
         self._conclude()
         directories = self._own_directories()
         self._forget_leg()

@@ -242,11 +242,8 @@ def load_parts(
     allowed: Collection[str] = (),
 ) -> LoadReport:
     """Restore only these parts of a verified checkpoint, such as the model. Casts tensors of another dtype. Collective.
-
-    Raises:
-        StateMismatch: before anything is changed, if a state does not fit its component.
-        DamagedCheckpoint: if a file has content that dalsegno cannot have written.
-    """
+    Raises StateMismatch before anything is changed, if a state does not fit its component; DamagedCheckpoint if a file
+    has content that dalsegno cannot have written."""
     return restore(SavedStates(checkpoint, layout), sharded, components, allowed=allowed, any_dtype=True)
 
 

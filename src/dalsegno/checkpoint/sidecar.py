@@ -212,10 +212,7 @@ class SavedStates:
 
 
 def saved_states(checkpoint: Checkpoint) -> dict[str, list[State]]:
-    """Component to its non-tensor states: one, or one per rank that saved.
-
-    Raises:
-        DamagedCheckpoint: if a file has content that dalsegno cannot have written.
-    """
+    """Component to its non-tensor states: one, or one per rank that saved. Raises DamagedCheckpoint if a file has
+    content that dalsegno cannot have written."""
     saved = SavedStates(checkpoint)
     return {key: list(saved.all_of(key).states) for key in saved}

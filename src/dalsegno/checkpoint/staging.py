@@ -49,11 +49,8 @@ _ALONE_BYTES = 16 << 20  # copied by the calling thread: others would not have s
 
 
 class Buffer:
-    """Memory that holds a whole file as it will be on disk.
-
-    Args:
-        path: of a new file in shared memory whose pages it is; None: memory of this process alone.
-    """
+    """Memory that holds a whole file as it will be on disk. ``path``: of a new file in shared memory whose pages it is;
+    None: memory of this process alone."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
@@ -293,11 +290,8 @@ class HostCopies:
 
     def add(self, begin: int, place: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy ``tensor`` to ``place``, which is contiguous and has its shape and dtype. A large tensor that is not
-        contiguous is copied at once.
-
-        Args:
-            begin: position of ``place`` in the file, after the places that were added before.
-        """
+        contiguous is copied at once. ``begin``: position of ``place`` in the file, after the places that were added
+        before."""
         if tensor.numel() <= SMALL:
             self.add_small(begin, [place], [tensor])
         elif tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():

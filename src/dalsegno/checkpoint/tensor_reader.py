@@ -194,11 +194,8 @@ def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def read_tensors(checkpoint: Checkpoint) -> dict[str, dict[str, torch.Tensor]]:
-    """Component to name to full tensor, on the CPU, assembled from the shards of all ranks.
-
-    Raises:
-        DamagedCheckpoint: if a file has content that dalsegno cannot have written.
-    """
+    """Component to name to full tensor, on the CPU, assembled from the shards of all ranks. Raises DamagedCheckpoint if
+    a file has content that dalsegno cannot have written."""
     reader = ChunkReader(checkpoint)
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for full_name, stored in Index.of_checkpoint(checkpoint).tensors.items():

@@ -89,12 +89,8 @@ class LinkableFiles:
     def find(
         self, name: str, layout: FileLayout, tensors: Sequence[torch.Tensor], digest: bytes
     ) -> UnchangedFile | None:
-        """The file ``name`` that these tensors make, if one of the same content is here.
-
-        Args:
-            digest: of the tensors. Without that of the file ``name``, which another process may have saved, they are
-                hashed.
-        """
+        """The file ``name`` that these tensors make, if one of the same content is here. ``digest``: of the tensors.
+        Without that of the file ``name``, which another process may have saved, they are hashed."""
         if name not in self._digests:
             record = record_of(layout, tensors) if layout.length in self.sizes else None
         else:
@@ -153,12 +149,9 @@ class UnchangedFile:
     length: int = 0
 
     def write_to(self, directory: Path, advance: Advance) -> FileRecord:
-        """If that fails, and not for lack of space, the next save does not try it again.
-
-        Raises:
-            DamagedCheckpoint: if it had to be copied, and has another content by now.
-            OSError: if ``source`` has been removed, or the disk refuses it.
-        """
+        """If that fails, and not for lack of space, the next save does not try it again. Raises DamagedCheckpoint if it
+        had to be copied, and has another content by now; OSError if ``source`` has been removed, or the disk refuses
+        it."""
         try:
             self._link_or_copy(directory / self.name, advance)
         except SaveFailed:  # it was cancelled

@@ -88,12 +88,9 @@ class Weights:
 def load_weights(path: Path, model: ModelState, *, allowed: Collection[str] = ()) -> LoadReport:
     """Load a model from the safetensors at ``path``; each rank reads only its shard. Collective.
 
-    Tensors of another dtype are cast, with a note in the report.
-
-    Raises:
-        StateMismatch: before anything is changed, if they do not fit; with ``"model"`` allowed, the others are loaded.
-        NotFound, DamagedCheckpoint: as :meth:`Weights.open` does.
-    """
+    Tensors of another dtype are cast, with a note in the report. Raises StateMismatch before anything is changed, if
+    they do not fit; with ``"model"`` allowed, the others are loaded; NotFound, DamagedCheckpoint as
+    :meth:`Weights.open` does."""
     weights, report = collectives.from_rank_zero(lambda: Weights.open(path)), LoadReport()
     stored = collectives.run_on_all_ranks(lambda: weights.stored_for(model))
     hint = naming_hint(weights.index.of(MODEL).keys(), model.names())

@@ -57,11 +57,8 @@ class EpochGenerator(torch.Generator):
 class OwnGenerators:
     """The generators reachable from ``roots``, by their paths: ``sampler.generator``, ``dataset.rng``.
 
-    Searched anew at each call, since a dataset may create its generator when the first sample is read.
-
-    Args:
-        roots: starting points by name; an empty name adds no prefix to the path.
-    """
+    Searched anew at each call, since a dataset may create its generator when the first sample is read. ``roots``:
+    starting points by name; an empty name adds no prefix to the path."""
 
     def __init__(self, **roots: Any) -> None:
         self._roots = roots

@@ -141,11 +141,8 @@ def can_pin() -> bool:
 
 
 class LateNumbers:
-    """Numbers that are copied from a device while it works on: at most one wait, and only if asked for.
-
-    Args:
-        numbers: 0-dim tensors, on the host or on one device, or floats.
-    """
+    """Numbers that are copied from a device while it works on: at most one wait, and only if asked for. ``numbers``:
+    0-dim tensors, on the host or on one device, or floats."""
 
     def __init__(self, numbers: Sequence[torch.Tensor | float]) -> None:
         self._numbers = list(numbers)

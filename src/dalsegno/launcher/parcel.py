@@ -45,13 +45,8 @@ _OWN_PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", 
 
 
 def pack(value: Any, where: str) -> Node:
-    """
-    Args:
-        where: the path to it, for messages: ``callbacks.Beat(every=…)``.
-
-    Raises:
-        ConfigurationError: for a value that cannot travel; names its path and what to do.
-    """
+    """``where``: the path to it, for messages: ``callbacks.Beat(every=…)``. Raises ConfigurationError for a value that
+    cannot travel; names its path and what to do."""
     if isinstance(value, Callback):
         return pack_callback(value, where)
     if type(value) is _SEQUENCES.get(kind := type(value).__name__):
@@ -179,11 +174,7 @@ _REMEDY = "define it at the top level of a module that the ranks can import, or 
 def reference_to(thing: Any, where: str) -> str:
     """The name under which another process finds this class or function: ``module:outer.inner``. Raises
     ConfigurationError if no import leads to it: a lambda, something inside a function, in a notebook or on standard
-    input.
-
-    Args:
-        where: what refers to it, for the message.
-    """
+    input. ``where``: what refers to it, for the message."""
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str):
         raise ConfigurationError(f"{where}: a {type(thing).__name__} cannot be sent to other processes; {_REMEDY}")

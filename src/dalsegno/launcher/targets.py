@@ -49,10 +49,7 @@ class ConfigTarget:
         RunConfig.read(self.path, self.overrides)
 
     def run(self, launched: float) -> Ended:
-        """
-        Args:
-            launched: UTC seconds at which the launch began.
-        """
+        """``launched``: UTC seconds at which the launch began."""
         config = RunConfig.read(self.path, self.overrides)
         trainer = config.build()
         origin: str | bool = self.checkpoint or not self.start_over

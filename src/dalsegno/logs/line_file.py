@@ -25,20 +25,14 @@ T = TypeVar("T")
 
 
 def parser_of(forms: Mapping[str, Any]) -> Callable[[bytes], tuple[str, dict[str, Any]]]:
-    """Return a parser of lines whose ``kind`` determines their other fields.
-
-    Args:
-        forms: a TypedDict for each kind. Fields that it does not have are left out.
-    """
+    """Return a parser of lines whose ``kind`` determines their other fields. ``forms``: a TypedDict for each kind.
+    Fields that it does not have are left out."""
 
     hints = {kind: typing.get_type_hints(form) for kind, form in forms.items()}
 
     def parse(text: bytes) -> tuple[str, dict[str, Any]]:
-        """Return a line's kind and its fields.
-
-        Raises:
-            ValueError, StateMismatch: if it is of no known kind, or a field is missing or invalid.
-        """
+        """Return a line's kind and its fields. Raises ValueError, StateMismatch if it is of no known kind, or a field
+        is missing or invalid."""
         try:
             record = json.loads(text)
         except RecursionError as error:
@@ -78,11 +72,7 @@ class LineFile(Generic[T]):
 
     def read(self, *, strict: bool = False) -> Iterator[T]:
         """Yield what the lines mean. A damaged line is skipped with a warning. Raises StateMismatch for a damaged line,
-        if ``strict``.
-
-        Args:
-            strict: skip only a torn last line.
-        """
+        if ``strict``. ``strict``: skip only a torn last line."""
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:

@@ -76,11 +76,7 @@ def read_records(path: Path, report: ReadReport | None = None) -> Iterator[Recor
     """Iterate over the records of a log that :class:`RecordLog` wrote, or of an archived tail.
 
     A line without a record (torn by a kill, damaged) is skipped and added to ``report``; without a report it is logged
-    as a warning. Holds one record in memory.
-
-    Raises:
-        NotFound: if the file does not exist.
-    """
+    as a warning. Holds one record in memory. Raises NotFound if the file does not exist."""
     report = ReadReport() if (warn := report is None) else report
     try:
         file = path.open("rb")

@@ -147,11 +147,7 @@ def cut(descriptor: int, path: Path, offset: int, *, is_empty: bool) -> None:
     """Cut an open log off after ``offset``, the end of its last record, and end it with the format's foot.
 
     What is cut off is in the archive, or is a record that was not written completely. Writes nothing if the file
-    already ends there.
-
-    Args:
-        is_empty: whether the log has no record, so that its head may be missing.
-    """
+    already ends there. ``is_empty``: whether the log has no record, so that its head may be missing."""
     head, foot = (shape := format_of(path)).head, shape.foot
     if is_empty and os.pread(descriptor, len(head), 0) != head:
         filesystem.write_all(descriptor, head, path)

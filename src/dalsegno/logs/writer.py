@@ -22,11 +22,8 @@ class RecordLog:
     """An append-only log file with rewind.
 
     ``path`` is inside ``root``, the run's ``output_dir``, and relative to it or absolute. Its suffix selects the
-    format: ``.jsonl`` is one JSON object per line, ``.json`` a JSON array that is valid after every append.
-    ``header`` returns the first record of each new file.
-
-    Raises:
-        ConfigurationError: for another suffix, or a path outside ``root``.
+    format: ``.jsonl`` is one JSON object per line, ``.json`` a JSON array that is valid after every append. ``header``
+    returns the first record of each new file. Raises ConfigurationError for another suffix, or a path outside ``root``.
     """
 
     _open_here: ClassVar[WeakValueDictionary[Path, RecordLog]] = WeakValueDictionary()  # two writers would mix bytes
@@ -86,12 +83,8 @@ class RecordLog:
 
         What the file contains beyond ``saved`` is moved into ``rewound/`` beside it, never deleted. If the file is not
         the one that was saved, it stays unchanged and the log continues in ``<name>-2``, which later states refer to.
-        Takes time proportional to the removed part, not to the file.
-
-        Raises:
-            StateMismatch: if ``saved`` is malformed, or belongs to another log.
-            ConfigurationError: if another log of this process has the same path.
-        """
+        Takes time proportional to the removed part, not to the file. Raises StateMismatch if ``saved`` is malformed, or
+        belongs to another log; ConfigurationError if another log of this process has the same path."""
         self.close()
         position = None if saved is None else Position.from_state(saved)
         self._claim()
@@ -109,12 +102,9 @@ class RecordLog:
         """Append ``record`` by one ``write``; the kernel has it when this returns.
 
         If the file was deleted, moved, replaced or truncated meanwhile, the log continues as :meth:`open` would from
-        here, with a warning: at worst in a new file, never in one without a name.
-
-        Raises:
-            CannotSave: if JSON cannot represent a value; nothing is written.
-            OSError: e.g. if the disk is full. No partial record stays; the next append can be tried.
-        """
+        here, with a warning: at worst in a new file, never in one without a name. Raises CannotSave if JSON cannot
+        represent a value; nothing is written; OSError e.g. if the disk is full. No partial record stays; the next
+        append can be tried."""
         line = encode(record)
         if not self._is_in_place(self._opened()):
             self._reopen(self._position())
@@ -128,11 +118,8 @@ class RecordLog:
         return self._position().to_state()
 
     def make_durable(self) -> None:
-        """Fsync all records; does nothing if the log is closed. On any thread, concurrently with appends.
-
-        Raises:
-            NotDurable: if an fsync of the directory has failed in this process: the file's name may be lost.
-        """
+        """Fsync all records; does nothing if the log is closed. On any thread, concurrently with appends. Raises
+        NotDurable if an fsync of the directory has failed in this process: the file's name may be lost."""
         with self._closing:
             if self._descriptor is not None:
                 durability.expect_durable(self._path)

@@ -43,12 +43,9 @@ def check_integers(name: str, given: object, least: Mapping[str, int], *optional
 
 
 def read_policies(text: str, known: Iterable[type[Policy]]) -> list[Policy]:
-    """Parse policies joined with ``|``: known names, numbers and quoted strings only; nothing is evaluated.
-
-    Raises:
-        UnknownName: for an unknown policy or argument.
-        ConfigurationError: for a syntax error, or an argument whose value cannot work.
-    """
+    """Parse policies joined with ``|``: known names, numbers and quoted strings only; nothing is evaluated. Raises
+    UnknownName for an unknown policy or argument; ConfigurationError for a syntax error, or an argument whose value
+    cannot work."""
     kinds = {kind.__name__: kind for kind in known}
     rules = []
     for part in _split(text, "|"):

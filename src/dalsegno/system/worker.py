@@ -178,11 +178,8 @@ LOWEST = 39
 
 
 def lower_thread_priority(by: int = LOWEST) -> None:
-    """Give the calling thread, and the threads that it starts, a lower priority, in favor of training.
-
-    Args:
-        by: steps of nice, of which the lowest priority is 19; by default it becomes the lowest.
-    """
+    """Give the calling thread, and the threads that it starts, a lower priority, in favor of training. ``by``: steps of
+    nice, of which the lowest priority is 19; by default it becomes the lowest."""
     if sys.platform == "linux":  # where priorities are per thread, not per process
         thread = threading.get_native_id()
         with contextlib.suppress(OSError):

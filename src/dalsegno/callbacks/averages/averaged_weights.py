@@ -47,12 +47,9 @@ class WeightAverages(Callback):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Swap the averages into the model: ``with ema.averaged():``. Must be entered on all ranks.
-
-        Raises:
-            ConfigurationError: if averages of any callback are already swapped in, as in an evaluation; or if there are
-                none yet: nothing was restored, and no training has begun.
-        """
+        """Swap the averages into the model: ``with ema.averaged():``. Must be entered on all ranks. Raises
+        ConfigurationError if averages of any callback are already swapped in, as in an evaluation; or if there are none
+        yet: nothing was restored, and no training has begun."""
         if self._model is None:
             raise ConfigurationError(f"{self.key}.averaged(): there is no average yet; call train() first")
         if not self._put_in_place():

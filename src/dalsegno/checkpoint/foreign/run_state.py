@@ -231,11 +231,8 @@ class Source:
     optimizer: str | None = None
 
     def load_weights(self) -> Mapping[str, Any]:
-        """The model's tensors in a folder, as safetensors or else pickled.
-
-        Raises:
-            ConfigurationError: if there is no whole model.
-        """
+        """The model's tensors in a folder, as safetensors or else pickled. Raises ConfigurationError if there is no
+        whole model."""
         path = self.path
         if (path / SINGLE_FILE).is_file() or (path / SHARD_INDEX).is_file():
             return Weights.open(path).read_all()

@@ -10,11 +10,8 @@ from .mirror import Mirror
 
 
 def mirror_of(url: str | None, run: Path, keep: Keep | None) -> Mirror:
-    """Mirror at ``url`` of the run in the directory ``run``; without a URL, one that does nothing.
-
-    Raises:
-        ConfigurationError: if no filesystem for such a URL is installed.
-    """
+    """Mirror at ``url`` of the run in the directory ``run``; without a URL, one that does nothing. Raises
+    ConfigurationError if no filesystem for such a URL is installed."""
     if url is None:
         return Mirror()
     from .store_mirror import StoreMirror  # imports fsspec, for which a run without a URL need not wait

@@ -10,12 +10,8 @@ class Mirror:
 
     def claim(self, *, take_over: bool) -> None:
         """Lock the URL until :meth:`end`, so that no other process trains there; with ``take_over``, even if a process
-        of another host holds the lock. Collective.
-
-        Raises:
-            Locked: if another process holds the lock, or may hold it on another host.
-            OSError: if the lock cannot be read.
-        """
+        of another host holds the lock. Collective. Raises Locked if another process holds the lock, or may hold it on
+        another host; OSError if the lock cannot be read."""
 
     def fetch_newer(self, newest_here: int | None, *, strict: bool) -> bool:
         """Fetch the newest checkpoint from the URL if it is ahead of step ``newest_here``. Collective.

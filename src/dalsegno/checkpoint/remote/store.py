@@ -21,11 +21,8 @@ Moved = Callable[[int], object]
 
 
 class Store:
-    """All methods raise OSError, or an exception of the filesystem's library, if the remote side fails.
-
-    Raises:
-        ConfigurationError: if no filesystem for such a URL is installed.
-    """
+    """All methods raise OSError, or an exception of the filesystem's library, if the remote side fails. Raises
+    ConfigurationError if no filesystem for such a URL is installed."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")

@@ -218,11 +218,8 @@ class RemoteLock:
 
     def take(self, *, take_over: bool) -> None:
         """Take the lock; with ``take_over``, also from a process that this one cannot see. Otherwise, waits for such a
-        holder until it renews its lease, or the lease has expired.
-
-        Raises:
-            Locked: if another process or this one holds the lock, or one that this process cannot see may hold it.
-        """
+        holder until it renews its lease, or the lease has expired. Raises Locked if another process or this one holds
+        the lock, or one that this process cannot see may hold it."""
         holder = read_holder(self._store)
         if holder is not None:
             if Lease.is_of_this_process(holder) if holder.is_me() else holder.lives_here():

@@ -282,11 +282,7 @@ def of_run_files(run: Path, known: Marks, checkpoint: Checkpoint | None = None) 
 
 
 def of_checkpoint(run: Path, checkpoint: Checkpoint) -> UploadSet:
-    """All files of a published checkpoint.
-
-    Raises:
-        FileNotFoundError: if the checkpoint was deleted meanwhile.
-    """
+    """All files of a published checkpoint. Raises FileNotFoundError if the checkpoint was deleted meanwhile."""
     staging, names = _fresh(run), [*checkpoint.manifest.files, MANIFEST]
     inside = f"{CHECKPOINTS}/{checkpoint.path.name}"
     return UploadSet({f"{inside}/{name}": _linked(checkpoint.path / name, staging / name) for name in names})

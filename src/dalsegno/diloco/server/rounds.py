@@ -19,11 +19,7 @@ _Seconds = Annotated[float, Must("seconds, 0 or more", lambda seconds: 0 <= seco
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How a server treats its workers.
-
-    Raises:
-        ConfigurationError: for a value that cannot work.
-    """
+    """How a server treats its workers. Raises ConfigurationError for a value that cannot work."""
 
     num_workers: Positive
     """Workers that must have joined before the first round ends."""

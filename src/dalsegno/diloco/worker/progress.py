@@ -64,11 +64,8 @@ class WorkerProgress:
         return state if flight is None else {**state, "flight": flight}
 
     def restore(self, state: WorkerState, *, dylu: bool) -> None:
-        """Continue from a saved state.
-
-        Args:
-            dylu: whether the server chooses ``sync_every``; otherwise the present one holds.
-        """
+        """Continue from a saved state. ``dylu``: whether the server chooses ``sync_every``; otherwise the present one
+        holds."""
         self.run_id, self.asynchronous = state["run_id"], state["asynchronous"]
         self.count, self.version = state["count"], state["version"]
         self.steps, self.samples = state["steps"], state["samples"]

@@ -103,11 +103,8 @@ class GlobalSnapshot:
 
     @torch.no_grad()
     def remaining_errors(self, sent: Specs) -> dict[str, Tensor]:
-        """What is left of the differences once their quantized values have been sent. Collective if sharded.
-
-        Args:
-            sent: names and dtypes; nothing is left of a dtype other than int8.
-        """
+        """What is left of the differences once their quantized values have been sent. Collective if sharded. ``sent``:
+        names and dtypes; nothing is left of a dtype other than int8."""
         remaining = {}
         for spec in sent:
             if spec.dtype == torch.int8 and not is_on_other_stage(self._parameters[spec.name]):
@@ -122,11 +119,8 @@ class GlobalSnapshot:
 
     @torch.no_grad()
     def take(self, spec: TensorSpec, whole: Tensor) -> None:
-        """Take the global value of a parameter from rank 0. Collective on several ranks.
-
-        Args:
-            whole: the full tensor on rank 0, on the CPU; elsewhere one of the same shape, whose values do not count.
-        """
+        """Take the global value of a parameter from rank 0. Collective on several ranks. ``whole``: the full tensor on
+        rank 0, on the CPU; elsewhere one of the same shape, whose values do not count."""
         if collectives.initialized():
             whole = whole.to(collectives.communication_device())
             dist.broadcast(as_bytes(whole), src=0)

@@ -138,11 +138,7 @@ class DiLoCoWorker:
             client.close()
 
     def __enter__(self) -> Self:
-        """Join, and synchronize after the optimizer's steps.
-
-        Raises:
-            ConfigurationError: without ``optimizer``.
-        """
+        """Join, and synchronize after the optimizer's steps. Raises ConfigurationError without ``optimizer``."""
         if self._optimizer is None:
             raise ConfigurationError("DiLoCoWorker: a with block needs optimizer=, whose steps it counts")
         self.join()
