@@ -96,7 +96,7 @@ def write_stacks_at_signal(folder: Path, local_rank: int) -> None:
 
 
 def print_stacks(folder: Path, ranks: Mapping[int, int]) -> None:
-    """Print what the ranks wrote to standard error, each line with its rank. ``ranks``: global rank of each local rank."""
+    """Print what the ranks wrote to standard error, each line with its rank. ``ranks``: by local rank, the global."""
     for local_rank, rank in ranks.items():
         path = _path(folder, local_rank)
         for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
