@@ -333,6 +333,26 @@ def test_one_that_is_damaged_at_a_glance_does_not_count(tmp_path: Path, caplog: 
     assert "step-00000010 is left out: shared.json: No such file or directory" in caplog.text
 
 
+def test_files_of_kept_ones_are_not_asked_for_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, asked, ask = three_saved(tmp_path), [], Path.lstat
+
+    def lstat(path: Path) -> os.stat_result:
+        asked.append(path.relative_to(manager.directory).parts[0])
+        return ask(path)
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    assert steps_in(manager) == steps_in(manager) == [1, 2, 10]
+    assert set(asked) == {"step-00000001", "step-00000002", "step-00000010"}
+    asked.clear()
+    assert steps_in(manager) == [1, 2, 10] and not asked
+
+    manager.amend(2, metrics={"eval_loss": 0.5}, is_best=True)
+    (manager.path_of(10) / "shared.json").unlink()
+    asked.clear()
+    assert [(entry.step, entry.metrics) for entry in manager.entries()] == [(1, {}), (2, {"eval_loss": 0.5})]
+    assert set(asked) == {"step-00000002", "step-00000010"}
+
+
 def test_files_of_others_are_not_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     three_saved(tmp_path)
     manager = CheckpointManager(tmp_path, keep=Latest(1))

@@ -6,6 +6,7 @@ A place is what a user may name: a run's ``output_dir``, its directory ``checkpo
 from __future__ import annotations
 
 import enum
+import logging
 import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,8 @@ from dalsegno.checkpoint.json_view import readable_states
 from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.errors import DamagedCheckpoint, NotFound, StateMismatch
 from dalsegno.policies.retention import Best, CheckpointSummary, Retention, rules_of
+
+logger = logging.getLogger("dalsegno")
 
 
 class CheckpointStatus(enum.StrEnum):
@@ -160,6 +163,60 @@ def _size_problem(checkpoint: Checkpoint) -> str | None:
         if size != expected.size:
             return f"{name}: has {size} bytes, the manifest records {expected.size}"
     return None
+
+
+class Summaries:
+    """Summaries of the valid checkpoints in a directory, which is listed again and again.
+
+    A checkpoint is read twice, and again once its manifest or one of its folders has changed: files appear and
+    disappear there by that. Twice, since the clock of a file system has steps: in the one in which a checkpoint was
+    first read, it may have changed once more.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Path, _Read] = {}
+        self._read_twice: set[Path] = set()
+
+    def of(self, directory: Path) -> list[CheckpointSummary]:
+        """Oldest first. Logs and skips checkpoints that are not valid."""
+        former, self._known = self._known, {}
+        for path in reversed(checkpoint_dir.newest_first(directory)):
+            known = former.get(path)
+            if known is None or path not in self._read_twice or not known.is_unchanged():
+                found = _inspected(path)
+                if found.checkpoint is None or found.summary is None:
+                    logger.warning("%s is left out: %s", found.path.name, found.problem)
+                    continue
+                known = _Read.of(found.checkpoint)
+                (self._read_twice.add if known == former.get(path) else self._read_twice.discard)(path)
+            self._known[path] = known
+        self._read_twice &= self._known.keys()
+        return [known.summary for known in self._known.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What was read of a checkpoint, and when its manifest and folders had changed, in nanoseconds."""
+
+    summary: CheckpointSummary
+    changed_at: Mapping[Path, int]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> _Read:
+        manifest = checkpoint.path / names.MANIFEST
+        folders = {(checkpoint.path / name).parent for name in checkpoint.manifest.files}
+        changed_at = {place: _changed_at(place) for place in (manifest, manifest.parent, *folders)}
+        return cls(checkpoint.manifest.summary, changed_at)
+
+    def is_unchanged(self) -> bool:
+        return all(_changed_at(place) == at for place, at in self.changed_at.items())
+
+
+def _changed_at(place: Path) -> int:
+    try:
+        return place.stat().st_ctime_ns
+    except OSError:
+        return 0
 
 
 Inodes = Mapping[tuple[int, int], int]

@@ -13,7 +13,7 @@ from dalsegno.checkpoint.capture import FrozenChecksums
 from dalsegno.checkpoint.compatibility import Value
 from dalsegno.checkpoint.contract import ShardedState
 from dalsegno.checkpoint.file_reading import share_of_rank
-from dalsegno.checkpoint.listing import CheckpointStatus, list_checkpoints
+from dalsegno.checkpoint.listing import Summaries
 from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.checkpoint.restore import LoadReport, restore, unclaimed_states
 from dalsegno.checkpoint.sidecar import SavedState, SavedStates
@@ -55,6 +55,7 @@ class CheckpointManager:
         self._snapshotter = Snapshotter(self._layout)
         self._carried: Mapping[str, SavedState] = {}
         self._has_warned_nonfinite = False
+        self._summaries = Summaries()
         self._trusted: Path | None = None  # the checkpoint that this process verified or wrote last
         self._former: LinkableFiles | None = None  # of a checkpoint on disk, which the next save may link
         self._unsettled: AsyncSave[NewDirectory] | None = None
@@ -305,7 +306,7 @@ class CheckpointManager:
 
     def entries(self) -> list[CheckpointSummary]:
         """Valid checkpoints, by file sizes alone, oldest first, as policies see them. Logs and skips others."""
-        return collectives.from_rank_zero(self._entries)
+        return collectives.from_rank_zero(lambda: self._summaries.of(self.directory))
 
     def archive_after(self, step: int | None, into: Path) -> list[Path]:
         """Move the checkpoints later than ``step`` (None: all) to ``into``, newest first: their timeline is abandoned.
@@ -337,19 +338,10 @@ class CheckpointManager:
 
         collectives.from_rank_zero(remove)
 
-    def _entries(self) -> list[CheckpointSummary]:
-        entries = []
-        for found in list_checkpoints(self.directory) if checkpoint_dir.newest_first(self.directory) else []:
-            if found.summary is not None:
-                entries.append(found.summary)
-            elif found.status in (CheckpointStatus.DAMAGED, CheckpointStatus.UNREADABLE, CheckpointStatus.NEWER):
-                logger.warning("%s is left out: %s", found.path.name, found.problem)
-        return entries
-
     def _delete_unkept(self) -> list[Path]:
         if self._keep is None:
             return []
-        entries = self._entries()
+        entries = self._summaries.of(self.directory)
         kept = steps_to_keep(self._keep, entries)
         unkept = [self.path_of(entry.step) for entry in entries if entry.step not in kept]
         return [path for path in unkept if path.resolve() != self._trusted and checkpoint_dir.delete(path)]
