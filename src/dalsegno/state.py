@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypedDict, get_args
 
@@ -24,7 +25,8 @@ class ClockState(TypedDict):
 
 
 class Clock:
-    """Seconds of training over all legs. The ranks' clocks differ slightly; rank 0's is saved."""
+    """Seconds of training over all legs, which every rate is measured by. The ranks' clocks differ slightly; rank 0's
+    is saved."""
 
     state_compared = False
     state_varies = ("seconds",)
@@ -32,16 +34,25 @@ class Clock:
 
     def __init__(self) -> None:
         self._before = 0.0  # seconds in earlier legs
-        self._started: float | None = None  # monotonic time; None while training is not running
+        self._started: float | None = None  # None while training is not running
 
     def start(self) -> None:
-        self._started = time.monotonic()
+        self._started = time.perf_counter()
 
     def stop(self) -> None:
         self._before, self._started = self.seconds(), None
 
     def seconds(self) -> float:
-        return self._before + (0.0 if self._started is None else time.monotonic() - self._started)
+        return self._before + (0.0 if self._started is None else time.perf_counter() - self._started)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the time in the ``with`` block: it is not spent on training."""
+        self.stop()
+        try:
+            yield
+        finally:
+            self.start()
 
     def stopped(self) -> Clock:
         """Return a stopped copy that keeps the present value."""

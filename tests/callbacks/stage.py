@@ -45,6 +45,7 @@ class Stage:
         )
 
     def begin(self) -> None:
+        self.state.clock.start()
         self.on.train_begin.fill(None, None)
         self.on.train_begin.fire()
 

@@ -193,7 +193,7 @@ class SharedState(Callback):
         self._seconds = 0.0  # of the step, on this rank
         self._memory: float | None = None  # GiB of this step, over all ranks
         self._samples_before = 0
-        self._logged = 0, 0  # nanoseconds and samples at the last record
+        self._logged = 0.0, 0  # seconds of training and samples at the last record
         self._throughput = 0.0
         self._minibatches = 0
         self._length: int | None = None
@@ -239,7 +239,7 @@ class SharedState(Callback):
 
     def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         self._epoch = int(ctx.state.epoch)
-        self._logged = time.monotonic_ns(), ctx.state.samples_seen
+        self._logged = ctx.state.elapsed(), ctx.state.samples_seen
         self._reset()
         self._captured = self.context("on_save")  # of the checkpoint that the leg resumes from
 
@@ -294,9 +294,9 @@ class SharedState(Callback):
             self._val_num_tokens = int(sum(by_rank)) if by_rank else None
         if ctx.kind != "train" or self._alone:
             return
-        now, samples = time.monotonic_ns(), ctx.state.samples_seen
-        (nanoseconds,) = collectives.all_reduce_max([now - self._logged[0]], "overall_throughput")
-        self._throughput = (samples - self._logged[1]) * 1e9 / nanoseconds
+        now, samples = ctx.state.elapsed(), ctx.state.samples_seen
+        seconds = max(each for (each,) in collectives.gather_floats([now - self._logged[0]], "overall_throughput"))
+        self._throughput = (samples - self._logged[1]) / seconds
         self._logged = now, samples
 
     def on_log(self, ctx: contexts.LogContext) -> None:

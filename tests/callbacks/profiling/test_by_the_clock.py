@@ -10,11 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import IterableDataset
 
 import dalsegno as ds
-from dalsegno.callbacks import DurationProfiler, RateProfiler, SlowRankDetector
+from dalsegno.callbacks import (
+    ComputeBudget,
+    DefaultMetrics,
+    DurationProfiler,
+    FlopUtilization,
+    RateProfiler,
+    SlowRankDetector,
+)
 from dalsegno.distributed import collectives
 from dalsegno.testing import run_ranks, tiny_regression_data
 from support.listeners import Listener
@@ -342,3 +350,63 @@ def test_rates_of_ranks_add_up(tmp_path: Path) -> None:
         assert sum(record["rank_non_padding_tokens_per_second"]) == record["non_padding_tokens_per_second"]
     assert one[-1]["non_padding_tokens"] == sum(map(sum, LENGTHS[:2])) - LENGTHS[1][3]
     assert 10 * sum(each["non_padding_tokens_per_second"] for each in one) == one[-1]["non_padding_tokens"]
+
+
+# --- the counting of FLOPs --------------------------------------------------------------------------------------------
+
+
+TEXTS = [3, 3, 5, 5]
+"""Of the texts of each step."""
+
+
+class Shown(nn.Module):
+    """A forward pass takes a second; of fake tensors, from whose shapes FLOPs are counted, a hundred."""
+
+    clock = Clock()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 1)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.clock.now += 100.0 if isinstance(input_ids, FakeTensor) else 1.0
+        return self.head(self.embedding(input_ids)).mean()
+
+
+def train_counting(output_dir: Path) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Shown, "clock", Clock())
+        patch.setattr(time, "perf_counter", Shown.clock)
+        small_trainer(
+            output_dir,
+            DefaultMetrics(peak_flops_per_device=1e9),
+            RateProfiler(),
+            DurationProfiler(),
+            FlopUtilization(),
+            ComputeBudget(),
+            Listener({"on_log": lambda ctx: records.append(dict(ctx.logs))}),
+            model=Shown(),
+            parts={
+                "train_dataset": None,
+                "train_dataloader": [{"input_ids": torch.ones(2, n).long()} for n in TEXTS],
+            },
+            max_steps=len(TEXTS),
+            logging_steps=1,
+            disable_tqdm=True,
+        ).train()
+    return records
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_counting_of_flops_is_not_timed_as_training(tmp_path: Path, world_size: int) -> None:
+    """Whichever record it is counted in: the first one, and the first that has longer texts."""
+    for records in run_ranks(train_counting, world_size, tmp_path):
+        of_a_token = 2 * 4 + 2 * 2 * 4  # of the head: forward, and both gradients
+        for step, (length, record) in enumerate(zip(TEXTS, records, strict=False), 1):
+            tokens = world_size * 2 * length
+            assert record["tok_per_sec"] == record["tokens_per_second"] == tokens
+            assert (record["remaining_runtime"], record["other_runtime"]) == (len(TEXTS) - step, 0)
+            assert record["flops_per_second"] == of_a_token * tokens
+            assert record["mfu"] == pytest.approx(of_a_token * tokens / (world_size * 1e9))
+        assert records[-1]["train_runtime"] == 4.0

@@ -1,6 +1,5 @@
 """DefaultMetrics: tokens a second, and memory."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,31 +10,32 @@ from callbacks.scripted import BATCH_SIZE, TOKENS, Kept, logs_of_a_rank, trainer
 from callbacks.stage import Stage
 from dalsegno.callbacks import DefaultMetrics
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.contexts import StepEndContext
+from dalsegno.events.contexts import Context, StepEndContext
 from dalsegno.testing import run_ranks
-
-SECOND = 10**9  # nanoseconds
+from support.listeners import Listener
 
 
 @pytest.fixture
-def seconds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """What passes from one look at the clock to the next: the list's items, then one second each."""
-    passing: list[float] = []
-    now = 0
+def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What has passed: the sum."""
+    passed: list[float] = []
+    monkeypatch.setattr("dalsegno.state.time", SimpleNamespace(perf_counter=lambda: sum(passed)))
+    return passed
 
-    def clock() -> int:
-        nonlocal now
-        now += int((passing.pop(0) if passing else 1.0) * SECOND)
-        return now
 
-    monkeypatch.setattr("dalsegno.callbacks.profiling.speed.time", SimpleNamespace(perf_counter_ns=clock))
-    yield passing
+def passing(passed: list[float], *until_records: float) -> Listener:
+    """Lets time pass until the first record, and from each one to the next."""
+    seconds = iter(until_records)
+
+    def let_pass(ctx: Context) -> None:
+        passed.append(next(seconds, 1.0))
+
+    return Listener({"on_train_begin": let_pass, "on_log": lambda ctx: let_pass(ctx) if ctx.kind == "train" else None})
 
 
 def test_tokens_a_second_since_the_last_record(tmp_path: Path, seconds: list[float]) -> None:
-    seconds += [7.0, 0.5, 2.0]  # until training begins, until the first and until the second record
     kept = Kept()
-    trainer(tmp_path, [1.0] * 7, kept, with_tokens=True, logging_steps=3).train()
+    trainer(tmp_path, [1.0] * 7, kept, passing(seconds, 0.5, 2.0), with_tokens=True, logging_steps=3).train()
     records = kept.of("train")
     tokens = 3 * BATCH_SIZE * TOKENS
     assert {step: logs["tok_per_sec"] for step, logs in records.items()} == {3: tokens / 0.5, 6: tokens / 2}
@@ -67,9 +67,9 @@ class Crash(ds.Callback):
 def test_a_leg_counts_the_tokens_of_its_own_time(tmp_path: Path, seconds: list[float]) -> None:
     settings = {"with_tokens": True, "logging_steps": 4, "save_steps": 5}
     with pytest.raises(RuntimeError, match="crash"):
-        trainer(tmp_path, [1.0] * 12, Crash(), **settings).train()
+        trainer(tmp_path, [1.0] * 12, Crash(), passing(seconds), **settings).train()
     kept = Kept()
-    resumed = trainer(tmp_path, [1.0] * 12, kept, **settings)
+    resumed = trainer(tmp_path, [1.0] * 12, kept, passing(seconds), **settings)
     resumed.train()
     records = kept.of("train")
     assert {step: logs["tokens"] for step, logs in records.items()} == {8: 8 * 12, 12: 12 * 12}
@@ -93,6 +93,7 @@ def test_an_interval_begins_anew_with_a_rollback_and_is_never_negative(tmp_path:
 
     def tokens_per_second(tokens: int) -> float:
         logs = {"tokens": tokens}
+        seconds.append(1.0)
         stage.on.log_step.fill(logs, "train")
         stage.on.log_step.fire()
         return logs["tok_per_sec"]
@@ -114,7 +115,6 @@ def test_a_peak_that_cannot_be(peak: object) -> None:
 
 
 def test_steps_a_second_without_tokens(tmp_path: Path, seconds: list[float]) -> None:
-    seconds += [7.0, 0.5, 2.0]
     kept = Kept()
-    trainer(tmp_path, [1.0] * 7, kept, logging_steps=3).train()
+    trainer(tmp_path, [1.0] * 7, kept, passing(seconds, 0.5, 2.0), logging_steps=3).train()
     assert {step: logs["steps_per_second"] for step, logs in kept.of("train").items()} == {3: 6.0, 6: 1.5}

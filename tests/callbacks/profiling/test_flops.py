@@ -30,6 +30,7 @@ from dalsegno.callbacks.profiling.flops import Uncountable, count_flops
 from dalsegno.callbacks.profiling.model_flops import known_peak
 from dalsegno.logs import read_records
 from dalsegno.testing import TinyLanguageModel, run_ranks
+from support.listeners import Listener
 from support.models import Line
 from support.small import small_trainer
 
@@ -270,13 +271,12 @@ def language_run(
     torch.manual_seed(0)
     rows = torch.randint(0, 256, (16, LENGTH), generator=torch.Generator().manual_seed(0))
     parts = {"train_dataset": [{"input_ids": row, "labels": row.roll(-1)} for row in rows]}
-    own = [JsonLogger(), DefaultMetrics(peak_flops_per_device=1e12), FlopUtilization(**(total or {}))]
+    seconds: list[int] = []  # one each step
+    passing = Listener({"on_step_begin": lambda ctx: seconds.append(1)})
+    own = [JsonLogger(), passing, DefaultMetrics(peak_flops_per_device=1e12), FlopUtilization(**(total or {}))]
     settings = {"max_steps": 2, "logging_steps": 1, "parallel": parallel, "per_device_train_batch_size": batch}
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("profiling.speed", "profiling.model_flops"):  # to each, a second from look to look
-            seconds = iter(range(100))
-            clock = SimpleNamespace(perf_counter_ns=lambda seconds=seconds: next(seconds) * 10**9)
-            patch.setattr(f"dalsegno.callbacks.{module}.time", clock)
+        patch.setattr("dalsegno.state.time", SimpleNamespace(perf_counter=lambda: len(seconds)))
         small_trainer(output_dir, *own, model=TinyLanguageModel(width=WIDTH), parts=parts, **settings).train()
     return records(output_dir)
 

@@ -81,7 +81,7 @@ class ProgressCallback(Callback):
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._lines.begin()
-        self._began, self._first_step = time.monotonic(), ctx.state.global_step
+        self._began, self._first_step = ctx.state.elapsed(), ctx.state.global_step
         if self._wants_bar(ctx.args):
             self._display = Bar(self._stream, self._columns, ctx.state.global_step, ctx.state.max_steps)
 
@@ -127,7 +127,7 @@ class ProgressCallback(Callback):
 
     def _outlook(self, ctx: LogContext) -> str:
         """What follows a record in a line: steps in all, speed and time left."""
-        elapsed, done = time.monotonic() - self._began, ctx.state.global_step - self._first_step
+        elapsed, done = ctx.state.elapsed() - self._began, ctx.state.global_step - self._first_step
         left = ctx.state.max_steps - ctx.state.global_step
         if elapsed < SILENCE_S or done <= 0 or left <= 0:
             return ""

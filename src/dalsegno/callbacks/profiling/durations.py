@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any, TypedDict
@@ -14,6 +13,7 @@ from dalsegno.callbacks.argument_checks import whole
 from dalsegno.distributed import collectives
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import Context, EvaluateContext, LogContext, MicrobatchEndContext
+from dalsegno.state import Clock
 from dalsegno.stateful.schema import Count
 
 
@@ -54,7 +54,7 @@ class RateProfiler(Callback):
 
     def on_train_begin(self, ctx: Context) -> None:
         self._window.clear()
-        self._begin()
+        self._begin(ctx)
 
     on_rollback = on_train_begin
 
@@ -69,7 +69,7 @@ class RateProfiler(Callback):
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind != "train":
             return
-        seconds, non_padding = time.perf_counter() - self._began, int(self._non_padding)
+        seconds, non_padding = ctx.state.elapsed() - self._began, int(self._non_padding)
         self._window.append([seconds, self._samples, self._tokens, non_padding - self._logged])
         seconds, *counts = map(sum, zip(*self._window, strict=True))
         each = collectives.gather_floats([*(count / seconds for count in counts), non_padding], "RateProfiler")
@@ -81,10 +81,10 @@ class RateProfiler(Callback):
                 ctx.logs[f"rank_{name}_per_second"] = rates
         if total := sum(int(rates[-1]) for rates in counted):
             ctx.logs["non_padding_tokens"] = total
-        self._begin()
+        self._begin(ctx)
 
-    def _begin(self) -> None:
-        self._began, self._samples, self._tokens = time.perf_counter(), 0, 0
+    def _begin(self, ctx: Context) -> None:
+        self._began, self._samples, self._tokens = ctx.state.elapsed(), 0, 0
         self._non_padding = self._logged = int(self._non_padding)
 
     def state_dict(self) -> RateState:
@@ -119,6 +119,7 @@ class DurationProfiler(Callback):
     """
 
     sets_control_flags = False
+    _clock: Clock  # the context of on_save has a past one
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
@@ -132,7 +133,8 @@ class DurationProfiler(Callback):
         self._seconds.clear()
         self._is_saving = False
         self._evaluations, self._evaluated_at, self._evaluated_for = 0, 0, 0.0
-        self._since = self._last_log = time.perf_counter()
+        self._clock = ctx.state.clock
+        self._since = self._last_log = self._clock.seconds()
         self._last_step = ctx.state.global_step
 
     on_rollback = on_train_begin
@@ -172,7 +174,7 @@ class DurationProfiler(Callback):
         if ctx.kind != "train":
             return
         self._account("other")
-        now, steps = time.perf_counter(), ctx.state.global_step - self._last_step
+        now, steps = self._clock.seconds(), ctx.state.global_step - self._last_step
         took = [*(self._seconds[section] for section in SECTIONS), now - self._last_log]
         *sections, interval = (
             each / 1e9 for each in collectives.all_reduce_max([int(each * 1e9) for each in took], "DurationProfiler")
@@ -204,6 +206,6 @@ class DurationProfiler(Callback):
 
     def _account(self, section: str) -> None:
         """Add the time since the last measurement to this section."""
-        now = time.perf_counter()
+        now = self._clock.seconds()
         self._seconds["save" if self._is_saving else section] += now - self._since
         self._since, self._is_saving = now, False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from inspect import Parameter, signature
@@ -17,9 +16,10 @@ from dalsegno.args import TrainingArguments
 from dalsegno.callbacks.profiling.flops import Uncountable, count_flops
 from dalsegno.data.loader import to_device
 from dalsegno.distributed import accelerator, collectives
+from dalsegno.distributed.collectives import Gathered
 from dalsegno.distributed.parallel.base import autocast_dtype
 from dalsegno.distributed.sharded_tensors import device_of
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import Binder, Callback
 from dalsegno.events.contexts import (
     Context,
     LogContext,
@@ -29,6 +29,7 @@ from dalsegno.events.contexts import (
     TrainBeginContext,
 )
 from dalsegno.events.table import Event
+from dalsegno.state import Handler
 
 logger = logging.getLogger("dalsegno")
 
@@ -56,7 +57,14 @@ class ModelFlops(Callback):
         self._batch: Any = None  # the last step's first micro-batch, if it must be counted
         self._known: dict[Any, int] = {}  # FLOPs by shapes
         self._has_stepped = False
-        self._began, self._tokens, self._samples = 0, 0, 0
+        self._clock = context.state.clock
+        self._began = 0.0  # by the clock
+        self._tokens = self._samples = 0
+        self._of_ranks = Gathered(self._measure, "ModelFlops")
+
+    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
+        binder.gather_for_record(self._of_ranks)
+        return super().bound_handlers(binder)
 
     def want(self, own_peak: float | None, *, always: bool, each_record: bool) -> float | None:
         """Request counting, if the peaks are known or ``always``. Collective; to be called in on_train_begin.
@@ -89,7 +97,7 @@ class ModelFlops(Callback):
         self._begin_interval(ctx)
 
     def _begin_interval(self, ctx: Context) -> None:
-        self._began = time.perf_counter_ns()
+        self._began = self._clock.seconds()
         self._tokens, self._samples = ctx.state.num_input_tokens_seen, ctx.state.samples_seen
 
     def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
@@ -105,20 +113,19 @@ class ModelFlops(Callback):
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind != "train" or not self._is_wanted:
             return
-        # Between records each rank has its own estimate of the tokens, which may be too high.
-        here = [time.perf_counter_ns() - self._began, self._tokens, self._samples]
-        is_due = self._counts_each_record or not self._has_counted
-        here += self._of_batch(ctx) if is_due else (0, 0, 0)
-        of_ranks = collectives.gather_floats([*map(float, here)], "ModelFlops")
-        nanoseconds, tokens_before, samples_before = (int(max(column)) for column in [*zip(*of_ranks, strict=True)][:3])
-        if is_due:
-            self._count([row[3:] for row in of_ranks])
-        tokens = max(0, ctx.state.num_input_tokens_seen - tokens_before)
-        samples = ctx.state.samples_seen - samples_before
-        done = self.flops(tokens, samples)
-        self.rate = done * 1e9 / nanoseconds if done else None
-        self.token_rate = tokens * 1e9 / nanoseconds if tokens else None
+        seconds, tokens_before, samples_before = map(max, zip(*self._of_ranks.by_rank(), strict=True))
+        if self._counts_each_record or not self._has_counted:
+            with self._clock.paused():
+                self._count(collectives.gather_floats([*map(float, self._of_batch(ctx))], "ModelFlops"))
+        tokens = max(0, ctx.state.num_input_tokens_seen - int(tokens_before))
+        done = self.flops(tokens, ctx.state.samples_seen - int(samples_before))
+        self.rate = done / seconds if done else None
+        self.token_rate = tokens / seconds if tokens else None
         self._begin_interval(ctx)
+
+    def _measure(self) -> list[float]:
+        """Seconds since the last record, and what was read before it: each rank's own estimate, maybe too high."""
+        return [self._clock.seconds() - self._began, float(self._tokens), float(self._samples)]
 
     def _count(self, of_ranks: Sequence[Sequence[float]]) -> None:
         """Take each rank's FLOPs, tokens and samples; 0 per token and per sample if a rank cannot count."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any, TypedDict
 
 import torch
@@ -17,7 +16,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Binder, Callback
 from dalsegno.events.contexts import Context, LogContext, RollbackContext, TrainBeginContext
 from dalsegno.events.table import Event
-from dalsegno.state import Handler
+from dalsegno.state import Clock, Handler
 from dalsegno.stateful.schema import Count, Finite, Must
 
 
@@ -81,8 +80,8 @@ class UtilizationCallback(Callback):
 class DefaultMetrics(UtilizationCallback):
     """Logs speed, hardware utilization and peak memory in each training record:
 
-    - ``tok_per_sec``: tokens (elements of ``input_ids``) of all ranks per second of wall-clock time since the last
-      record, including evaluations and saves. Without tokens: ``steps_per_second``.
+    - ``tok_per_sec``: tokens (elements of ``input_ids``) of all ranks per second since the last record, including
+      evaluations and saves, but not the counting of FLOPs. Without tokens: ``steps_per_second``.
     - ``mfu``: model FLOPs utilization, the fraction of the hardware's peak that the model uses, 0 to 1: FLOPs per token
       (or per sample, without tokens), forward and backward, times tokens per second, over the peak of all ranks'
       devices (Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B). Only where the peak is known and the
@@ -102,8 +101,10 @@ class DefaultMetrics(UtilizationCallback):
     """
 
     _device = torch.device("cpu")
-    _began = _measured_at = _tokens_before = _steps_before = 0
+    _began = _measured_at = 0.0  # seconds of training
+    _tokens_before = _steps_before = 0
     _of_ranks: Gathered
+    _clock: Clock
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
         self._of_ranks = Gathered(self._measure, "DefaultMetrics")
@@ -119,37 +120,38 @@ class DefaultMetrics(UtilizationCallback):
         self._begin_interval(ctx)
 
     def _begin_interval(self, ctx: Context) -> None:
-        self._began, self._tokens_before = time.perf_counter_ns(), ctx.state.num_input_tokens_seen
+        self._clock = ctx.state.clock
+        self._began, self._tokens_before = self._clock.seconds(), ctx.state.num_input_tokens_seen
         self._steps_before = ctx.state.global_step
         self._of_ranks.forget()
 
     def _measure(self) -> list[float]:
-        """Nanoseconds since the last record, and peak memory, of this rank."""
-        self._measured_at = time.perf_counter_ns()
-        return [float(self._measured_at - self._began), float(peak_memory(self._device))]
+        """Seconds since the last record, and peak memory, of this rank."""
+        self._measured_at = self._clock.seconds()
+        return [self._measured_at - self._began, float(peak_memory(self._device))]
 
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind != "train":
             return
         by_rank = self._of_ranks.by_rank()
-        nanoseconds = max(elapsed for elapsed, _ in by_rank)
+        seconds = max(elapsed for elapsed, _ in by_rank)
         peaks = [int(peak) for _, peak in by_rank]
         self._began = self._measured_at
         if "tokens" in ctx.logs:
-            self._add_throughput(ctx.logs, nanoseconds)
+            self._add_throughput(ctx.logs, seconds)
         else:
-            ctx.logs["steps_per_second"] = (ctx.state.global_step - self._steps_before) * 1e9 / nanoseconds
+            ctx.logs["steps_per_second"] = (ctx.state.global_step - self._steps_before) / seconds
         self._steps_before = ctx.state.global_step
         self._add_mfu(ctx.logs)
         ctx.logs["peak_mem"] = max(peaks)
         if len(peaks) > 1:
             ctx.logs["rank_peak_mem"] = peaks
 
-    def _add_throughput(self, logs: dict[str, float], nanoseconds: float) -> None:
+    def _add_throughput(self, logs: dict[str, float], seconds: float) -> None:
         # A leg that begins between two records begins with an estimated count, which may be too high.
         tokens = max(0, logs["tokens"] - self._tokens_before)
         self._tokens_before = int(logs["tokens"])
-        logs["tok_per_sec"] = tokens * 1e9 / nanoseconds
+        logs["tok_per_sec"] = tokens / seconds
 
 
 class FlopUtilization(UtilizationCallback):
