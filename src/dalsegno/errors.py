@@ -43,7 +43,7 @@ class UnknownName(ConfigurationError, TypeError):
     def __init__(self, what: str, name: str, known: Iterable[str], answers: Mapping[str, str] | None = None) -> None:
         """``answers`` maps other words, such as those of other libraries, to known names or to advice."""
         known = sorted(known)
-        answer = (answers or {}).get(name) or _nearest(name, known)
+        answer = (answers or {}).get(name) or nearest(name, known)
         if answer is None:
             answer = f"known: {', '.join(known) or 'none'}"
         elif answer in known:
@@ -51,7 +51,7 @@ class UnknownName(ConfigurationError, TypeError):
         super().__init__(f"unknown {what} {name!r}; {answer}")
 
 
-def _nearest(name: str, known: list[str]) -> str | None:
+def nearest(name: str, known: list[str]) -> str | None:
     """The most similar name, else the shortest that begins with ``name`` or whose last word does; None for none.
 
     Half of the letters of two long names are often the same by chance; of three letters one may be wrong.

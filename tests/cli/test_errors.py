@@ -34,7 +34,73 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 )
 def test_a_setting_as_an_option(capsys: pytest.CaptureFixture[str], option: list[str], meant: str) -> None:
     message = error_of(capsys, "train", "run.toml", *option)
-    assert message == f"dalsegno: error: unrecognized arguments: {' '.join(option)}{meant}"
+    assert message == f"dalsegno train: error: unrecognized arguments: {' '.join(option)}{meant}"
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["logs", "spikes", "run", "--metrik", "loss"], "--metric"),
+        (["logs", "summary", "--al"], "--all"),
+        (["checkpoints", "prune", "--keep-last=3"], "--keep-latest"),
+        (["launch", "run.toml", "--chek"], "--check"),
+        (["train", "run.toml", "--start-ovr"], "--start-over"),
+        (["jobs", "--hepl"], "--help"),
+        (["--versoin"], "--version"),
+    ],
+)
+def test_an_unknown_option_shows_its_commands_usage_and_the_nearest(
+    capsys: pytest.CaptureFixture[str], words: list[str], meant: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    usage, *_, message = capsys.readouterr().err.splitlines()
+    command = " ".join(["dalsegno", *(word for word in words[:2] if word not in ("run.toml", *words[-1:]))])
+    assert usage.startswith(f"usage: {command} ")
+    assert message.startswith(f"{command}: error: unrecognized arguments: -")
+    assert message.endswith(f"; did you mean {meant!r}?")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["logs", "detect", "a", "--threshold", "high"], "argument --threshold: 'high': needs a number, or none"),
+        (["logs", "plot", "a", "--xlim", "1:b"], "argument --xlim: '1:b': needs a range of numbers: A:B, A: or :B"),
+        (["logs", "plot", "a", "--ylim", "7"], "argument --ylim: '7': needs a range of numbers: A:B, A: or :B"),
+        (["logs", "spikes", "a", "--window", "1.5"], "argument --window: '1.5': needs an integer"),
+        (["logs", "compare", "a", "--sigmas", "x"], "argument --sigmas: 'x': needs a number"),
+    ],
+)
+def test_a_wrong_value_is_answered_in_words(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert error_of(capsys, *words) == f"dalsegno {words[0]} {words[1]}: error: {message}"
+
+
+def test_metric_and_metrics_are_one_option(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    records = '{{"global_step": {0}, "loss": {0}.0, "norms": {{"w": 1.0}}}}\n'
+    Path("log.jsonl").write_text("".join(map(records.format, range(1, 30))))
+    for command in ("show", "tail", "spikes", "detect", "compare log.jsonl", "plot --terminal"):
+        for option in ("--metric", "--metrics"):
+            main(["logs", *command.split(), "log.jsonl", option, "los"])
+            message = capsys.readouterr().err
+            assert command == "tail" or message.endswith("'los'; did you mean 'loss'?\n"), (command, message)
+    for option in ("--metric", "--metrics"):
+        assert main(["logs", "heatmap", "log.jsonl", option, "grad_norm", "--force"]) == 0
+        assert main(["checkpoints", "prune", option, "loss"]) == 2
+
+
+@pytest.mark.parametrize("metric", ["grad_norm", "norm", "spectral_norm"])
+def test_a_heatmap_without_its_log_names_the_callback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, metric: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("log.jsonl").write_text('{"global_step": 10, "loss": 2.0}\n')
+    writer = "GradNormLogger" if metric == "grad_norm" else "ParameterNormLogger"
+    message = error_of(capsys, "logs", "heatmap", "log.jsonl", "--metric", metric)
+    assert message.endswith(f"_norms.jsonl: no such log; the callback {writer} writes it")
 
 
 @pytest.mark.parametrize("words", [("checkpoints", "list"), ("logs", "show"), ("checkpoints", "diff", ".")])

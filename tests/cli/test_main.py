@@ -73,6 +73,16 @@ def test_the_nearest_command_is_named(word: str, nearest: str, capsys: pytest.Ca
     assert capsys.readouterr().err == f"dalsegno: unknown command {word!r}; did you mean {nearest!r}?\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "listed"), [([], "check-resume"), (["logs"], "compare"), (["jobs"], "list"), (["diloco"], "serve")]
+)
+def test_a_group_alone_lists_its_commands(words: list[str], listed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert f"\n    {listed} " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [[], ["demo", "--stepps", "3"], ["demo", "--steps", "x"], ["check-resume"]])
 def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:

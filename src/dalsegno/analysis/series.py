@@ -134,11 +134,11 @@ def _sums_before(values: Floats, width: int) -> Floats:
 
 
 WHERE = {
-    "grad_norm": ("gradient_norms", ("norms", "grad_norms")),
-    "norm": ("parameter_norms", ("norms",)),
-    "spectral_norm": ("parameter_norms", ("spectral_norms",)),
+    "grad_norm": ("gradient_norms", ("norms", "grad_norms"), "GradNormLogger"),
+    "norm": ("parameter_norms", ("norms",), "ParameterNormLogger"),
+    "spectral_norm": ("parameter_norms", ("spectral_norms",), "ParameterNormLogger"),
 }
-"""Metric → (stem of the file, keys under which a record may have the numbers)."""
+"""Metric → (stem of the file, keys under which a record may have the numbers, the callback that writes it)."""
 
 
 _SEARCHED = 10
@@ -149,11 +149,11 @@ def read_parameters(log: Path, run: str, metric: str, skipped: Skipped) -> Param
     """Read this metric from ``log`` itself, or else from the log beside it that usually has it."""
     if metric not in WHERE:
         raise UnknownName("metric of parameters", metric, WHERE)
-    stem, keys = WHERE[metric]
+    stem, keys, writer = WHERE[metric]
     report = ReadReport()
     found = [
         (record["global_step"], norms)
-        for record in read_records(log if _has(log, keys) else _file(log.parent, stem), report)
+        for record in read_records(log if _has(log, keys) else _file(log.parent, stem, writer), report)
         for norms in (next((record[key] for key in keys if isinstance(record.get(key), dict)), None),)
         if norms is not None and isinstance(record.get("global_step"), int)
     ]
@@ -178,8 +178,8 @@ def _has(log: Path, keys: Sequence[str]) -> bool:
     return any(isinstance(record.get(key), dict) for record in first for key in keys)
 
 
-def _file(folder: Path, stem: str) -> Path:
+def _file(folder: Path, stem: str, writer: str) -> Path:
     for suffix in (".jsonl", ".json"):
         if (path := folder / f"{stem}{suffix}").exists():
             return path
-    raise NotFound(f"{folder / stem}.jsonl: no such log; add the callback that writes it, see docs/callbacks.md")
+    raise NotFound(f"{folder / stem}.jsonl: no such log; the callback {writer} writes it")

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dalsegno.cli.command import FAILED, Command, place
+from dalsegno.cli.command import FAILED, Command, parse, place
 from dalsegno.errors import DalsegnoError, UnknownName
 from dalsegno.system.exit_status import ExitStatus, exit_status_of
 
@@ -39,6 +39,8 @@ COMMANDS = {
 
 RUN_USER_CODE = ("demo", "train", "launch", "check-resume")
 """Commands whose OSErrors keep their traceback, because user code may raise them; elsewhere the message suffices."""
+NOT_EVERYWHERE = ("torch", "torchdata", "safetensors", "tensorboard", "numpy")
+"""What commands that train or open checkpoints need, and others do not."""
 SHELLS = ("bash", "zsh", "tcsh")
 TRAINING = ("train", "launch")
 """Commands that end with an :class:`~dalsegno.system.exit_status.ExitStatus`."""
@@ -50,11 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a progress bar of question marks, not an error, without UTF-8
     try:
-        parser = _parser(words)
-        arguments, unknown = parser.parse_known_args(words)
-        if unknown:
-            hint = arguments.suggest(unknown) if arguments.suggest else ""
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        arguments = parse(_parser(words), words)
         status: int = arguments.run(arguments)
         return status
     except DalsegnoError as error:
@@ -67,6 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words[0] in RUN_USER_CODE:
             raise
         print(f"dalsegno: {error}", file=sys.stderr)
+        return FAILED
+    except ModuleNotFoundError as error:  # logs are read, and jobs are asked, on machines without torch
+        lacking = (error.name or "").partition(".")[0]
+        if lacking not in NOT_EVERYWHERE:
+            raise
+        from dalsegno.system.imports import how_to_install
+
+        print(f"dalsegno: {words[0]} needs {lacking}, which is not installed; {how_to_install()}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("\ndalsegno: interrupted", file=sys.stderr)
@@ -89,7 +95,8 @@ def _parser(words: Sequence[str] | None) -> argparse.ArgumentParser:
         metavar="SHELL",
         help='print a script for bash, zsh or tcsh that completes commands: eval "$(dalsegno --print-completion bash)"',
     )
-    places = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser.set_defaults(parser=parser, run=None, suggest=None)
+    places = parser.add_subparsers(metavar="COMMAND")
     for name in _called(COMMANDS, words):
         if COMMANDS[name] and words is not None and name not in words:
             places.add_parser(name, help=COMMANDS[name])
@@ -101,7 +108,8 @@ def _parser(words: Sequence[str] | None) -> argparse.ArgumentParser:
             continue
         group = _add_parser(places, name, module.__doc__ or "")
         group.epilog = f"'dalsegno {name} COMMAND --help' has a command's options and exit statuses."
-        inside = group.add_subparsers(metavar="COMMAND", required=True)
+        group.set_defaults(parser=group)
+        inside = group.add_subparsers(metavar="COMMAND")
         rest = None if words is None else words[words.index(name) + 1 :]
         for each in _called(module.COMMANDS, rest, f"{name} "):
             _add_command(inside, each, module.COMMANDS[each])
@@ -125,7 +133,7 @@ def _add_command(places: Any, name: str, command: Command) -> None:
     parser = _add_parser(places, name, command.help)
     parser.epilog = command.epilog
     command.describe(parser)
-    parser.set_defaults(run=command.run, suggest=command.suggest)
+    parser.set_defaults(parser=parser, run=command.run, suggest=command.suggest)
 
 
 def _add_parser(places: Any, name: str, text: str) -> argparse.ArgumentParser:

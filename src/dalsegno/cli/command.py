@@ -6,10 +6,12 @@ import argparse
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from dalsegno.errors import ConfigurationError
+from dalsegno.errors import ConfigurationError, nearest
 from dalsegno.system.exit_status import ExitStatus
+
+T = TypeVar("T")
 
 FAILED = 2
 """Exit status: the command failed. 1 is a command's own negative result."""
@@ -31,7 +33,22 @@ Arguments = Callable[[Any], None]
 
 def argument(*names: str, **options: Any) -> Arguments:
     """Any argument; ``options`` are those of argparse's ``add_argument``."""
+    words = {int: "an integer", float: "a number"}
+    if (kind := options.get("type")) in words:
+        options["type"] = converter(kind, words[kind])
     return lambda parser: parser.add_argument(*names, **options)
+
+
+def converter(kind: Callable[[str], T], needs: str) -> Callable[[str], T]:
+    """``kind`` as a ``type`` of argparse, whose error says what is needed; argparse would name the function."""
+
+    def convert(text: str) -> T:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r}: needs {needs}") from None
+
+    return convert
 
 
 def flag(*names: str, help: str, dest: str | None = None) -> Arguments:
@@ -67,6 +84,8 @@ def one_of(*arguments: Arguments, required: bool = False) -> Arguments:
 
 
 JSON = flag("--json", help="print JSON")
+METRIC, METRICS = ("--metric", "--metrics"), ("--metrics", "--metric")
+"""Names of the option for one metric, and for several: either word is right everywhere."""
 
 
 class Command:
@@ -102,6 +121,27 @@ def command(
 ) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
     """Make a command of a function, whose docstring is the help. ``statuses``: exit statuses that are its own."""
     return lambda run: Command(run, several(*arguments), statuses or {}, help or run.__doc__)
+
+
+def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """As ``parse_args``, but with the usage of the command itself in an error, and the nearest option.
+
+    A group without a command prints its help. The parser's default ``parser`` is the command's parser or the group's,
+    ``run`` is None for a group, ``suggest`` as for :class:`Command`.
+    """
+    arguments, unknown = parser.parse_known_args(words)
+    own: argparse.ArgumentParser = arguments.parser
+    if unknown:
+        options = [name for action in own._actions for name in action.option_strings]
+        wrong = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
+        if meant := nearest(wrong, options) if wrong else None:
+            hint = f"; did you mean {meant!r}?"
+        else:
+            hint = arguments.suggest(unknown) if arguments.suggest else ""
+        own.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    if arguments.run is None:
+        own.exit(FAILED, own.format_help())
+    return arguments
 
 
 def place(text: str) -> Path:

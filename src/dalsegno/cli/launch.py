@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dalsegno.cli.command import OF_TRAINING, argument, option, several
+from dalsegno.cli.command import OF_TRAINING, argument, option, parse, several
 from dalsegno.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ def _target(what: str, words: list[str]) -> Target:
     if Path(what).suffix in _CONFIGURATIONS:
         parser = argparse.ArgumentParser(prog="dalsegno launch", usage="%(prog)s … FILE [options of 'dalsegno train']")
         train.describe(parser)
-        given = parser.parse_args([what, *words])
+        parser.set_defaults(parser=parser, run=train.run, suggest=train.suggest)
+        given = parse(parser, [what, *words])
         if given.check:
             raise ConfigurationError(f"--check trains nothing: dalsegno train {what} --check")
         return ConfigTarget(what, given.set, given.checkpoint, given.start_over, given.continue_stopped)

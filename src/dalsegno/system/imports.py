@@ -44,9 +44,10 @@ def lazy_exports(
     return find, lambda: sorted(name for name, home in home_of.items() if exists(home))
 
 
-def how_to_install(extra: str) -> str:
-    """The commands that install ``extra``, for the end of a message."""
-    return f"in a clone of dalsegno, pip install -e '.[{extra}]'; from an index, pip install 'dalsegno[{extra}]'"
+def how_to_install(extra: str | None = None) -> str:
+    """The commands that install dalsegno's dependencies, and ``extra``, for the end of a message."""
+    of_extra = f"[{extra}]" if extra else ""
+    return f"in a clone of dalsegno, pip install -e '.{of_extra}'; from an index, pip install 'dalsegno{of_extra}'"
 
 
 def require_extra(extra: str, module: str, what: str) -> None:

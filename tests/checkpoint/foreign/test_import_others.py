@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import shutil
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -221,11 +222,22 @@ def test_numbers_are_as_saved_and_arrays_are_passed_over(tmp_path: Path) -> None
     assert type(loaded["loss"]) is np.float32 and not isinstance(loaded["empty"], np.ndarray)
 
 
-def test_no_reason_advises_against_safety(tmp_path: Path) -> None:
-    (tmp_path / "plain.pt").write_bytes(pickle.dumps({"model": 1}))
+@pytest.mark.parametrize("kind", ["plain.pt", "script.pt", "old.tar", "train.py"])
+def test_no_reason_advises_against_safety(tmp_path: Path, kind: str, recwarn: pytest.WarningsRecorder) -> None:
+    file = tmp_path / kind
+    if kind == "script.pt":
+        torch.jit.save(torch.jit.script(nn.Linear(1, 1)), file)  # type: ignore[no-untyped-call]
+    elif kind == "old.tar":
+        with tarfile.open(file, "w") as archive:
+            for name in ("storages", "tensors", "pickle"):
+                archive.addfile(tarfile.TarInfo(name))
+    else:
+        file.write_bytes(pickle.dumps({"model": 1}) if kind == "plain.pt" else b"class Net:\n    pass\n")
+    recwarn.clear()
     with pytest.raises(StateMismatch) as refused:
-        pickles.load(tmp_path / "plain.pt")
-    assert "weights_only" not in str(refused.value)
+        pickles.load(file)
+    assert not recwarn.list
+    assert "weights_only" not in str(refused.value) and "trusted" not in str(refused.value)
 
 
 def test_what_no_program_wrote_is_refused(tmp_path: Path) -> None:

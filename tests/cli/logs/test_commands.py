@@ -97,10 +97,18 @@ def test_show_refuses(words: list[str], message: str, capsys: pytest.CaptureFixt
     assert message in error(capsys, "show", str(GOLDEN / "killed"), *words)
 
 
-def test_show_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    for condition in ("loss > 1e9", "step > 1e9 or time < 0"):
-        assert main(["logs", "show", str(GOLDEN / "killed"), "--where", condition]) == 1
-        assert capsys.readouterr() == ("", "")
+@pytest.mark.parametrize(
+    ("words", "known"),
+    [
+        (["--where", "loss > 1e9"], "records in the log: 25, of steps 2 to 40"),
+        (["--where", "step > 1e9 or time < 0"], "records in the log: 25, of steps 2 to 40"),
+        (["--step", "50:", "--json"], "records in the log: 25, of steps 2 to 40"),
+        (["--kind", "sync"], "records of kind sync in the log: none"),
+    ],
+)
+def test_show_says_that_nothing_matches(words: list[str], known: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", "show", str(GOLDEN / "killed"), *words]) == 1
+    assert capsys.readouterr() == ("", f"dalsegno: no record of killed matches; {known}\n")
 
 
 def test_diff_tells_two_runs_of_one_name_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

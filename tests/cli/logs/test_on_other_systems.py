@@ -47,6 +47,17 @@ for line in sys.stdin:
 assert not {"torch", "fcntl"} & set(sys.modules)
 """
 
+WITHOUT_TORCH = """
+from pathlib import Path
+from dalsegno.cli import main
+Path("run.toml").write_text("trainer = 'my_run:build'\\n[args]\\noutput_dir = 'run'")
+for line in sys.stdin:
+    try:
+        assert main(line.split()) == 2
+    except SystemExit as end:
+        assert end.code == 2
+"""
+
 TRAIN = """
 from pathlib import Path
 from dalsegno.errors import NotSupported
@@ -89,6 +100,18 @@ def test_every_logs_command_works_without_torch_and_posix(tmp_path: Path) -> Non
     statuses = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("status ")]
     assert statuses == [str(status) for status in CALLS.values()]
     assert {path.name for path in tmp_path.iterdir()} >= {"loss.png", "norms.png", "killed.csv", "report.html"}
+
+
+def test_commands_that_need_torch_say_how_to_install_it(tmp_path: Path) -> None:
+    train = ["train run.toml", "launch run.toml", "launch my_run:build", "check-resume my_run:build", "callbacks list"]
+    others = ["callbacks show JsonLogger", "checkpoints import run.toml -o run"]
+    done = other_system(WITHOUT_TORCH, tmp_path, "\n".join([*train, *others]))
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("dalsegno: ")]
+    assert [line.partition(";")[0] for line in lines] == [
+        f"dalsegno: {words.split()[0]} needs torch, which is not installed" for words in [*train, *others]
+    ]
+    assert all(line.endswith("; from an index, pip install 'dalsegno'") for line in lines)
 
 
 def test_training_there_is_refused_and_the_error_names_the_systems(tmp_path: Path) -> None:

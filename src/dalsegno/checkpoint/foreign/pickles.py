@@ -7,6 +7,7 @@ or function is refused.
 from __future__ import annotations
 
 import pickle
+import warnings
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,13 +70,17 @@ def load(path: Path) -> Any:
     """
     if not path.exists():
         raise NotFound(f"{path}: does not exist")
-    with refusal(path):
-        return load_data(path, mmap=zipfile.is_zipfile(path))
+    is_archive = zipfile.is_zipfile(path)
+    with refusal(path), path.open("rb") as file:
+        if not is_archive and file.read(1) != pickle.PROTO:
+            raise pickle.UnpicklingError("it is neither a zip archive nor a pickle")
+        return load_data(path, mmap=is_archive)
 
 
 def load_data(source: Path | IO[bytes], *, mmap: bool = False) -> Any:
     """Call within :func:`refusal`."""
-    with torch.serialization.safe_globals(_SAFE):
+    with torch.serialization.safe_globals(_SAFE), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that tell whoever reads a file of another program how to load it unsafely
         return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
 
 
@@ -109,7 +114,8 @@ def _reason(text: str) -> str:
             "that wrote it, and save it again without that object"
         )
     found = text.partition("WeightsUnpickler error:")[2].strip() or text  # before that, torch advises against safety
-    return f"not a file that torch's restricted unpickler reads ({found.splitlines()[0]})"
+    reason = "it is a TorchScript archive" if "TorchScript" in found else found.splitlines()[0]
+    return f"not a file that torch's restricted unpickler reads ({reason})"
 
 
 def save(content: object, path: Path) -> Path:

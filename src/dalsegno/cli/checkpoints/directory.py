@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.cli.command import DIR, JSON, argument, command, flag, option
+from dalsegno.cli.command import DIR, JSON, METRIC, argument, command, flag, option
 from dalsegno.cli.console import Column, number, numbers, print_json, print_rows, print_table, size
 from dalsegno.errors import ConfigurationError
 
@@ -223,7 +223,7 @@ def _problem_with(checkpoint: Checkpoint, name: str) -> str | None:
     flag("--dry-run", help="print what would be deleted; delete nothing"),
     option("--keep-latest", metavar="N", type=int, help="keep the N newest"),
     option("--keep-best", metavar="N", type=int, help="keep the N best by --metric"),
-    option("--metric", metavar="NAME", help="metric of --keep-best; default: the evaluation loss"),
+    option(*METRIC, metavar="NAME", help="metric of --keep-best; default: the evaluation loss"),
     argument(
         "--mode",
         choices=("min", "max"),

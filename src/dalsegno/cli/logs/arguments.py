@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from dalsegno.cli.command import FAILED, Arguments, argument, expect_directory_of, flag, option, place, several
+from dalsegno.cli.command import FAILED, METRICS, Arguments, argument, expect_directory_of, flag, option, place, several
 from dalsegno.errors import ConfigurationError, DalsegnoError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def metric_names(default: str = "all") -> Arguments:
     def names(text: str) -> list[str]:
         return [name.strip() for name in text.split(",") if name.strip()]
 
-    return option("--metrics", metavar="A,B", type=names, help=f"metrics, separated by commas; default: {default}")
+    return option(*METRICS, metavar="A,B", type=names, help=f"metrics, separated by commas; default: {default}")
 
 
 def settings_of(kind: type[Settings], arguments: argparse.Namespace) -> Settings:

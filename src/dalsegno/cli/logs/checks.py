@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.cli.command import JSON, argument, command, flag, option
+from dalsegno.cli.command import JSON, METRIC, argument, command, converter, flag, option
 from dalsegno.cli.console import Column, number, numbers, print_json, print_table, text, texts
 from dalsegno.errors import ConfigurationError
 
@@ -160,8 +160,7 @@ def _or_none(value: float | None) -> str:
     return "none" if value is None else f"{value:g}"
 
 
-def _float_or_none(word: str) -> float | None:
-    return None if word.lower() == "none" else float(word)
+_float_or_none = converter(lambda word: None if word.lower() == "none" else float(word), "a number, or none")
 
 
 @command(
@@ -171,7 +170,7 @@ def _float_or_none(word: str) -> float | None:
     ),
     argument("--bad", metavar="RUN", nargs="+", type=Path, default=[], help="runs in which the detector should fire"),
     flag("--sweep", help="search for the best settings; needs --good and --bad"),
-    option("--metric", metavar="NAME", help="metric the detector watches; default: the loss"),
+    option(*METRIC, metavar="NAME", help="metric the detector watches; default: the loss"),
     option(
         "--smoothing",
         metavar="A",

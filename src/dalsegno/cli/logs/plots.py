@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dalsegno.cli.command import JSON, argument, command, flag, option, several
+from dalsegno.cli.command import JSON, METRIC, argument, command, converter, flag, option, several
 from dalsegno.cli.console import print_json, shows_colours, size
 from dalsegno.errors import ConfigurationError
 
@@ -31,13 +31,11 @@ if TYPE_CHECKING:
 
 
 def _limits(text: str) -> tuple[float | None, float | None]:
-    low, colon, high = text.partition(":")
-    if not colon:
-        raise argparse.ArgumentTypeError(f"{text!r}: write a range as A:B, A: or :B")
-    try:
-        return (float(low) if low else None, float(high) if high else None)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
+    low, high = text.split(":")
+    return (float(low) if low else None, float(high) if high else None)
+
+
+_RANGE = converter(_limits, "a range of numbers: A:B, A: or :B")
 
 
 VIEW = several(
@@ -56,9 +54,9 @@ VIEW = several(
     ),
     flag("--log", "--log-scale", help="logarithmic y axis; default: linear"),
     flag("--perplexity", help="plot exp(loss) in place of the loss"),
-    option("--xlim", metavar="A:B", type=_limits, help="range of the x axis, either end optional; default: all"),
+    option("--xlim", metavar="A:B", type=_RANGE, help="range of the x axis, either end optional; default: all"),
     option(
-        "--ylim", metavar="A:B", type=_limits, help="range of the y axis, either end optional, --ylim=-1:1 if negative"
+        "--ylim", metavar="A:B", type=_RANGE, help="range of the y axis, either end optional, --ylim=-1:1 if negative"
     ),
     flag("--ignore-outliers", help="fit the y axis to the middle 98%% of the values; default: to all"),
 )
@@ -129,7 +127,7 @@ METRICS = ("grad_norm", "norm", "spectral_norm")
 
 @command(
     run_paths(several_runs=False, optional=True),
-    argument("--metric", choices=METRICS, default="grad_norm", help="norm to draw; default: %(default)s"),
+    argument(*METRIC, choices=METRICS, default="grad_norm", help="norm to draw; default: %(default)s"),
     option("-f", "--filter", metavar="REGEX", help="draw only parameters whose name matches; default: all"),
     option("--step-stride", metavar="N", default=1, help="draw every N-th record; default: 1"),
     option("--vmin", metavar="V", type=float, help="low end of the colour scale; default: the data's"),

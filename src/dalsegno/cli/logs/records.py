@@ -57,11 +57,14 @@ def show(arguments: argparse.Namespace) -> int:
     log = open_log(arguments.run_path, arguments.step_key)
     chosen = arguments.metrics
     table = None if arguments.json else RecordTable(chosen, several=len(log) > 1)
-    shown = 0
+    shown = count = 0
+    low, high = math.inf, -math.inf
     seen: dict[str, None] = {}
     for record in log.records(arguments.kind):
         seen.update(dict.fromkeys(record))
-        if not first <= record["global_step"] <= last or (holds is not None and not holds(record)):
+        step = record["global_step"]
+        count, low, high = count + 1, min(low, step), max(high, step)
+        if not first <= step <= last or (holds is not None and not holds(record)):
             continue
         if chosen and not any(name in record for name in chosen):
             continue
@@ -75,6 +78,10 @@ def show(arguments: argparse.Namespace) -> int:
     for name in (*(chosen or ()), *(holds.names if holds and not shown else ())):
         if name not in seen and name not in ALWAYS:
             raise UnknownName(f"metric of {log.name}", name, [name for name in seen if name not in ALWAYS])
+    if not shown:
+        known = f"{count:,}, of steps {low:,} to {high:,}" if count else "none"
+        of_kind = f" of kind {arguments.kind}" if arguments.kind else ""
+        print(f"dalsegno: no record of {log.name} matches; records{of_kind} in the log: {known}", file=sys.stderr)
     if log.skipped:
         print(f"dalsegno: skipped {log.skipped.count:,}: {log.skipped}", file=sys.stderr)
     return 0 if shown else 1
