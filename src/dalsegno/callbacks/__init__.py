@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .loggers.notify import Notify as Notify
     from .loggers.progress_callback import ProgressCallback as ProgressCallback
     from .loggers.record_entries import LogInputSummaries as LogInputSummaries
+    from .loggers.record_entries import LogLosses as LogLosses
     from .loggers.record_entries import LogOptimizerParamGroup as LogOptimizerParamGroup
     from .loggers.record_entries import SamplesStreamedInfo as SamplesStreamedInfo
     from .loggers.summary_writer import ResumableSummaryWriter as ResumableSummaryWriter
@@ -79,7 +80,7 @@ _HOMES = {
     "loggers.model_eval_metrics": ("ModelEvalMetrics",),
     "loggers.notify": ("Notify",),
     "loggers.progress_callback": ("ProgressCallback",),
-    "loggers.record_entries": ("LogInputSummaries", "LogOptimizerParamGroup", "SamplesStreamedInfo"),
+    "loggers.record_entries": ("LogInputSummaries", "LogLosses", "LogOptimizerParamGroup", "SamplesStreamedInfo"),
     "loggers.summary_writer": ("ResumableSummaryWriter",),
     "loggers.tb_logger": ("TBLogger", "default_tb_scalars"),
     "loggers.textgen_callback": ("TextgenCallback",),

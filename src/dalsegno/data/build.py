@@ -28,7 +28,9 @@ from . import (
 Collator = Callable[[list[Any]], Any]
 
 
-_PADDING = {"attention_mask": 0, "token_type_ids": 0, "special_tokens_mask": 1, "labels": -100}
+IGNORED_LABEL = -100
+"""Of a token that losses leave out, in torch and in Hugging Face's models."""
+_PADDING = {"attention_mask": 0, "token_type_ids": 0, "special_tokens_mask": 1, "labels": IGNORED_LABEL}
 """Values that a loss and a model ignore, by column."""
 
 

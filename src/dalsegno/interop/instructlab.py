@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from dalsegno.args import TrainingArguments
+from dalsegno.data.build import IGNORED_LABEL
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError, UnknownName
@@ -150,9 +151,6 @@ class TrainerCallback:
     def on_epoch_end(self, context: TrainingContext) -> Any: ...
     def on_train_end(self, context: TrainingContext) -> Any: ...
 
-
-IGNORED_LABEL = -100
-"""Index that torch's cross entropy leaves out."""
 
 _BY_CLOCK = ("_runtime", "_per_second")
 """Endings of metrics that each rank measures by its own clock."""

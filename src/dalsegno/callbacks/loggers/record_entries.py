@@ -1,19 +1,28 @@
-"""LogOptimizerParamGroup, LogInputSummaries, SamplesStreamedInfo: further entries of the training records."""
+"""LogOptimizerParamGroup, LogInputSummaries, LogLosses, SamplesStreamedInfo: further entries of the records."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from dalsegno.callbacks.argument_checks import texts
+from dalsegno.data.build import IGNORED_LABEL
 from dalsegno.distributed import accelerator, collectives
-from dalsegno.errors import UnknownName
+from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import LogContext, MicrobatchBeginContext, TrainBeginContext
+from dalsegno.events.contexts import (
+    EvaluateBeginContext,
+    LogContext,
+    MicrobatchBeginContext,
+    MicrobatchEndContext,
+    PredictionStepContext,
+    TrainBeginContext,
+)
+from dalsegno.stateful.schema import Must
 
 
 class LogOptimizerParamGroup(Callback):
@@ -108,6 +117,134 @@ def _measure(tensor: Tensor) -> Tensor:
     count = torch.full((), flat.numel(), dtype=flat.dtype, device=flat.device)
     mean = flat.mean()
     return torch.stack([count, mean, (flat - mean).square().sum(), flat.min(), flat.max()])
+
+
+class LossState(TypedDict):
+    sums: dict[str, Annotated[Tensor, Must("two floats", lambda sums: sums.shape == (2,) and sums.is_floating_point())]]
+
+
+class LogLosses(Callback):
+    """Logs perplexity, and the losses that the model returns beside its own, in records of training and evaluation:
+
+    - ``perplexity``, ``eval_perplexity``: the exponential of the mean loss of a token. A batch's loss counts by the
+      batch's tokens, however the training weighs it. Only with ``tokens``, or integers as ``labels``.
+    - ``aux_loss``, ``eval_aux_loss``, ``router_z_loss`` …: each number that the model returns under a name that ends in
+      ``loss``, such as the balance loss and the z-loss of a mixture of experts, by its name: the mean over samples.
+    - ``max_rank_loss``: the largest of the ranks' own mean losses, where they read different data. In training only.
+
+    All of them cover what was trained on since the last record, or the evaluation set.
+
+    Args:
+        tokens: (batch) → number of tokens whose mean the batch's loss is. None: the ``labels`` other than -100, without
+            each row's first for a model of Hugging Face's that predicts the next token, which leaves it out.
+
+    Raises:
+        ConfigurationError: if ``tokens`` is not a function.
+    """
+
+    sets_control_flags = False
+    state_scope = "per_rank"
+    state_schema = LossState
+
+    def __init__(self, tokens: Callable[[Any], float | Tensor] | None = None) -> None:
+        if tokens is not None and not callable(tokens):
+            raise ConfigurationError(f"LogLosses: tokens={tokens!r}; needs a function of the batch")
+        self._tokens = tokens
+        self._trained: dict[str, Tensor] = {}  # since the last record: weighted sum and sum of weights, by name
+        self._evaluated: dict[str, Tensor] = {}
+        self._prefix = "eval"
+
+    def on_microbatch_end(self, ctx: MicrobatchEndContext) -> None:
+        self._add(self._trained, ctx)
+
+    def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
+        self._prefix, self._evaluated = "eval" if ctx.name == "eval" else f"eval_{ctx.name}", {}
+
+    def on_prediction_step(self, ctx: PredictionStepContext) -> None:
+        self._add(self._evaluated, ctx)
+
+    def _add(self, sums: dict[str, Tensor], ctx: MicrobatchEndContext | PredictionStepContext) -> None:
+        if not ctx.samples:  # padding
+            return
+        losses = _losses(ctx.outputs)
+        weighed: dict[str, tuple[Tensor, Any]] = {name: (loss, float(ctx.samples)) for name, loss in losses.items()}
+        labels = ctx.batch.get("labels") if isinstance(ctx.batch, Mapping) else None
+        if self._tokens is not None:
+            weighed["perplexity"] = _of_tokens(losses, ctx.model), self._tokens(ctx.batch)
+        elif isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.is_complex()):
+            weighed["perplexity"] = _of_tokens(losses, ctx.model), _predicted(labels, ctx.model).ne(IGNORED_LABEL).sum()
+        for name, (loss, count) in weighed.items():
+            weight = count.to(loss) if isinstance(count, Tensor) else torch.full_like(loss, count)
+            new = torch.stack([torch.where(weight > 0, loss * weight, weight), weight])  # of no token it is NaN
+            sums[name] = new if name not in sums else sums[name].to(new) + new
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        if ctx.kind == "train":
+            sums, self._trained, prefix = self._trained, {}, ""
+        elif ctx.kind == "eval":
+            sums, self._evaluated, prefix = self._evaluated, {}, f"{self._prefix}_"
+        else:
+            return
+        numbers = torch.stack([*sums.values()]).tolist() if sums else []
+        here = dict(zip(sums, numbers, strict=True))
+        gathered = ctx.layout.of_data_ranks(collectives.gather(here, "LogLosses"))
+        for name in dict.fromkeys(name for each in gathered for name in each):
+            of_ranks = torch.tensor([each[name] for each in gathered if name in each], dtype=torch.float64)
+            total, weight = of_ranks.sum(0)
+            if name == "perplexity":
+                ctx.logs[f"{prefix}perplexity"] = float((total / weight).exp())
+            elif name != "loss":
+                ctx.logs[f"{prefix}{name}"] = float(total / weight)
+            elif len(gathered) > 1 and ctx.kind == "train":
+                ctx.logs["max_rank_loss"] = float((of_ranks[:, 0] / of_ranks[:, 1]).max())  # NaN, if there is one
+
+    def state_dict(self) -> LossState:
+        return {"sums": self._trained}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._trained = dict(state["sums"])
+
+    @classmethod
+    def reshard(cls, states: Sequence[LossState], world_size: int) -> list[LossState]:
+        """Rank 0 gets the sums of all."""
+        sums: dict[str, Tensor] = {}
+        for name, each in ((name, each) for state in states for name, each in state["sums"].items()):
+            sums[name] = sums[name] + each if name in sums else each
+        return [{"sums": {} if rank else sums} for rank in range(world_size)]
+
+
+def _losses(outputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The model's loss and the others that it returns: 0-dim, in the device's widest dtype."""
+    returned = outputs.get("outputs")
+    others = returned if isinstance(returned, Mapping) else getattr(returned, "__dict__", {})
+    return {
+        name: accelerator.wide(value.detach().reshape(()))
+        for name, value in {**others, **outputs}.items()
+        if str(name).endswith("loss") and isinstance(value, Tensor) and value.numel() == 1
+    }
+
+
+# Hugging Face's models add router_aux_loss_coef * aux_loss and router_z_loss_coef * z_loss to the mean loss of the
+# tokens, of which those that generate without an encoder predict each from the ones before it, and so not the first.
+
+
+def _of_tokens(losses: Mapping[str, Tensor], model: Any) -> Tensor:
+    """The mean loss of a token, without what a model of Hugging Face's adds for its routers."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    loss = losses["loss"]
+    for name, other in losses.items():
+        for kind in ("aux_loss", "z_loss"):
+            if name.endswith(kind):
+                loss = loss - getattr(config, f"router_{kind}_coef", 0.0) * other
+    return loss
+
+
+def _predicted(labels: Tensor, model: Any) -> Tensor:
+    """The labels that the loss may count."""
+    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    is_causal = getattr(model, "can_generate", bool)() and not has_encoder
+    return labels[:, 1:] if is_causal and labels.dim() == 2 else labels
 
 
 class SamplesStreamedInfo(Callback):
