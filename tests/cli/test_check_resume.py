@@ -81,6 +81,15 @@ def broken_epochs(output_dir):
     return build(output_dir, Counter(), 48)
 
 
+def from_file(args, callbacks):
+    args.max_steps = 6
+    return ds.Trainer(TinyRegression(), args, train_dataset=tiny_regression_data(20), callbacks=callbacks)
+
+
+def alone():
+    return build("runs/a", Remembering())
+
+
 def raises(output_dir):
     raise RuntimeError("the data is not there")
 
@@ -129,6 +138,18 @@ def test_a_broken_one_is_found_out_down_to_tensor_and_record(folder: Path) -> No
     assert main(["check-resume", "own_training:good", "--keep", "kept"]) == 2
 
 
+def test_a_configuration(folder: Path) -> None:
+    """The function that 'train' calls, and its settings; but in folders of the check's own."""
+    (folder / "run.toml").write_text(
+        'trainer = "own_training:from_file"\n[args]\noutput_dir = "runs/a"\nuse_cpu = true\n'
+    )
+    words = ["--set", "args.save_steps=2", "--set", "args.save_in_background=false", "--kill-at", "on_step_end:4"]
+    done = dalsegno("check-resume", "run.toml", *words, folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[1] == "killed at on_step_end no. 4"
+    assert not (folder / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
@@ -145,6 +166,12 @@ def test_a_broken_one_is_found_out_down_to_tensor_and_record(folder: Path) -> No
         (["own_training:good", "--ranks", "0"], "--ranks 0: needs at least 1"),
         (["own_training:good", "--keep", "."], "--keep .: not an empty directory"),
         (["own_training:raises"], "RuntimeError: the data is not there"),
+        (["own_training:from_file"], "own_training:from_file: args= is missing; it is of a configuration: give that"),
+        (
+            ["own_training:alone"],
+            "own_training:alone: has no argument output_dir=; write it as def build(output_dir, …)",
+        ),
+        (["own_training:good", "--set", "args.max_steps=3"], "--set is for a configuration"),
         (["own_training:nothing"], "own_training:nothing returned a NoneType, not a trainer"),
         (["own_training:good", "--kill-at", "on_step_end:13"], "the run of 12 steps was never killed"),
     ],

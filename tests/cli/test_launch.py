@@ -20,6 +20,7 @@ from support.warm import Program
 
 OWN_TRAINING = """
 import os, signal, sys
+from pathlib import Path
 import torch
 import dalsegno as ds
 from dalsegno.testing import TinyRegression, tiny_regression_data
@@ -44,6 +45,10 @@ class Last(ds.Callback):
 def build(args, callbacks):
     torch.manual_seed(0)
     return ds.Trainer(TinyRegression(), args, train_dataset=tiny_regression_data(20), callbacks=callbacks)
+
+
+def short(output_dir: Path, callbacks, steps: int = 1):
+    return build(ds.TrainingArguments(output_dir, max_steps=steps, use_cpu=True), callbacks)
 
 
 def whole():
@@ -95,6 +100,11 @@ def test_a_restart_does_not_start_over_again(folder: Path) -> None:
     assert legs(folder) == [(0, "rank 1 was killed by SIGKILL"), (4, None)]
 
 
+def test_a_function_gets_its_own_arguments_as_annotated(folder: Path) -> None:
+    assert launch("own_launch:short", "output_dir=runs/a", "steps=3") == 0
+    assert RunFile(folder / "runs/a").load().legs[0].last_step == 3  # type: ignore[union-attr]
+
+
 OWN_LOOP = """
 import torch
 import dalsegno as ds
@@ -135,6 +145,10 @@ def test_a_function_and_a_script_are_launched(folder: Path, capfd: pytest.Captur
         (["rnu.toml"], "rnu.toml: no such file"),
         (["run.toml", "--set", "args.max_step=1"], "did you mean 'max_steps'"),
         (["own_launch:biuld"], "unknown function of own_launch 'biuld'; did you mean 'build'?"),
+        (["own_launch:build"], "build: args= is missing; it is of a configuration"),
+        (["own_launch:short"], "short: output_dir= is missing; give it a default, or a value: output_dir=runs/a after"),
+        (["own_launch:short", "output_dr=runs/a"], "own_launch:short: unknown argument 'output_dr'; did you mean 'out"),
+        (["own_launch:short", "output_dir=a", "steps=few"], "own_launch:short: steps='few'; needs int"),
         (["own_launch:build", "--more"], "takes no arguments, but '--more' was given"),
         (["train"], "give a configuration (run.toml), a function"),
         (["missing.py"], "missing.py: no such file"),

@@ -148,6 +148,7 @@ def test_a_check_prints_every_setting_and_trains_nothing(folder: Path, capsys: p
         (["run.toml", "--set", "args.max_step=1"], "--set args.max_step=1: unknown argument 'max_step'; did you mean"),
         (["run.toml", "--set", "trainer=own_run:biuld"], "unknown function of own_run 'biuld'; did you mean"),
         (["run.toml", "--from", "nowhere"], "nowhere"),
+        (["own_run:build"], "own_run:build: needs a file; a function is for 'dalsegno launch"),
     ],
 )
 def test_what_cannot_work_is_one_line_and_2(

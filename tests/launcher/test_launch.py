@@ -76,6 +76,13 @@ def test_a_factory_that_needs_callbacks_gets_an_empty_list(tmp_path: Path) -> No
     assert ds.launch(launched.build_with, nproc=1, callbacks=[], arguments=arguments).global_step == 1
 
 
+def test_callbacks_that_a_factory_does_not_take_are_said_before_anything_starts() -> None:
+    with pytest.raises(
+        ds.ConfigurationError, match=r"misconfigured: has no argument callbacks=; write it as def build"
+    ):
+        ds.launch(launched.misconfigured, nproc=1, callbacks=[Stop()])
+
+
 def replaced() -> ds.Callback:
     callback = Local(signal.getpid if hasattr(signal, "getpid") else os.getpid)  # type: ignore[arg-type]
     callback.function = lambda: None

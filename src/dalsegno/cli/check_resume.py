@@ -6,6 +6,8 @@ directory (a pathlib.Path) and returns your trainer, built the same way each tim
     def build(output_dir):
         return dalsegno.Trainer(model, dalsegno.TrainingArguments(output_dir=output_dir, ...), ...)
 
+A configuration of 'dalsegno train' is checked too, in directories of its own: dalsegno check-resume run.toml
+
 With --thorough the run is interrupted in the middle and at the end of each of its first four epochs, by SIGKILL and by
 SIGTERM, on one rank and on two; build a run of at least four epochs, as small as possible. Each interruption is exact
 (nothing differs), refused (an error before the first step), said (a warning before the first step) or different.
@@ -19,7 +21,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from dalsegno.cli.command import argument, flag, option, several
 from dalsegno.errors import ConfigurationError, UnknownName
@@ -39,7 +41,16 @@ EXIT_STATUSES = {
 
 describe = several(
     argument(
-        "factory", metavar="FACTORY", help="function that builds the trainer, as module:function, say my_run:build"
+        "factory",
+        metavar="FACTORY|CONFIG",
+        help="function that builds the trainer, as module:function, say my_run:build; or a configuration, say run.toml",
+    ),
+    argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="override a value of the configuration, such as args.max_steps=60; may be repeated",
     ),
     argument(
         "--kill-at",
@@ -79,22 +90,22 @@ def run(arguments: argparse.Namespace) -> int:
 
     import tempfile
 
-    factory = Factory(arguments.factory)
-    factory.find()
+    trains = Checked(arguments.factory, arguments.set)
+    trains.check()
     with tempfile.TemporaryDirectory(prefix="dalsegno-check-resume-") as temporary:
         folder = keep or Path(temporary)
         check = _check_thoroughly if arguments.thorough else _check
         say = partial(print, flush=True, file=sys.stderr if arguments.json else sys.stdout)
-        return check(arguments, factory, folder, say)
+        return check(arguments, trains, folder, say)
 
 
-def _check(arguments: argparse.Namespace, factory: Factory, folder: Path, say: Callable[[str], None]) -> int:
+def _check(arguments: argparse.Namespace, trains: Checked, folder: Path, say: Callable[[str], None]) -> int:
     from dataclasses import asdict
 
     from dalsegno.testing import check_resume
 
     comparison = check_resume(
-        factory,
+        trains,
         [fault_plan(spec) for spec in arguments.kill_at] or None,
         folder=folder,
         world_size=arguments.ranks or 1,
@@ -110,13 +121,13 @@ def _check(arguments: argparse.Namespace, factory: Factory, folder: Path, say: C
     return 0 if comparison.identical else 1
 
 
-def _check_thoroughly(arguments: argparse.Namespace, factory: Factory, folder: Path, say: Callable[[str], None]) -> int:
+def _check_thoroughly(arguments: argparse.Namespace, trains: Checked, folder: Path, say: Callable[[str], None]) -> int:
     from dataclasses import asdict
 
     from dalsegno.testing import Verdict, check_resume_thoroughly
 
     trials = check_resume_thoroughly(
-        factory,
+        trains,
         folder=folder,
         world_sizes=[arguments.ranks] if arguments.ranks else [1, 2],
         timeout=arguments.timeout,
@@ -143,25 +154,30 @@ def _as_text(trials: Sequence[Trial]) -> str:
     return "\n".join([*lines, "", "Nothing differs." if exact else "NOT EVERYTHING IS EXACT."])
 
 
-class Factory:
-    """The user's function that builds a trainer, as ``module:function``. Each process of a leg imports it by name."""
+class Checked:
+    """What is checked: a function that builds a trainer, or a configuration. Each process of a leg finds it by name."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, overrides: Sequence[str]) -> None:
         self.name = name
+        self.overrides = overrides
 
-    def find(self) -> Callable[[Path], Any]:
-        """Import the function. Raises ConfigurationError; UnknownName suggests the nearest name."""
-        from dalsegno.config import find_named
-
-        return cast(Callable[[Path], Any], find_named(self.name, "function", "my_training:build"))
+    def check(self) -> None:
+        """Raises ConfigurationError or NotFound before anything starts. UnknownName suggests the nearest name."""
+        self._find(Path("output_dir"))
 
     def __call__(self, output_dir: Path) -> Any:
         """Build the trainer in the process of a leg, whose output goes to a file beside ``output_dir``."""
         redirect_output(output_dir.with_suffix(".txt"))
-        trainer = self.find()(output_dir)
-        if not callable(getattr(trainer, "train", None)):
-            raise ConfigurationError(f"{self.name} returned a {type(trainer).__name__}, not a trainer")
-        return trainer
+        return self._find(output_dir)()
+
+    def _find(self, output_dir: Path) -> Callable[[], Any]:
+        from dalsegno.config import Factory, RunConfig, is_configuration
+
+        if is_configuration(self.name):
+            return RunConfig.read(self.name, [*self.overrides, f"args.output_dir={output_dir}"]).build
+        if self.overrides:
+            raise ConfigurationError(f"{self.name}: --set is for a configuration, such as run.toml")
+        return Factory.find(self.name).bind({"output_dir": output_dir, "callbacks": []}, {})
 
 
 OPERATIONS = ("write", "fsync", "rename", "mkdir", "unlink", "truncate", "any")

@@ -3,7 +3,7 @@
 What to run is one of:
 
     dalsegno launch --nproc 8 run.toml --set args.max_steps=1000    a configuration, with the options of 'train'
-    dalsegno launch --nproc 8 my_training:build                     a function that returns a trainer
+    dalsegno launch --nproc 8 my_training:build output_dir=runs/a   a function that returns a trainer, with arguments
     dalsegno launch --nproc 8 train.py --width 64                   a script, with its arguments
 
 A rank that is killed, fails, or makes no step for --hang-timeout seconds ends all ranks; they start again from the
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from dalsegno.launcher.targets import Target
 
 EXIT_STATUSES = OF_TRAINING
-
-_CONFIGURATIONS = (".toml", ".yaml", ".yml", ".json")
-
 
 describe = several(
     option(
@@ -55,7 +52,10 @@ describe = several(
     ),
     argument("what", metavar="CONFIG|MODULE:FACTORY|SCRIPT.py", help="what to run: see above"),
     argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="...", help="options of 'train', or arguments of the script"
+        "arguments",
+        nargs=argparse.REMAINDER,
+        metavar="...",
+        help="options of 'train'; NAME=VALUE of the function (a TOML value, or text); or the script's arguments",
     ),
 )
 
@@ -82,11 +82,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _target(what: str, words: list[str]) -> Target:
+    from dalsegno.config import Factory, is_configuration, read_assignments
     from dalsegno.launcher.targets import ConfigTarget, FactoryTarget, ScriptTarget
 
     from . import train
 
-    if Path(what).suffix in _CONFIGURATIONS:
+    if is_configuration(what):
         parser = argparse.ArgumentParser(prog="dalsegno launch", usage="%(prog)s … FILE [options of 'dalsegno train']")
         train.describe(parser)
         parser.set_defaults(parser=parser, run=train.run, suggest=train.suggest)
@@ -101,6 +102,8 @@ def _target(what: str, words: list[str]) -> Target:
             f"{what!r}: give a configuration (run.toml), a function that returns a trainer (my_training:build), or a "
             "script (train.py)"
         )
-    if words:
-        raise ConfigurationError(f"{what}: takes no arguments, but {' '.join(words)!r} was given; use a configuration")
-    return FactoryTarget.named(what)
+    factory = Factory.find(what)
+    written = read_assignments(words, what)
+    factory.bind({"callbacks": []}, written)
+    arguments, _ = factory.check(written, lambda _: what)
+    return FactoryTarget(factory.function, arguments=arguments)

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dalsegno.cli.command import OF_TRAINING, argument, flag, one_of, several
+from dalsegno.errors import ConfigurationError
 
 EXIT_STATUSES = OF_TRAINING
 
@@ -79,8 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigurationError for an invalid file or value, and NotFound without the file or the checkpoint."""
     sys.path.insert(0, str(Path.cwd()))
 
-    from dalsegno.config import RunConfig
+    from dalsegno.config import RunConfig, is_configuration
 
+    if ":" in str(arguments.config) and not is_configuration(arguments.config):
+        raise ConfigurationError(f"{arguments.config}: needs a file; a function is for 'dalsegno launch --nproc 1'")
     config = RunConfig.read(arguments.config, arguments.set)
     if arguments.check:
         print(config.as_json())

@@ -13,24 +13,27 @@ first callback is built::
 
 from __future__ import annotations
 
-from dalsegno.config.registry import find_named, load_callbacks
+from dalsegno.config.document import is_configuration, read_assignments
+from dalsegno.config.registry import load_callbacks
 from dalsegno.config.signature import describe, prose, summary
 
 from .registry import NamedCallback, find_callback, named_callbacks
-from .run_config import RunConfig
+from .run_config import Factory, RunConfig
 from .signature import Argument, Signature, signature_of
 
 __all__ = [
     "Argument",
+    "Factory",
     "NamedCallback",
     "RunConfig",
     "Signature",
     "describe",
     "find_callback",
-    "find_named",
+    "is_configuration",
     "load_callbacks",
     "named_callbacks",
     "prose",
+    "read_assignments",
     "signature_of",
     "summary",
 ]

@@ -136,6 +136,25 @@ def short_name(entry: Mapping[str, Any]) -> str:
     return str(entry["use"]).rpartition(":")[2]
 
 
+def is_configuration(source: object) -> bool:
+    """Whether it is the name of a file that :meth:`Document.read` reads."""
+    return Path(str(source)).suffix in _READERS
+
+
+def read_assignments(words: Iterable[str], location: str) -> dict[str, Any]:
+    """Arguments ``NAME=VALUE``, each with a TOML value or else a string. Raises ConfigurationError for another form."""
+    arguments = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigurationError(
+                f"{location}: takes no arguments, but {word!r} was given; the function's own are NAME=VALUE, such as "
+                "output_dir=runs/a"
+            )
+        arguments[name] = _toml_value(text)
+    return arguments
+
+
 def _dotted(path: tuple[str | int, ...]) -> str:
     text = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in path)
     return text.removeprefix(".")

@@ -1,18 +1,20 @@
-"""RunConfig: a run from a configuration: the function that builds the trainer, its settings and callbacks."""
+"""Factory: the user's function that builds a trainer. RunConfig: one with its settings and callbacks, from a file."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dalsegno.args import TrainingArguments, answers
 from dalsegno.config.document import Document, Source, error_context
 from dalsegno.config.registry import CallbackEntry, build_callbacks, find_named, read_entries
-from dalsegno.config.signature import signature_of
+from dalsegno.config.signature import Signature, signature_of
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import TrainBeginContext
@@ -27,14 +29,92 @@ SINCE = "since_leg"
 
 SECTIONS = ("trainer", "args", "factory", "callbacks")
 EXAMPLE = "def build(args, callbacks, …): return dalsegno.Trainer(model, args, callbacks=callbacks, …)"
-_HANDED_OVER = ("args", "callbacks")
+_HANDED_OVER = {
+    "args": "it is of a configuration: give that (run.toml with trainer = …) in place of the function, or a default",
+    "callbacks": "give it a default, or callbacks to ds.launch",
+    "output_dir": "give it a default, or a value: output_dir=runs/a after its name, or in arguments= of ds.launch",
+}
+"""What a function gets from its caller; and what to do if the caller does not have it."""
+_COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True)
+class Factory:
+    """A function that builds a trainer: ``def build(args, callbacks, output_dir, width=64)``.
+
+    It gets by name what it takes of the first three, as far as its caller has them, and arguments of its own.
+    """
+
+    function: Callable[..., Any]
+    name: str
+
+    @classmethod
+    def find(cls, name: str) -> Factory:
+        """``module:function``. Raises as :func:`find_named`."""
+        return cls(find_named(name, "function", "my_training:build"), name)
+
+    def check(self, written: Mapping[str, Any], location: Callable[[str], str]) -> tuple[dict[str, Any], Signature]:
+        """Its own arguments as its annotations demand, and their signature. Raises as :meth:`Signature.check`."""
+        signature = signature_of(self.function)
+        for name in _HANDED_OVER.keys() - written.keys():
+            signature.pop(name, None)
+        return signature.check(written, location), signature
+
+    def bind(self, given: Mapping[str, Any], own: Mapping[str, Any], location: str | None = None) -> Callable[[], Any]:
+        """The call, which raises ConfigurationError if it returns something other than a trainer.
+
+        Raises ConfigurationError if an argument is missing, or has no parameter.
+
+        Args:
+            given: what the caller has of ``args``, ``callbacks`` and ``output_dir``. No callbacks leave a default.
+                Without ``args``, which have it, the ``output_dir`` may be a first parameter of another name.
+            own: its own arguments.
+            location: for error messages; None: its name.
+        """
+        parameters = inspect.signature(self.function).parameters
+        if "args" in given and "output_dir" not in parameters:
+            given = {name: value for name, value in given.items() if name != "output_dir"}
+        takes_others = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        required = [
+            each.name for each in parameters.values() if each.default is each.empty and each.kind not in _COLLECTING
+        ]
+        named = dict(own)
+        with error_context(location or self.name):
+            for name, value in given.items():
+                known = _first_other(parameters) if name == "output_dir" and name not in parameters else name
+                if known in parameters or takes_others:
+                    if value or known in required:
+                        named.setdefault(known, value)
+                elif value and not ("args" in required and "args" not in given):
+                    wanted = ", ".join(name for name, value in given.items() if value)
+                    raise ConfigurationError(f"has no argument {name}=; write it as def build({wanted}, …)")
+            for name in named.keys() - parameters.keys() if not takes_others else ():
+                raise UnknownName("argument", name, parameters)
+            for name in required:
+                if name not in named:
+                    raise ConfigurationError(f"{name}= is missing; {_HANDED_OVER.get(name, 'give it a default')}")
+        return partial(self._build, named)
+
+    def _build(self, arguments: Mapping[str, Any]) -> Any:
+        trainer = self.function(**arguments)
+        if not callable(getattr(trainer, "train", None)):
+            raise ConfigurationError(f"{self.name} returned a {type(trainer).__name__}, not a trainer")
+        return trainer
+
+
+def _first_other(parameters: Mapping[str, inspect.Parameter]) -> str:
+    """The first parameter, if an ``output_dir`` of another name it may be."""
+    first = next(iter(parameters.values()), None)
+    if first is None or first.name in _HANDED_OVER or first.kind is not first.POSITIONAL_OR_KEYWORD:
+        return "output_dir"
+    return first.name if first.default is first.empty or isinstance(first.default, str | Path) else "output_dir"
 
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
     """A run described by a file::
 
-        trainer = "my_training:build"    # build(args, callbacks, **factory) returns the trainer
+        trainer = "my_training:build"    # build(args, callbacks, **factory) returns the trainer; see Factory
 
         [args]                           # TrainingArguments
         [factory]                        # further arguments of build
@@ -50,7 +130,7 @@ class RunConfig:
     entries: list[CallbackEntry]
     settings: dict[str, Any]
     """The whole configuration with every default, as in ``config.json``."""
-    _build: Callable[..., Any]
+    _build: Factory
 
     @classmethod
     def read(cls, source: Source, overrides: Iterable[str] = ()) -> RunConfig:
@@ -68,17 +148,17 @@ class RunConfig:
             if key not in (*SECTIONS, SINCE):
                 with error_context(document.name):
                     raise UnknownName("key", key, SECTIONS)
-        trainer, build = _find_build(document)
+        build = _find_build(document)
         factory, factory_settings = _read_factory(document, build)
         args = _read_args(document)
         entries = read_entries(document)
         settings = {
-            "trainer": trainer,
+            "trainer": build.name,
             "args": args.to_dict(),
             "factory": factory_settings,
             "callbacks": [entry.resolved() for entry in entries],
         }
-        return cls(document.name, trainer, args, factory, entries, settings, build)
+        return cls(document.name, build.name, args, factory, entries, settings, build)
 
     def as_json(self) -> str:
         """Every setting as JSON, which :meth:`read` accepts."""
@@ -95,9 +175,8 @@ class RunConfig:
             ConfigurationError: if the function returns something else, or a trainer without the callbacks.
         """
         callbacks = self.callbacks()
-        trainer = self._build(args=self.args, callbacks=callbacks, **self.factory)
-        if not callable(getattr(trainer, "train", None)):
-            raise ConfigurationError(f"{self.trainer} returned a {type(trainer).__name__}, not a trainer")
+        given = {"args": self.args, "callbacks": callbacks, "output_dir": self.args.directory}
+        trainer = self._build.bind(given, self.factory)()
         present = getattr(trainer, "callbacks", callbacks)
         for callback in callbacks:
             if callback not in present:
@@ -107,7 +186,7 @@ class RunConfig:
         return trainer
 
 
-def _find_build(document: Document) -> tuple[str, Callable[..., Any]]:
+def _find_build(document: Document) -> Factory:
     name = document.tables.get("trainer")
     if not isinstance(name, str):
         given = "is missing" if name is None else f"is {name!r}"
@@ -116,22 +195,16 @@ def _find_build(document: Document) -> tuple[str, Callable[..., Any]]:
             'trainer = "my_training:build"'
         )
     with error_context(document.location("trainer")):
-        return name, find_named(name, "function", "my_training:build")
+        return Factory.find(name)
 
 
-def _read_factory(document: Document, build: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The checked arguments of the function beside args and callbacks; and as settings, with the defaults."""
-    with error_context(document.location("trainer")):
-        signature = signature_of(build)
-        for name in _HANDED_OVER:
-            if name not in signature and not signature.takes_others:
-                raise ConfigurationError(f"has no argument {name}=; write it as {EXAMPLE}")
-    for name in _HANDED_OVER:
-        signature.pop(name, None)
+def _read_factory(document: Document, build: Factory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The checked arguments of the function beside those that it is given; and as settings, with the defaults."""
     written = document.section("factory")
-    if wrong := [name for name in _HANDED_OVER if name in written]:
+    if wrong := [name for name in ("args", "callbacks") if name in written]:
         raise ConfigurationError(f"{document.location('factory', wrong[0])}: has its own section; remove it here")
-    arguments = signature.check(written, lambda name: document.argument_location(name, "factory"))
+    arguments, signature = build.check(written, lambda name: document.argument_location(name, "factory"))
+    build.bind(dict.fromkeys(_HANDED_OVER, True), arguments, document.location("trainer"))
     return arguments, signature.defaults() | written
 
 

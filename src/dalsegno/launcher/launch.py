@@ -19,6 +19,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from dalsegno.config import Factory
 from dalsegno.distributed import accelerator
 from dalsegno.errors import ConfigurationError, LeaseLost, RankFailed
 from dalsegno.events.registration import check_callbacks
@@ -76,8 +77,7 @@ def launch(
 
     Args:
         factory: returns the trainer, called as ``factory(callbacks=[…], **arguments)``; a function at the top level of
-            a module, or its name ``"module:function"``. It gets ``callbacks`` if some are given, or if this parameter
-            has no default.
+            a module, or its name ``"module:function"``. Without callbacks, a default of this parameter stays.
         nproc: ranks on this host; ``"auto"``: one per GPU.
         callbacks: travel to the ranks by the import path of their class, the arguments of its constructor, and their
             state.
@@ -95,7 +95,8 @@ def launch(
         Rank 0's result; None if ``train()`` of the trainer returns something else.
 
     Raises:
-        ConfigurationError: before anything starts, if something cannot travel; or if a rank raises it.
+        ConfigurationError: before anything starts, if something cannot travel, or the factory does not take what it is
+            given; or if a rank raises it.
         LeaseLost: if another process has taken the run over.
         RankFailed: if a rank failed and there was no restart left, or restarts did not help.
     """
@@ -105,7 +106,7 @@ def launch(
         )
     options = LaunchOptions.checked(nproc, nnodes, max_restarts, hang_timeout, rdzv_endpoint, rdzv_id, start)
     given = check_callbacks(callbacks)
-    function = FactoryTarget.named(factory).factory if isinstance(factory, str) else factory
+    function = Factory.find(factory).function if isinstance(factory, str) else factory
     if not callable(function):
         raise ConfigurationError(f"ds.launch({function!r}): needs a function that returns a trainer, or its name")
     target = FactoryTarget(function, given, arguments or {})

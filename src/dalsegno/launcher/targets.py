@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from dalsegno.config import RunConfig, find_named
+from dalsegno.config import Factory, RunConfig
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
@@ -61,30 +61,22 @@ class ConfigTarget:
 
 @dataclass(frozen=True, slots=True)
 class FactoryTarget:
-    """A function that returns a trainer; called with ``callbacks=``, if there are any or it needs them, and
-    ``arguments``."""
+    """A function that returns a trainer; called with ``callbacks=`` and ``arguments``, as a :class:`Factory`."""
 
     factory: Callable[..., Any]
     callbacks: Sequence[Callback] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def named(cls, name: str) -> FactoryTarget:
-        """``module:function``; raises as :func:`find_named`."""
-        return cls(find_named(name, "function", "my_training:build"))
-
     def check(self) -> None:
-        """Raises ConfigurationError if something cannot travel."""
+        """Raises ConfigurationError if an argument is missing or unknown, or something cannot travel."""
         unpack(self.packed())
+        self._call()
 
     def run(self, launched: float) -> Ended:
-        asked = inspect.signature(self.factory).parameters.get("callbacks")
-        needs_them = asked is not None and asked.default is asked.empty
-        given = {"callbacks": list(self.callbacks)} if self.callbacks or needs_them else {}
-        trainer = self.factory(**given, **self.arguments)
-        if not callable(getattr(trainer, "train", None)):
-            raise ConfigurationError(f"{_name(self.factory)} returned a {type(trainer).__name__}, not a trainer")
-        return _ended(trainer.train(), self.callbacks)
+        return _ended(self._call()().train(), self.callbacks)
+
+    def _call(self) -> Callable[[], Any]:
+        return Factory(self.factory, _name(self.factory)).bind({"callbacks": list(self.callbacks)}, self.arguments)
 
     def packed(self) -> Node:
         """A dict of the fields, packed; an error names the callback or argument that cannot travel."""

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol, cast
 
+from dalsegno import config
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs import RunFile
 from dalsegno.testing.faults import EventRecorder, EventTrace
@@ -24,9 +25,9 @@ class Trains(Protocol):
     def train(self) -> TrainResult | None: ...
 
 
-Factory = Callable[[Path], Trains]
-"""Builds the trainer of a run in the given directory, with model and data, the same way at each call. Must be at the
-top level of a module, so that other processes can import it."""
+Factory = Callable[..., Trains]
+"""Builds the trainer of a run, with model and data, in the directory that it gets as ``output_dir=``, the same way at
+each call. Must be at the top level of a module, so that other processes can import it."""
 
 
 def check_resume(
@@ -93,6 +94,13 @@ def assert_resume_equivalent(
     assert comparison.identical, f"the resumed run differs from the uninterrupted one\n{comparison.table()}"
 
 
+def build_in(output_dir: Path, factory: Factory) -> Trains:
+    """The trainer of a run in this directory."""
+    name = getattr(factory, "__qualname__", type(factory).__name__)
+    given = {"output_dir": output_dir, "callbacks": []}
+    return cast(Trains, config.Factory(factory, name).bind(given, {})())
+
+
 def _leg(
     factory: Factory, output_dir: Path, plan: FaultPlan | None, world_size: int, timeout: float
 ) -> EventTrace | None:
@@ -112,6 +120,6 @@ def _train(factory: Factory, output_dir: Path, plan: FaultPlan | None) -> EventT
             recorder.start()
         else:
             plan.arm()
-    result = factory(output_dir).train()
+    result = build_in(output_dir, factory).train()
     was_stopped = plan is not None and result is not None and result.stopped_by == "signal"
     return None if was_stopped else recorder.trace()

@@ -28,7 +28,7 @@ from dalsegno.state import ResumeProof
 from dalsegno.testing.faults import EventRecorder, EventTrace
 
 from .compare import RunComparison, compare_runs
-from .equivalence import Factory
+from .equivalence import Factory, build_in
 from .processes import Outcome, start_ranks, values
 
 How = Literal["kill", "stop"]
@@ -335,7 +335,7 @@ def _train(factory: Factory, output_dir: Path, breaks: Sequence[Break], breaks_o
     beginning.start()
     refusal = None
     try:
-        factory(output_dir).train()
+        build_in(output_dir, factory).train()
     except DalsegnoError as error:
         if beginning.is_over:
             raise
