@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dalsegno.args import TrainingArguments
-from dalsegno.args.other_names import COMMON, HUGGING_FACE, LIGHTNING
+from dalsegno.args.other_names import COMMON, HUGGING_FACE, INSTRUCTLAB, LIGHTNING
 
 PAGE = Path(__file__).with_suffix(".md")
 
@@ -25,6 +25,7 @@ def page() -> str:
     tables = [
         ("Hugging Face's TrainingArguments and Trainer", HUGGING_FACE),
         ("Lightning's Trainer", LIGHTNING),
+        ("InstructLab's TrainingArgs", INSTRUCTLAB),
         ("Other names", {name: answer for name, answer in COMMON.items() if name != answer}),
     ]
     return HEAD + "".join(_table(title, answers) for title, answers in tables)

@@ -34,7 +34,7 @@ MOST_FILES = {
     "diloco": 22,
     "distributed": 28,
     "events": 9,
-    "interop": 23,
+    "interop": 26,
     "launcher": 10,
     "logs": 9,
     "policies": 4,

@@ -53,6 +53,10 @@ def test_an_answer_is_a_name_here_or_advice() -> None:
     assert message(gradient_clip_val=1).endswith("'gradient_clip_val'; did you mean 'max_grad_norm'?")
     assert message(fsdp="full_shard").endswith("'fsdp'; parallel='fsdp', under torchrun")
     assert message(optim_target_modules="all").endswith("build the optimizer and pass it: Trainer(optimizer=…)")
+    assert message(on_checkpoint=print).endswith("'on_checkpoint'; callbacks=[dalsegno.functions(on_save=…)]")
+    assert message(on_validation_loss=print).endswith(
+        "'on_validation_loss'; callbacks=[dalsegno.functions(on_evaluate=…)]"
+    )
 
 
 def test_an_argument_in_the_wrong_place_is_sent_to_the_right_one() -> None:

@@ -1,17 +1,20 @@
 """The base classes of other libraries can be imported under their own names.
 
 ``<library>/foreign`` has them with as much as their documentation says: methods that do nothing. The libraries
-themselves need hardware, or other versions of everything.
+themselves need hardware, or other versions of everything; one that is installed is taken itself.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+NOT_INSTALLED = [path.parent for path in Path(__file__).parent.glob("*/foreign/*") if find_spec(path.name) is None]
+
 
 @pytest.fixture(autouse=True)
 def foreign_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder in Path(__file__).parent.glob("*/foreign"):
+    for folder in NOT_INSTALLED:
         monkeypatch.syspath_prepend(str(folder))

@@ -207,7 +207,16 @@ LIGHTNING = {
 }
 """Of Lightning's ``Trainer``."""
 
-_ANSWERS = {**LIGHTNING, **HUGGING_FACE, **COMMON}
+_EVENTS = (
+    *("on_train_begin", "on_epoch_begin", "on_step_begin", "on_before_forward", "on_after_forward"),
+    *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_after_optimizer_step"),
+    *("on_log", "on_evaluate", "on_save", "on_step_end", "on_epoch_end", "on_train_end"),
+)
+_FUNCTIONS = {**{event: event for event in _EVENTS}, "on_checkpoint": "on_save", "on_validation_loss": "on_evaluate"}
+INSTRUCTLAB = {theirs: f"callbacks=[dalsegno.functions({event}=…)]" for theirs, event in _FUNCTIONS.items()}
+"""Of the proposed ``TrainingArgs`` of InstructLab."""
+
+_ANSWERS = {**INSTRUCTLAB, **LIGHTNING, **HUGGING_FACE, **COMMON}
 _ANSWERS |= {answer: answer for answer in _ANSWERS.values() if answer.isidentifier()}
 
 

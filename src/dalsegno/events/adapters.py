@@ -19,7 +19,7 @@ import inspect
 import pkgutil
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, update_wrapper
 from types import FunctionType, MethodType
 from typing import Any, ClassVar
@@ -95,9 +95,17 @@ class CallbackAdapter(Callback):
     """Method to call at each event, in this order."""
     silent: ClassVar[Sequence[str]] = ()
     """Handlers of the library that are never called here."""
+    instead: ClassVar[Mapping[str, str]] = {}
+    """Classes of the library that are refused, and what to use here."""
     background_safe = False
 
     def __init__(self, foreign: object, name: str | None = None) -> None:
+        for base in type(foreign).__mro__:
+            if base.__name__ in self.instead and self._is_theirs(base):
+                raise ConfigurationError(
+                    f"{type(foreign).__name__} needs parts of the library's own trainer; instead, "
+                    f"{self.instead[base.__name__]}"
+                )
         self.__wrapped__ = foreign
         self.name = name
         for attribute in _STATE_ATTRIBUTES:

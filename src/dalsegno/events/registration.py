@@ -32,10 +32,12 @@ def check_callbacks(callbacks: Iterable[object]) -> list[Callback]:
 
 
 def instances(callbacks: Iterable[object]) -> list[object]:
-    """Return the callbacks, with an instance in place of each class, as Hugging Face's Trainer takes them."""
+    """Return the callbacks, those of lists among them, too, with an instance in place of each class, as Hugging Face's
+    Trainer takes them."""
     if not isinstance(callbacks, Iterable):
         raise ConfigurationError(f"callbacks={callbacks!r}; give a list: [{type(callbacks).__name__}(…)]")
-    return [_instance(each) if isinstance(each, type) else each for each in callbacks]
+    given = [each for every in callbacks for each in (every if isinstance(every, list) else [every])]
+    return [_instance(each) if isinstance(each, type) else each for each in given]
 
 
 def _instance(cls: type) -> object:

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dalsegno.errors import ConfigurationError
 from dalsegno.events.adapters import CallbackAdapter
 from dalsegno.events.callback import Answer, Binder
 from dalsegno.events.table import Event
@@ -45,19 +44,11 @@ class TableAdapter(CallbackAdapter):
     """Each condition, from the shared state and the context."""
     state_hooks: ClassVar[Mapping[str, str]]
     """Methods that put state into a dict, or read it from there, each with the name of its last argument."""
-    instead: ClassVar[Mapping[str, str]]
-    """Classes of the library that are refused, and what to use here."""
 
     def __init_subclass__(cls) -> None:
         cls.calls = tuple((row.event, row.method) for row in cls.rows)
 
     def __init__(self, foreign: object, name: str | None = None) -> None:
-        for base in type(foreign).__mro__:
-            if base.__name__ in self.instead and self._is_theirs(base):
-                raise ConfigurationError(
-                    f"{type(foreign).__name__} needs parts of the library's own trainer; instead, "
-                    f"{self.instead[base.__name__]}"
-                )
         self._shared: Any = None
         self._called: dict[str, object] = {}  # for methods that are called once, the object of the newest call
         self._table = {(row.event, row.method): row for row in self.rows}

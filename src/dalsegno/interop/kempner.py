@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-__all__ = ["DIALECT", "KempnerForge", "StepContext", "TrainingHook", "eval_metrics"]
+__all__ = ["DIALECT", "HookRunner", "KempnerForge", "StepContext", "TrainingHook", "eval_metrics"]
 
 
 class TrainingHook:
@@ -41,6 +41,14 @@ class TrainingHook:
     def on_eval_end(self, metrics: dict[str, float], step: int) -> None: ...
     def on_checkpoint_save(self, step: int, path: str) -> None: ...
     def on_train_end(self, step: int, tokens_seen: int) -> None: ...
+
+
+class HookRunner(list[Any]):
+    """Hooks, as ``Trainer(callbacks=hook_runner)`` takes them. Without any, it costs nothing."""
+
+    @property
+    def hooks(self) -> list[Any]:
+        return self
 
 
 _METHODS = {

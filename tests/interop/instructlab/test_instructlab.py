@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import dalsegno as ds
+from dalsegno.args.other_names import INSTRUCTLAB
 from dalsegno.callbacks import JsonLogger
 from dalsegno.stateful.component import Stateful
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks, tiny_regression_data
@@ -417,6 +419,14 @@ def test_a_function_for_each_event_of_the_proposal(tmp_path: Path) -> None:
     steps = dict.fromkeys(["step_begin", "before_optimizer_step", "after_optimizer_step", "step_end"], 6)
     few = {"train_begin": 1, "epoch_begin": 2, "log": 3, "evaluate": 2, "save": 2, "epoch_end": 2, "train_end": 1}
     assert seen == {f"on_{name}": times for name, times in {**passes, **steps, **few}.items()}
+
+
+@pytest.mark.parametrize("argument", INSTRUCTLAB)
+def test_the_arguments_of_the_proposal_are_answered_by_functions(argument: str) -> None:
+    with pytest.raises(ds.UnknownName, match="callbacks=") as caught:
+        ds.TrainingArguments("runs/a", **{argument: print})  # type: ignore[arg-type]
+    (event,) = re.findall(r"dalsegno\.functions\((\w+)=…\)", str(caught.value))
+    ds.functions(**{event: print})
 
 
 def test_a_save_on_demand_is_a_save(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ import torch
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
 from dalsegno.logs import read_records
-from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks, tiny_regression_data
+from dalsegno.testing import FaultPlan, TinyRegression, assert_resume_equivalent, run_ranks, tiny_regression_data
 from interop.script import Broken, play
 from support.listeners import Listener
 from support.models import Line
 from support.own_loops import OwnLoop
-from support.small import small_trainer
+from support.small import arguments, small_trainer
 
 
 def hook_base() -> Any:
@@ -74,6 +74,26 @@ def test_a_whole_run(tmp_path: Path) -> None:
     play(tmp_path, hook)
     last = [("step_end", 6), ("eval_end", 6, "eval/loss"), ("checkpoint_save", 6, "step-00000006"), ("train_end", 6, 0)]
     assert hook.seen == [*BEGIN, *REST, *last]
+
+
+@pytest.mark.parametrize("given", [lambda hook_runner: hook_runner, lambda hook_runner: [JsonLogger(), hook_runner]])
+def test_a_runner_of_hooks_is_a_list_of_callbacks(tmp_path: Path, given: Any) -> None:
+    """Each with a key and a state of its own."""
+    from dalsegno.interop.kempner import HookRunner
+
+    class MyHook1(type(journal())):  # type: ignore[misc]
+        pass
+
+    class MyHook2(MyHook1):
+        pass
+
+    hook_runner = HookRunner([MyHook1(), MyHook2()])
+    settings, data = arguments(tmp_path, max_steps=1), tiny_regression_data(8)
+    trainer = ds.Trainer(TinyRegression(), settings, train_dataset=data, callbacks=given(hook_runner))
+    trainer.train()
+    assert [hook.seen for hook in hook_runner.hooks] == [[("train_begin", 1), ("step_end", 1), ("train_end", 1, 0)]] * 2
+    assert {"MyHook1", "MyHook2"} < {callback.key for callback in trainer.callbacks}
+    assert HookRunner().hooks == []
 
 
 def test_a_run_that_is_stopped(tmp_path: Path) -> None:

@@ -1,0 +1,20 @@
+"""mini_trainer's dialect, for the tests that are the same for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+DIALECT = "mini_trainer"
+AT_TRAIN_BEGIN = "on_train_begin"
+MISSPELT = ("on_evaluated", "on_evaluate")
+"""Of a handler, and what is meant."""
+CALLED = [("on_save", "(context)")]
+"""Handlers, and how each is called."""
+SHIPPED = "TrainerCallback"
+"""Name of the base class that dalsegno has of it."""
+
+
+def base() -> Any:
+    from mini_trainer import TrainerCallback
+
+    return TrainerCallback
