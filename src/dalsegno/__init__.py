@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     from .policies.retention import Best as Best
     from .policies.retention import EveryNth as EveryNth
     from .policies.retention import Latest as Latest
+    from .policies.retention import Steps as Steps
     from .policies.triggers import AtEnd as AtEnd
     from .policies.triggers import AtSteps as AtSteps
     from .policies.triggers import Every as Every
@@ -217,6 +218,7 @@ _HOMES = {
         "Best",
         "EveryNth",
         "Latest",
+        "Steps",
     ),
     "policies.triggers": (
         "AtEnd",

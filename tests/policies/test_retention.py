@@ -20,8 +20,9 @@ from support.stopping import stoppable_trainer
 
 counts = st.integers(1, 6)
 modes = st.sampled_from([None, "min", "max"])
+listed = st.lists(st.integers(1, 25), min_size=1).map(lambda steps: ds.Steps(*steps))
 best_rules = st.builds(ds.Best, counts, st.sampled_from(["loss", "eval_accuracy"]), modes)
-rules = st.one_of(st.builds(ds.Latest, counts), best_rules, st.builds(ds.EveryNth, counts))
+rules = st.one_of(st.builds(ds.Latest, counts), best_rules, st.builds(ds.EveryNth, counts), listed)
 joined = st.lists(rules, min_size=1, max_size=3).map(retention_of)
 numbers = st.one_of(st.integers(-3, 3).map(float), st.sampled_from([float("nan"), float("inf")]))
 metrics = st.dictionaries(st.sampled_from(["eval_loss", "eval_accuracy"]), numbers)
@@ -80,6 +81,8 @@ def test_a_quoted_name_may_contain_what_separates_rules(metric: str) -> None:
         ("Latest(0)", ConfigurationError, "Latest(count=0): needs an integer of at least 1"),
         ("Latest(2.5)", ConfigurationError, "Latest(count=2.5): needs an integer of at least 1"),
         ("Best(mode='more')", ConfigurationError, "Best(mode='more'): allowed are 'min', 'max' and None"),
+        ("Steps()", ConfigurationError, "Steps(): needs integers of at least 1"),
+        ("Steps(2, 0)", ConfigurationError, "Steps(2, 0): needs integers of at least 1"),
         ("Lastest(3)", UnknownName, "unknown rule 'Lastest'; did you mean 'Latest'?"),
         ("Best(number=3)", UnknownName, "unknown argument of Best 'number'; known: count, metric, mode"),
         ("Latest(3, 4)", ConfigurationError, "Latest(3, 4): '4' is not an argument; known: count"),
@@ -134,6 +137,15 @@ def test_the_best_of_a_resumed_run_are_those_of_an_unbroken_one(tmp_path: Path) 
 
 def steps_in(output_dir: Path) -> set[int]:
     return {entry.step for entry in CheckpointManager(output_dir).entries()}
+
+
+def test_a_dense_start_is_never_deleted(tmp_path: Path) -> None:
+    """Saved at powers of two, then regularly: of a run in two legs the former all stay, of the latter the newest."""
+    settings: dict[str, Any] = {"save": "Every(steps=5) | AtSteps(1, 2, 4, 8)", "keep": "Latest(2) | Steps(1, 2, 4, 8)"}
+    settings |= {"save_total_limit": None, "save_steps": 500, "max_steps": 20}
+    stoppable_trainer(tmp_path, stop_after(6), **settings).train()
+    stoppable_trainer(tmp_path, **settings).train()
+    assert steps_in(tmp_path) == {1, 2, 4, 8, 15, 20}
 
 
 def test_a_checkpoint_has_no_metrics_of_another_step(tmp_path: Path) -> None:

@@ -169,7 +169,8 @@ class TrainingArguments:
     save_total_limit: int | None = None
     """Number of checkpoints to keep: the newest ones, plus the best one. None: all."""
     keep: Retention | str | Sequence[Retention | str] | None = None
-    """Which checkpoints to keep, instead: ``Latest(3) | Best(2) | EveryNth(10_000)``, or that as text. None: all."""
+    """Which checkpoints to keep, instead: ``Latest(3) | Best(2) | EveryNth(10_000) | Steps(1, 2, 4)``, or that as
+    text. None: all."""
 
     save_in_background: bool = True
     """Continue training while a checkpoint is written; needs memory for a copy of the state. False: wait for it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from dalsegno.errors import ConfigurationError, UnknownName
@@ -30,6 +30,22 @@ class Policy:
         defaults = {field.name: field.default for field in fields(self)}  # type: ignore[arg-type]
         shown = [f"{name}={value!r}" for name, value in values.items() if value != defaults[name]]
         return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclass(frozen=True, slots=True, repr=False, init=False)
+class ListedSteps(Policy):
+    """Base of the policies that list steps, ascending."""
+
+    steps: tuple[int, ...]
+
+    def __init__(self, *steps: int) -> None:
+        if not steps or not all(type(step) is int and step > 0 for step in steps):
+            given = f"{type(self).__name__}({', '.join(map(repr, steps))})"
+            raise ConfigurationError(f"{given}: needs integers of at least 1")
+        object.__setattr__(self, "steps", tuple(sorted({*steps})))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(str, self.steps))})"
 
 
 def check_integers(name: str, given: object, least: Mapping[str, int], *optional: str, hint: str = "") -> None:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from dalsegno.errors import ConfigurationError
 
-from . import Policy, check_integers, read_policies
+from . import ListedSteps, Policy, check_integers, read_policies
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +131,19 @@ class EveryNth(Retention):
         return {entry.step for entry in entries if entry.step % self.steps == 0}
 
 
+class Steps(ListedSteps, Retention):
+    """Keep exactly these, permanently: ``Steps(1, 2, 4, 8)``. ``save=AtSteps(1, 2, 4, 8)`` saves there.
+
+    Raises:
+        ConfigurationError: if no step is given, or one is not an integer of at least 1.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, entries: Sequence[CheckpointSummary]) -> set[int]:
+        return {entry.step for entry in entries} & {*self.steps}
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class AnyRetention(Retention):
     """Several rules joined with ``|``."""
@@ -153,11 +166,11 @@ def retention_of(given: Retention | str | Sequence[Retention | str]) -> Retentio
     if isinstance(given, Retention):
         return given
     if isinstance(given, str):
-        read = read_policies(given, (Latest, Best, EveryNth))
+        read = read_policies(given, (Latest, Best, EveryNth, Steps))
         return retention_of([each for each in read if isinstance(each, Retention)])
     if not isinstance(given, Sequence) or not given:
         raise ConfigurationError(
-            f"{given!r} is not a retention rule; use Latest(…), Best(…), EveryNth(…), or a list of several"
+            f"{given!r} is not a retention rule; use Latest(…), Best(…), EveryNth(…), Steps(…), or a list of several"
         )
     parts = tuple(part for each in given for part in rules_of(retention_of(each)))
     return parts[0] if len(parts) == 1 else AnyRetention(parts)
@@ -166,5 +179,5 @@ def retention_of(given: Retention | str | Sequence[Retention | str]) -> Retentio
 def rules_of(rule: Retention) -> tuple[Retention, ...]:
     """Return the single rules that ``|`` has joined."""
     if not isinstance(rule, Retention):
-        raise ConfigurationError(f"{rule!r} is not a retention rule; use Latest(…), Best(…), EveryNth(…)")
+        raise ConfigurationError(f"{rule!r} is not a retention rule; use Latest(…), Best(…), EveryNth(…), Steps(…)")
     return rule.parts if isinstance(rule, AnyRetention) else (rule,)

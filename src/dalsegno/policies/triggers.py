@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from dalsegno.errors import ConfigurationError
 
-from . import Policy, check_integers, read_policies
+from . import ListedSteps, Policy, check_integers, read_policies
 
 _OR_NEVER = "an integer, 0 (never) or more"
 
@@ -90,23 +90,14 @@ class Every(SaveTrigger):
         return self.epochs > 0 and epoch % self.epochs == 0
 
 
-@dataclass(frozen=True, slots=True, repr=False, init=False)
-class AtSteps(SaveTrigger):
+class AtSteps(ListedSteps, SaveTrigger):
     """Due after exactly these numbers of optimizer steps: ``AtSteps(100, 1000, 10_000)``.
 
     Raises:
         ConfigurationError: if no step is given, or one is not an integer of at least 1.
     """
 
-    steps: tuple[int, ...]
-
-    def __init__(self, *steps: int) -> None:
-        if not steps or not all(type(step) is int and step > 0 for step in steps):
-            raise ConfigurationError(f"AtSteps({', '.join(map(repr, steps))}): needs integers of at least 1")
-        object.__setattr__(self, "steps", tuple(sorted({*steps})))
-
-    def __repr__(self) -> str:
-        return f"AtSteps({', '.join(map(str, self.steps))})"
+    __slots__ = ()
 
     def at_step(self, step: int) -> bool:
         return step in self.steps

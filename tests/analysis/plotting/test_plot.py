@@ -310,11 +310,15 @@ def test_a_heatmap() -> None:
     assert axes.get_xlim() == (50, 250)
     assert bar.get_ylabel() == "gradient norm (log scale)"
     assert np.ma.filled(axes.collections[0].get_array(), -1.0).tolist() == [[0.1, -1.0], [0.01, -1.0]]
+    axes, bar = axes_of(plot_heatmap(parameters([[1.0, 0.1], [0.0, NAN]]), log=False))
+    assert (bar.get_ylabel(), bar.get_yscale(), bar.get_ylim()) == ("gradient norm", "linear", (0.0, 1.0))
+    assert np.ma.filled(axes.collections[0].get_array(), -1.0).tolist() == [[1.0, 0.0], [0.1, -1.0]]
 
 
 def test_heatmaps_of_little(tmp_path: Path) -> None:
-    for values in ([[1.0]], [[0.0], [NAN]], [[5.0, 5.0]]):
-        plot_heatmap(parameters(values)).save(tmp_path / "a.png")
+    for values in ([[1.0]], [[0.0], [NAN]], [[5.0, 5.0]], [[NAN]]):
+        for log in (True, False):
+            plot_heatmap(parameters(values), log=log).save(tmp_path / "a.png")
     with pytest.raises(NotFound, match=r"no parameter of a run matches 'head'; its parameters include blocks\.0"):
         plot_heatmap(parameters([[1.0]]), "head")
     with pytest.raises(ConfigurationError, match="not a regular expression"):

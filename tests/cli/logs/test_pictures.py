@@ -35,6 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["plot", "--compare", "killed", "pair-a", "--log-scale", "--title", "Two", "-o", "two.svg"], "two.svg"),
         (["heatmap", "killed", "--step-stride", "2", "--vmin", "0.01", "--vmax", "9", "--log-scale"], "heatmap.png"),
         (["heatmap", "killed", "--figsize", "6", "4", "--title", "Norms", "-o", "n.svg"], "n.svg"),
+        (["heatmap", "killed", "--linear", "--vmin", "-1", "--vmax", "0"], "heatmap.png"),
         (["compare", "pair-a", "pair-b", "-o", "c.png"], "c.png"),
         (["report", "killed", "pair-b", "--title", "Two runs"], "report.html"),
         (["report", "diverged", "-o", "d.html"], "d.html"),
@@ -70,7 +71,10 @@ def test_what_is_written(
         (["plot", "killed", "--loss-curves", "--metrics", "loss"], "leave one of them out"),
         (["heatmap", "killed", "--step-stride", "0"], "stride is 0"),
         (["heatmap", "killed", "--vmin", "2", "--vmax", "1"], "the lowest value must be below the highest"),
-        (["heatmap", "killed", "--figsize", "0", "4"], "need numbers over 0"),
+        (["heatmap", "killed", "--vmin", "0"], "limits (0.0, None): need numbers over 0"),
+        (["heatmap", "killed", "--linear", "--vmin", "nan"], "limits (nan, None): need finite numbers"),
+        (["heatmap", "killed", "--figsize", "0", "4"], "needs numbers over 0"),
+        (["plot", "killed", "--terminal", "-e"], "leave one of them out"),
         (["summary", "killed", "--all"], "leave one of them out"),
         (["summary", "killed", "-o", "nowhere/a.txt"], "there is no directory nowhere"),
         (["heatmap", "killed", "-f", "nothing"], "no parameter of killed matches 'nothing'"),
@@ -105,6 +109,58 @@ def test_without_a_run_the_newest_is_taken(
     ]
     assert main(["logs", "summary", "-o", "a.txt"]) == 2
     assert "a.txt exists; --force overwrites it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "taken"),
+    [
+        (["heatmap", "--metric", "spectral_norm"], "runs/pair-a"),
+        (["heatmap"], "runs/killed"),
+        (["plot", "--metrics", "grad_norm"], "runs/killed"),
+        (["plot"], "runs/other"),
+    ],
+)
+def test_without_a_run_the_newest_that_has_it_is_taken(
+    words: list[str], taken: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not the newest of all: that one has a loss only, and the next no spectral norms."""
+    for age, name in enumerate(("killed", "pair-a"), start=1):
+        log = shutil.copytree(GOLDEN / name, here / "runs" / name) / "logs" / "train.jsonl"
+        os.utime(log, (1e9 - age, 1e9 - age))
+    (here / "runs/other").mkdir()
+    (here / "runs/other/log.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
+    norms = here / "runs/killed/logs/parameter_norms.jsonl"
+    records = [json.loads(line) for line in norms.read_text().splitlines()]
+    norms.write_text("".join(json.dumps({**each, "spectral_norms": None}) + "\n" for each in records))
+    assert main(["logs", *words, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed.get("run", *printed.get("runs", [])) == taken
+
+
+@pytest.mark.parametrize("words", [["plot", "killed"], ["heatmap", "killed"]])
+def test_the_picture_is_opened_with_the_users_editor(
+    words: list[str], here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In VS Code's terminal in VS Code, elsewhere with what the environment names."""
+    words = ["logs", words[0], str(GOLDEN / words[1]), "-e", "--force"]
+    for name in ("VISUAL", "EDITOR", "TERM_PROGRAM"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(words) == 2
+    assert "neither $VISUAL nor $EDITOR is set; set EDITOR to a program" in capfd.readouterr().err
+    monkeypatch.setenv("EDITOR", "no-such-editor --wait")
+    assert main(words) == 2
+    assert "'no-such-editor --wait' is not a program here" in capfd.readouterr().err
+    assert list(here.iterdir()) == []
+    monkeypatch.setenv("EDITOR", "echo shows --wait")
+    assert main(words) == 0
+    assert capfd.readouterr().out.endswith(f"shows --wait {words[1]}.png\n")
+    (here / "bin").mkdir()
+    (here / "bin/code").write_text('#!/bin/sh\necho "VS Code shows $1"\n')
+    (here / "bin/code").chmod(0o755)
+    monkeypatch.setenv("PATH", str(here / "bin"), prepend=os.pathsep)
+    monkeypatch.setenv("TERM_PROGRAM", "vscode")
+    assert main([*words, "-o", "a.svg"]) == 0
+    assert capfd.readouterr().out.endswith("VS Code shows a.svg\n")
 
 
 def test_labels_and_titles_are_in_the_picture(here: Path) -> None:

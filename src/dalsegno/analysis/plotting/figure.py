@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogFormatter
@@ -288,6 +288,7 @@ def heatmap_figure(
     title: str,
     limits: tuple[float | None, float | None],
     size: tuple[float, float] | None,
+    log: bool,
 ) -> Picture:
     """Draw the ``series`` of one run, with at least one step and one parameter.
 
@@ -296,12 +297,14 @@ def heatmap_figure(
     rows = len(series.parameters)
     figure = Figure(figsize=size or (9.5, 1.6 + ROW * min(max(rows, 6), MOST_NAMED)), layout="constrained")
     axes = figure.subplots()
-    values = np.where(np.isfinite(series.values) & (series.values > 0), series.values, np.nan).T
+    values = np.where(np.isfinite(series.values) & ((series.values > 0) | (not log)), series.values, np.nan).T
     known = values[np.isfinite(values)]
     low, high = (known.min(), known.max()) if len(known) else (0.1, 1.0)
-    low, high = limits[0] or low, limits[1] or high
+    low, high = (found if given is None else given for given, found in zip(limits, (low, high), strict=True))
     edges = _borders(series.steps)
-    scale = LogNorm(low, high if high > low else low * 10)
+    if high <= low:
+        high = low * 10 if log else low + 1
+    scale = LogNorm(low, high) if log else Normalize(low, high)
     mesh = axes.pcolormesh(edges, np.arange(rows + 1), values, norm=scale, cmap="viridis", rasterized=True)
     every = -(-rows // MOST_NAMED)
     axes.set_yticks(np.arange(0, rows, every) + 0.5, series.parameters[::every], fontsize=7.5)
@@ -313,9 +316,10 @@ def heatmap_figure(
     axes.tick_params(axis="x", labelsize=9)
     axes.tick_params(length=0, labelcolor=INK)
     bar = figure.colorbar(mesh, ax=axes, pad=0.01, aspect=40, format=FuncFormatter(lambda value, _: f"{value:g}"))
-    bar.set_label(f"{title} (log scale)", color=INK)
+    bar.set_label(f"{title} (log scale)" if log else title, color=INK)
     bar.outline.set_visible(False)
-    bar.ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.6)))
+    if log:
+        bar.ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.6)))
     bar.ax.tick_params(which="both", labelsize=8, labelcolor=INK)
     return Picture(figure)
 

@@ -86,15 +86,17 @@ def plot_heatmap(
     *,
     limits: tuple[float | None, float | None] = (None, None),
     size: tuple[float, float] | None = None,
+    log: bool = True,
 ) -> Picture:
-    """Draw parameters from top to bottom in the order of the model, steps to the right, on a logarithmic colour scale.
+    """Draw parameters from top to bottom in the order of the model, steps to the right.
 
-    Zero and non-finite values stay white.
+    Non-finite values stay white, on a logarithmic scale also zeros.
 
     Args:
         pattern: a regular expression; draws only parameters whose names contain a match.
         limits: lowest and highest value of the colour scale; None: that of the data.
         size: width and height in inches; None: by the number of parameters.
+        log: a logarithmic colour scale, not a linear one.
 
     Raises:
         ConfigurationError: if matplotlib is not installed, or for an invalid pattern, limit or size.
@@ -104,11 +106,14 @@ def plot_heatmap(
     if not len(series.steps):
         raise NotFound(f"{series.run}: its log of parameters has no records yet")
     low, high = limits
-    if any(each is not None and not 0 < each < math.inf for each in (low, high, *(size or ()))):
-        raise ConfigurationError(f"limits {limits!r}, size {size!r}: need numbers over 0")
+    least = 0.0 if log else -math.inf
+    if any(each is not None and not least < each < math.inf for each in limits):
+        raise ConfigurationError(f"limits {limits!r}: need {'numbers over 0' if log else 'finite numbers'}")
+    if any(not 0 < each < math.inf for each in size or ()):
+        raise ConfigurationError(f"size {size!r}: needs numbers over 0")
     if low is not None and high is not None and not low < high:
         raise ConfigurationError(f"limits {limits!r}: the lowest value must be below the highest")
     require_extra("analysis", "matplotlib", "plotting")
     from .figure import heatmap_figure
 
-    return heatmap_figure(series, TITLES.get(series.name, series.name), limits, size)
+    return heatmap_figure(series, TITLES.get(series.name, series.name), limits, size, log)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -28,36 +32,44 @@ TITLE = argument("--title", help="title above the picture; default: none")
 FORCE = flag("--force", help="overwrite an existing file")
 
 
+EDIT = flag("-e", "--edit", help="open the picture: in VS Code from its terminal, else with $VISUAL or $EDITOR")
+
+
 def run_paths(*, several_runs: bool = True, optional: bool = False) -> Arguments:
     """``RUN``, one or several, as ``arguments.runs`` (a list) or ``arguments.run_path``; and ``--step-key``.
 
     ``optional``: without one it is empty, or None; see :func:`given_runs` and :func:`given_run`.
     """
-    help = f"{RUN}; default: the newest run below the current directory" if optional else RUN
+    help = f"{RUN}; default: the newest below the current directory that has what is shown" if optional else RUN
     name, count = ("runs", "*" if optional else "+") if several_runs else ("run_path", "?" if optional else None)
     return several(argument(name, metavar="RUN", nargs=count, type=place, help=help), STEP_KEY)
 
 
-def given_runs(arguments: argparse.Namespace) -> list[TrainingLog]:
-    """The runs of an optional ``RUN``. Raises NotFound if there is none."""
+Has = Callable[["TrainingLog"], bool]
+"""Whether a run has what a command shows."""
+
+
+def given_runs(arguments: argparse.Namespace, has: Has = lambda log: True) -> list[TrainingLog]:
+    """The runs of an optional ``RUN``; without it the newest that has what is shown. Raises NotFound without a run."""
     from dalsegno.analysis import open_logs
 
-    return open_logs(arguments.runs, arguments.step_key) if arguments.runs else [_newest_run(arguments.step_key)]
+    return open_logs(arguments.runs, arguments.step_key) if arguments.runs else [_newest_run(arguments.step_key, has)]
 
 
-def given_run(arguments: argparse.Namespace) -> TrainingLog:
-    """The run of an optional single ``RUN``. Raises NotFound if there is none."""
+def given_run(arguments: argparse.Namespace, has: Has) -> TrainingLog:
+    """As :func:`given_runs`, of an optional single ``RUN``."""
     from dalsegno.analysis import open_log
 
     path = arguments.run_path
-    return _newest_run(arguments.step_key) if path is None else open_log(path, arguments.step_key)
+    return _newest_run(arguments.step_key, has) if path is None else open_log(path, arguments.step_key)
 
 
-def _newest_run(step_key: str | None) -> TrainingLog:
-    """The run below the current directory whose log has changed last."""
+def _newest_run(step_key: str | None, has: Has) -> TrainingLog:
+    """The run below the current directory whose log has changed last, of those that have it; of all if none has."""
     from dalsegno.analysis import open_logs
 
-    return max(open_logs(["."], step_key), key=lambda log: log.source.path.stat().st_mtime_ns)
+    logs = sorted(open_logs(["."], step_key), key=lambda log: log.source.path.stat().st_mtime_ns, reverse=True)
+    return next(filter(has, logs), logs[0])
 
 
 def metric_names(default: str = "all") -> Arguments:
@@ -111,10 +123,26 @@ def output_path(arguments: argparse.Namespace, default: str) -> Path:
     return expect_free(path, arguments)
 
 
-def save_picture(picture: Picture, path: Path, *, quiet: bool) -> None:
+def save_picture(picture: Picture, path: Path, *, quiet: bool, editor: Sequence[str] = ()) -> None:
+    """``editor``: the command that opens it; empty: none."""
     picture.save(path)
     if not quiet:
         print(f"wrote {path}")
+    if editor:
+        subprocess.run([*editor, str(path)], check=False)
+
+
+def wanted_editor(arguments: argparse.Namespace) -> list[str]:
+    """The user's editor as a command; empty without ``--edit``. Raises ConfigurationError if there is none."""
+    if not arguments.edit:
+        return []
+    in_vs_code = os.environ.get("TERM_PROGRAM") == "vscode" and shutil.which("code")
+    named = "code" if in_vs_code else os.environ.get("VISUAL") or os.environ.get("EDITOR") or ""
+    words = shlex.split(named)
+    if not words or shutil.which(words[0]) is None:
+        what = f"{named!r} is not a program here" if words else "neither $VISUAL nor $EDITOR is set"
+        raise ConfigurationError(f"-e: {what}; set EDITOR to a program that opens pictures, such as code or xdg-open")
+    return words
 
 
 T = TypeVar("T")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dalsegno.cli.command import JSON, METRIC, argument, command, converter, flag, option, several
+from dalsegno.cli.command import JSON, METRIC, argument, command, converter, flag, one_of, option, several
 from dalsegno.cli.console import print_json, shows_colours, size
-from dalsegno.errors import ConfigurationError
+from dalsegno.errors import ConfigurationError, NotFound
 
 from .arguments import (
+    EDIT,
     FORCE,
     TITLE,
     expect_free,
@@ -24,6 +26,7 @@ from .arguments import (
     run_paths,
     save_picture,
     settings_of,
+    wanted_editor,
 )
 
 if TYPE_CHECKING:
@@ -73,6 +76,7 @@ VIEW = several(
     TITLE,
     flag("--terminal", help="draw in the terminal; default: into a file"),
     picture_file("plot"),
+    EDIT,
     JSON,
 )
 def plot(arguments: argparse.Namespace) -> int:
@@ -85,12 +89,14 @@ def plot(arguments: argparse.Namespace) -> int:
     from dalsegno.analysis import View, plot_logs, sketch_logs
 
     view = settings_of(View, arguments)
-    if arguments.terminal and arguments.json:
-        raise ConfigurationError("--terminal and --json both write to standard output; leave one of them out")
+    if arguments.terminal and (arguments.json or arguments.edit):
+        other = "--json" if arguments.json else "--edit"
+        raise ConfigurationError(f"--terminal draws on standard output, {other} needs a file; leave one of them out")
     if arguments.loss_curves and arguments.metrics:
         raise ConfigurationError("--loss-curves and --metrics both choose metrics; leave one of them out")
     path = None if arguments.terminal else output_path(arguments, "plot")
-    logs = _labelled(given_runs(arguments), arguments.labels)
+    editor = wanted_editor(arguments)
+    logs = _labelled(given_runs(arguments, partial(_has, arguments.metrics)), arguments.labels)
     metrics = _loss_curves(logs) if arguments.loss_curves else arguments.metrics
     if path is None:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
@@ -98,10 +104,15 @@ def plot(arguments: argparse.Namespace) -> int:
         print(sketch_logs(logs, metrics, view, compare=arguments.compare, width=width, colours=colours))
         return 0
     picture = plot_logs(logs, metrics, view, compare=arguments.compare).titled(arguments.title)
-    save_picture(picture, path, quiet=arguments.json)
+    save_picture(picture, path, quiet=arguments.json, editor=editor)
     if arguments.json:
         print_json({"file": str(path), "runs": [log.name for log in logs], "metrics": metrics, "x": view.x})
     return 0
+
+
+def _has(metrics: list[str] | None, log: TrainingLog) -> bool:
+    """Whether a log has all these metrics; None: a loss."""
+    return log.loss is not None if metrics is None else {*metrics} <= {*log.metrics()}
 
 
 def _labelled(logs: list[TrainingLog], labels: list[str] | None) -> list[TrainingLog]:
@@ -122,6 +133,13 @@ def _loss_curves(logs: list[TrainingLog]) -> list[str]:
     return [*losses[:1], *rates[:1]]
 
 
+def _has_parameters(metric: str, log: TrainingLog) -> bool:
+    try:
+        return log.parameters(metric).values.size > 0
+    except NotFound:
+        return False
+
+
 METRICS = ("grad_norm", "norm", "spectral_norm")
 
 
@@ -133,9 +151,13 @@ METRICS = ("grad_norm", "norm", "spectral_norm")
     option("--vmin", metavar="V", type=float, help="low end of the colour scale; default: the data's"),
     option("--vmax", metavar="V", type=float, help="high end of the colour scale; default: the data's"),
     argument("--figsize", type=float, nargs=2, metavar=("W", "H"), help="size in inches; default: by the parameters"),
-    flag("--log-scale", help="has no effect: the colour scale is logarithmic"),
+    one_of(
+        flag("--log-scale", help="logarithmic colour scale, as by default"),
+        flag("--linear", help="linear colour scale"),
+    ),
     TITLE,
     picture_file("heatmap"),
+    EDIT,
     JSON,
 )
 def heatmap(arguments: argparse.Namespace) -> int:
@@ -145,11 +167,12 @@ def heatmap(arguments: argparse.Namespace) -> int:
     """
     from dalsegno.analysis import matching, plot_heatmap
 
-    path = output_path(arguments, "heatmap")
-    series = matching(given_run(arguments).parameters(arguments.metric), arguments.filter)
-    series = series.every(arguments.step_stride)
+    path, editor = output_path(arguments, "heatmap"), wanted_editor(arguments)
+    log = given_run(arguments, partial(_has_parameters, arguments.metric))
+    series = matching(log.parameters(arguments.metric), arguments.filter).every(arguments.step_stride)
     limits, size = (arguments.vmin, arguments.vmax), arguments.figsize
-    save_picture(plot_heatmap(series, limits=limits, size=size).titled(arguments.title), path, quiet=arguments.json)
+    picture = plot_heatmap(series, limits=limits, size=size, log=not arguments.linear).titled(arguments.title)
+    save_picture(picture, path, quiet=arguments.json, editor=editor)
     if arguments.json:
         about = {"file": str(path), "run": series.run, "metric": series.name}
         print_json({**about, "steps": series.steps.tolist(), "parameters": list(series.parameters)})
