@@ -13,10 +13,12 @@ from torch import Tensor, nn
 import dalsegno as ds
 from callbacks.grad_norm_ranks import Uneven
 from callbacks.layouts import assert_same_values, layout_trainer, on_every_layout
-from dalsegno.callbacks import ComputeNorm, GradNormLogger, ParameterNormLogger, WeightNormLogger
+from dalsegno.callbacks import EMA, ComputeNorm, GradNormLogger, ParameterNormLogger, WeightNormLogger
 from dalsegno.callbacks.norms.spectral_norm import SpectralNorms
 from dalsegno.logs import read_records
+from dalsegno.testing import run_ranks, tiny_regression_data
 from support.listeners import Listener
+from support.small import small_trainer
 
 WALL_CLOCK = ("timestamp", "peak_mem", "_runtime", "_per_second")
 NAMES = {"embed.weight", "blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "scale", "frozen"}
@@ -74,6 +76,43 @@ def test_against_torch_itself(tmp_path: Path) -> None:
         weights = seen["weights"][record["global_step"]]
         assert record["norms"] == pytest.approx({name: float(w.norm()) for name, w in weights.items()}, rel=1e-6)
         assert record["spectral_norms"] == pytest.approx({n: spectral(w) for n, w in weights.items()}, rel=1e-5)
+
+
+@pytest.mark.parametrize("parallel", ["none", "fsdp"])
+@pytest.mark.parametrize("ema_is_first", [True, False])
+def test_of_evaluated_averages(tmp_path: Path, parallel: str, ema_is_first: bool) -> None:
+    for seen, logged in run_ranks(evaluate_averages, 1 if parallel == "none" else 2, tmp_path, parallel, ema_is_first):
+        assert len(logged) == 3 and logged == pytest.approx(seen, rel=1e-6)
+        assert len(set(seen)) == 3
+
+
+def evaluate_averages(output_dir: Path, parallel: str, ema_is_first: bool) -> tuple[list[float], list[float]]:
+    """Norms of the weights that the model has in an evaluation, and those that its records have."""
+    seen: list[float] = []
+    logged: list[float] = []
+
+    def on_prediction_step(ctx: Any) -> None:
+        if ctx.index == 0:
+            seen.append(total(getattr(p, "full_tensor", lambda p=p: p)() for p in ctx.model.parameters()))
+
+    def on_log(ctx: Any) -> None:
+        if ctx.kind == "eval":
+            assert ctx.evaluated_weights == "EMA"
+            logged.append(ctx.logs["weight_norm"])
+
+    own = [EMA(0.9), WeightNormLogger()][:: 1 if ema_is_first else -1]
+    listener = Listener({"on_prediction_step": on_prediction_step, "on_log": on_log})
+    small_trainer(
+        output_dir,
+        *own,
+        listener,
+        parts={"eval_dataset": tiny_regression_data(8)},
+        max_steps=6,
+        eval_steps=2,
+        learning_rate=0.3,
+        parallel=parallel,
+    ).train()
+    return seen, logged
 
 
 def total(tensors: Any) -> float:

@@ -24,23 +24,47 @@ from dalsegno.distributed.sharded_tensors import (
     whole_sums,
 )
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import Context, EvaluateContext, LogContext
+from dalsegno.events.callback import Binder, Callback
+from dalsegno.events.contexts import Context, EvaluateBeginContext, EvaluateContext, EvaluateEndContext, LogContext
+from dalsegno.events.table import Event
 from dalsegno.logs.rewind import PositionState
+from dalsegno.state import Handler
 
 
 class WeightNormLogger(Callback):
     """Logs ``weight_norm``, the L2 norm of all parameters as one vector, at each evaluation.
 
-    Includes frozen parameters, and a tied parameter once; of the whole model, however it is parallelized. Waits for the
-    device once per evaluation; other steps cost nothing.
+    Of the weights that are evaluated: of an average, if the record has ``evaluated_weights``. Includes frozen
+    parameters, and a tied parameter once; of the whole model, however it is parallelized. Waits for the device once per
+    evaluation; other steps cost nothing.
     """
 
     sets_control_flags = False
 
+    def __init__(self) -> None:
+        self._squares: PartialSums | None = None  # of the evaluation in progress
+
+    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
+        # Not handler methods: a loop without these events evaluates no averages, and must not refuse it for that.
+        return [
+            *super().bound_handlers(binder),
+            (Event.EVALUATE_BEGIN, self._before_evaluation),
+            (Event.EVALUATE_END, self._after_evaluation),
+        ]
+
+    def _before_evaluation(self, ctx: EvaluateBeginContext) -> None:
+        """Measure averages of a callback that comes before this one: it removes them before this one's next call."""
+        self._squares = partial_squares(parameter_shards(ctx.model)) if ctx.evaluated_weights else None
+
+    def _after_evaluation(self, ctx: EvaluateEndContext) -> None:
+        """Measure all others. Not collective, since an exception may have ended the evaluation."""
+        if self._squares is None:
+            self._squares = partial_squares(parameter_shards(ctx.model))
+
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind == "eval":
-            ctx.logs["weight_norm"] = float(total_norm(norms(parameter_shards(ctx.model))))
+            squares, self._squares = self._squares or partial_squares(parameter_shards(ctx.model)), None
+            ctx.logs["weight_norm"] = float(total_norm(*(each.roots() for each in whole_sums([squares]))))
 
 
 class ComputeNorm(Callback):
