@@ -134,6 +134,22 @@ def test_spectral_norms_are_right_at_any_size(shape: tuple[int, int]) -> None:
     assert SpectralNorms(200).measure(model).read()["weight"] == pytest.approx(exact, rel=1e-5)
 
 
+@pytest.mark.parametrize("size", [1e-37, 1e-20, 1e-13, 1e10, 1e20, 1e35])
+def test_spectral_norms_are_right_at_any_magnitude(size: float) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 24) * size)
+            self.stack = nn.Parameter(torch.randn(2, 16, 8) * torch.tensor([size, size * 1e-15]).view(2, 1, 1))
+
+    torch.manual_seed(0)
+    model = Model()
+    exact = {"weight": spectral(model.weight.detach().double())}
+    exact |= {f"stack.{number}": spectral(each) for number, each in enumerate(model.stack.detach().double())}
+    spectra = SpectralNorms(200)
+    assert spectra.measure(model).read() == pytest.approx(exact, rel=1e-5, abs=0.0) and not spectra.unfinished
+
+
 def test_stacked_matrices_are_measured_each() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from dalsegno.distributed import collectives
+from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.sharded_tensors import (
     DeviceScalars,
     LocalShard,
@@ -62,13 +62,13 @@ class SpectralNorms:
         convolved = {strip_wrappers(f"{name}.weight").lstrip(".") for name in modules}
         parameters = dict(named_parameters(model))
         shards = parameter_shards(model)
-        rows = [shard for shard in shards if shard.local.dim() < 2]
+        largest = _largest(shards)
         matrices = [
-            _Matrices.of(shard, parameters[shard.name], is_convolution=shard.name in convolved)
+            _Matrices.of(shard, parameters[shard.name], largest[shard.name], is_convolution=shard.name in convolved)
             for shard in shards
             if shard.local.dim() > 1
         ]
-        values = self._norms(matrices) | _largest(rows)
+        values = largest | self._norms(matrices)
         names_of = {shard.name: [shard.name] for shard in shards} | {each.parameter: each.names for each in matrices}
         names = [name for its in names_of.values() for name in its]
         return DeviceScalars(names, torch.stack([values[name].cpu() for name in names]) if names else torch.zeros(0))
@@ -93,7 +93,8 @@ class SpectralNorms:
         named = dict(zip([name for each in parameters for name in each.names], found, strict=True))
         self.vectors = {name: each.vector for name, each in named.items()}
         self.unfinished = {name: each.residual for name, each in named.items() if each.residual > TOLERANCE}
-        return {name: each.value.sqrt().float() for name, each in named.items()}
+        squares = {name: each.root.cpu().double() ** 2 for each in parameters for name in each.names}
+        return {name: (each.value.sqrt() * squares[name]).float() for name, each in named.items()}
 
     def _vector(self, matrices: _Matrices, name: str) -> Tensor:
         """Return the last vector found, or a first one: drawn from a generator seeded by the matrix's name."""
@@ -122,9 +123,12 @@ class _Matrices:
     is_split: bool
     """Whether ranks have other parts than whole rows of each matrix; equal on all ranks."""
     device: torch.device
+    root: Tensor
+    """Square root of the largest absolute entry, about: a power of two, so that a division by it is exact. Divided by
+    it before and after a product, vectors neither vanish nor overflow."""
 
     @classmethod
-    def of(cls, shard: LocalShard, parameter: Tensor, *, is_convolution: bool) -> _Matrices:
+    def of(cls, shard: LocalShard, parameter: Tensor, largest: Tensor, *, is_convolution: bool) -> _Matrices:
         place, is_stack = place_of(parameter), parameter.dim() == 3 and not is_convolution
         placements = parameter.placements if isinstance(parameter, DTensor) else place.placements if place else ()
         split = [placement.dim for placement in placements if hasattr(placement, "dim")]
@@ -136,24 +140,26 @@ class _Matrices:
         shape = rows, math.prod(others) * (2 if parameter.is_complex() else 1)
         names = [f"{shard.name}.{number}" for number in range(len(parameter))] if is_stack else [shard.name]
         weight, device = weight.flatten(1 + is_stack), shard.local.device
-        return cls(shard.name, names, shape, weight, shard.groups, is_split, device)
+        root = largest.clamp(min=torch.finfo(torch.float32).tiny).log2().div(2).round().exp2()
+        return cls(shard.name, names, shape, weight, shard.groups, is_split, device, root)
 
     def times(self, vectors: Tensor) -> Tensor:
-        """Return Wv for v of shape (matrices, columns): this rank's rows; if W is split otherwise, a summand of all
-        rows."""
+        """Return Wv / root² for v of shape (matrices, columns): this rank's rows; if W is split otherwise, a summand of
+        all rows."""
         return self._summand(self.weight, vectors, self.shape[0])
 
     def transposed_times(self, products: Tensor) -> Tensor:
-        """Return this rank's summand of Wᵀp."""
+        """Return this rank's summand of Wᵀp / root²."""
         return self._summand(self.weight.mT, products, self.shape[1])
 
     def _summand(self, weight: Tensor, vectors: Tensor, length: int) -> Tensor:
         if not weight.numel():
             return vectors.new_zeros(len(self.names), length)
         weight = weight.float()
+        vectors = vectors / self.root
         operand = vectors[0] if weight.dim() == 2 else vectors.unsqueeze(-1)
         if not isinstance(weight, DTensor):
-            return (weight @ operand).view(len(self.names), -1)
+            return (weight @ operand).view(len(self.names), -1) / self.root
         product = cast(DTensor, weight @ _replicated(operand, weight))
         summand = vectors.new_zeros(product.numel())
         numbers = _replicated(torch.arange(len(summand), device=self.device).view(product.shape), weight)
@@ -164,7 +170,7 @@ class _Matrices:
             for size, its, result in zip(product.device_mesh.shape, weight.placements, product.placements, strict=True)
             if result.is_replicate() and not its.is_replicate()
         )
-        summand[here.reshape(-1)] = product.to_local().reshape(-1) / copies
+        summand[here.reshape(-1)] = product.to_local().reshape(-1) / self.root / copies
         return summand.view(len(self.names), length)
 
 
@@ -174,7 +180,7 @@ def _replicated(tensor: Tensor, like: DTensor) -> DTensor:
 
 
 def _gram_products(parameters: Sequence[_Matrices], vectors: Sequence[Tensor]) -> list[Tensor]:
-    """Return WᵀWv of each. Collective: one sum, and one before it if ranks have other parts than whole rows."""
+    """Return WᵀWv / root⁴ of each. Collective: one sum, and one before it if ranks have other parts than whole rows."""
     products = [each.times(its) for each, its in zip(parameters, vectors, strict=True)]
     split = [number for number, each in enumerate(parameters) if each.is_split]
     whole = _combined([products[number] for number in split], [parameters[number].groups for number in split])
@@ -207,7 +213,7 @@ class _Krylov:
         self._diagonal.append(product @ self.newest)
         for _ in range(2):  # a single pass leaves rounding errors
             product = product - self._basis.T @ (self._basis @ product)
-        length = product.norm()
+        length = accelerator.wide(product).norm()  # of one of a stack that is small beside the others
         is_new = length > 1e-6 * self._diagonal[0].abs()  # else the space is complete
         self._beside.append(torch.where(is_new, length, torch.zeros_like(length)))
         added = torch.where(is_new, product / length, torch.zeros_like(product))
@@ -231,10 +237,11 @@ class _Krylov:
 
 def _largest(pieces: Sequence[LocalShard]) -> dict[str, Tensor]:
     """Return the largest absolute value of each. Collective."""
-    zero = [piece.local.new_zeros(1, dtype=torch.float32) for piece in pieces]  # for a rank with an empty shard
     own = [
-        torch.cat([piece.local.reshape(-1).float().abs(), nothing]).max()
-        for piece, nothing in zip(pieces, zero, strict=True)
+        torch.linalg.vector_norm(piece.local.float(), math.inf)
+        if piece.local.numel()
+        else piece.local.new_zeros(()).float()
+        for piece in pieces
     ]
     whole = _combined(own, [piece.groups for piece in pieces], dist.ReduceOp.MAX)
     return {piece.name: value for piece, value in zip(pieces, whole, strict=True)}
