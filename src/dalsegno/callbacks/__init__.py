@@ -1,6 +1,7 @@
 """The built-in callbacks.
 
-Each is imported on first use: a run that uses ten of them does not wait for all.
+Each is imported on first use: a run that uses ten of them does not wait for all. Each raises ConfigurationError for an
+argument that cannot work; the message names it.
 """
 
 from __future__ import annotations

@@ -35,9 +35,6 @@ class EMA(WeightAverages):
         warmup: the n-th update (from 0) uses ``min(decay, (1 + n) / (10 + n))``, so that the first weights soon lose
             their influence.
         name: the callback's key, and the averages' name in checkpoints; None: the class's name.
-
-    Raises:
-        ConfigurationError: for an invalid value.
     """
 
     state_schema = EMAState

@@ -20,9 +20,6 @@ class ScaleLoss(Callback):
     """Multiplies every micro-batch's loss by ``value``; gradients and the logged loss scale with it.
 
     Evaluation does not change. Gradient clipping and Adam cancel much of the effect.
-
-    Raises:
-        ConfigurationError: if ``value`` is not a finite number.
     """
 
     sets_control_flags = False
@@ -49,9 +46,6 @@ class SkipSamples(Callback):
 
     Args:
         n: number of samples.
-
-    Raises:
-        ConfigurationError: if ``n`` is not an integer of at least 0.
     """
 
     sets_control_flags = False
@@ -143,9 +137,6 @@ class GarbageCollection(Callback):
 
     Args:
         every: steps between collections.
-
-    Raises:
-        ConfigurationError: if ``every`` is not an integer.
     """
 
     sets_control_flags = False

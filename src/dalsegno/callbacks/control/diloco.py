@@ -51,9 +51,6 @@ class DiLoCoCallback(Callback):
         mixing_factor: with ``overlap_steps``: weight of the run's own parameters beside the result.
         int8_comm: send changes of parameters as int8 with a scale per 256 elements, half the bytes of bfloat16; what
             this loses is sent with the next ones.
-
-    Raises:
-        ConfigurationError: for a value that cannot work.
     """
 
     sets_control_flags = False

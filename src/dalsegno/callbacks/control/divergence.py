@@ -67,9 +67,6 @@ class DivergenceDetector(DivergenceCallback):
             compared with that one instead of with its best, so that a slow rise is tolerated. Below ``smoothing``; or
             None.
         name: the key of its state in checkpoints; None: the class's name.
-
-    Raises:
-        ConfigurationError: for an invalid value.
     """
 
     state_schema = DivergenceState
@@ -154,9 +151,6 @@ class CheckLoss(DivergenceCallback):
     Args:
         action: ``"abort"`` stops training; ``"rollback"`` goes back to a checkpoint, chosen by the run's
             ``RecoveryPolicy``.
-
-    Raises:
-        ConfigurationError: for another action.
     """
 
     background_safe = False

@@ -32,9 +32,6 @@ class CountParams(Callback):
 
     Args:
         depth: depth of the table: 1 lists the model's direct children; None every module with parameters.
-
-    Raises:
-        ConfigurationError: if ``depth`` is not an integer.
     """
 
     ranks = "zero"

@@ -21,9 +21,6 @@ class InfoCallback(Callback):
 
     Args:
         verbose: also print every restored component, every argument and the model's modules.
-
-    Raises:
-        ConfigurationError: if ``verbose`` is neither True nor False.
     """
 
     ranks = "zero"

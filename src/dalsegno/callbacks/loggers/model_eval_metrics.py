@@ -34,9 +34,6 @@ class ModelEvalMetrics(Callback):
         select: (outputs, batch) → arguments of the metrics' ``update``. Outputs contain ``"loss"`` and what else the
             model returned.
         name: the callback's key; None: the class's name. Two callbacks, each with a ``select``, need two names.
-
-    Raises:
-        ConfigurationError: for something that is not a metric.
     """
 
     sets_control_flags = False

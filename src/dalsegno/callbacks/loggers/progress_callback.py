@@ -46,9 +46,6 @@ class ProgressCallback(Callback):
         final_metrics: values of the final record, in the same way; ``suffix`` in place of ``width``. By default mean
             loss, seconds, samples and steps per second.
         header_interval: number of lines between headers.
-
-    Raises:
-        ConfigurationError: for an invalid value; the message names the argument.
     """
 
     sets_control_flags = False

@@ -45,9 +45,6 @@ class LearningDynamics(RecordCallback):
 
     Args:
         every: steps between records.
-
-    Raises:
-        ConfigurationError: if ``every`` is not an integer.
     """
 
     def __init__(self, every: int = 100) -> None:

@@ -77,9 +77,6 @@ class ComputeNorm(Callback):
 
     Args:
         per_layer: log the norms of each layer, too.
-
-    Raises:
-        ConfigurationError: if ``per_layer`` is neither True nor False.
     """
 
     sets_control_flags = False
@@ -137,9 +134,6 @@ class ParameterNormLogger(RecordCallback):
         path: relative to ``output_dir``; None: ``logs/parameter_norms.jsonl``. With the suffix ``.json`` the file is a
             JSON array that is valid after every record, with ``.jsonl`` it has one record per line.
         name: the key of its state in checkpoints; None: the class's name.
-
-    Raises:
-        ConfigurationError: for an invalid value.
     """
 
     state_schema = ParameterNormState

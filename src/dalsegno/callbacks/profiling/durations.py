@@ -35,9 +35,6 @@ class RateProfiler(Callback):
 
     Args:
         window: number of the newest records whose time the rates cover. More of them smooth out evaluations and saves.
-
-    Raises:
-        ConfigurationError: if ``window`` is not an integer of at least 1.
     """
 
     sets_control_flags = False

@@ -42,9 +42,6 @@ class PeakMemory(Callback):
         enable_memory_snapshot: record allocations with their stacks (CUDA), and write them at the end, for
             https://pytorch.org/memory_viz, into ``output_dir``. Slows training.
         file_prefix: prefix of the snapshots: ``<prefix>-rank-00000.pickle``. dalsegno never reads one.
-
-    Raises:
-        ConfigurationError: for an invalid value.
     """
 
     sets_control_flags = False
@@ -188,9 +185,6 @@ class TraceMalloc(Callback):
         every: steps between tables.
         lines: number of lines of code in a table.
         frames: number of frames stored per allocation; the table shows the innermost. More frames cost memory.
-
-    Raises:
-        ConfigurationError: if one of them is not an integer of at least 1.
     """
 
     sets_control_flags = False

@@ -38,9 +38,6 @@ class ProfilerCallback(Callback):
         warmup_steps: number of steps before ``start_step`` that already run under the profiler, and are left out, since
             the profiler is slow at its start. At most ``start_step``.
         rank: the rank that profiles; None: every rank, each with separate files. For hundreds of ranks that is a lot.
-
-    Raises:
-        ConfigurationError: for an invalid value.
     """
 
     sets_control_flags = False

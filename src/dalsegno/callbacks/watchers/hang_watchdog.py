@@ -28,9 +28,6 @@ class HangWatchdog(Callback):
     Args:
         seconds: maximum time without progress; more than the longest step, save or first batch takes, and less than
             the process group's timeout.
-
-    Raises:
-        ConfigurationError: if ``seconds`` is not a number over 0.
     """
 
     sets_control_flags = False

@@ -50,9 +50,6 @@ class NaNChecker(DivergenceCallback):
         gradients: check gradients, too.
         action: ``"abort"`` stops training; ``"rollback"`` goes back to a checkpoint, chosen by the run's
             ``RecoveryPolicy``.
-
-    Raises:
-        ConfigurationError: for another value.
     """
 
     background_safe = False

@@ -33,9 +33,6 @@ class SlowRankDetector(Callback):
         factor: a rank is slow if it takes more than this multiple of the median.
         patience: number of consecutive slow records before the warning.
         share: fraction of the step's time by which it must be slower than the median, at least.
-
-    Raises:
-        ConfigurationError: for an invalid value.
     """
 
     sets_control_flags = False

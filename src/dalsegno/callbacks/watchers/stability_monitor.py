@@ -37,9 +37,6 @@ class StabilityMonitor(Callback):
         metrics: names in the training records. A metric that a record lacks is not judged there.
         window: number of values for mean and standard deviation.
         deviations: number of standard deviations beyond which a value is a spike.
-
-    Raises:
-        ConfigurationError: for an invalid value.
     """
 
     sets_control_flags = False
