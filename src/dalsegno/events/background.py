@@ -15,7 +15,7 @@ from dalsegno.stateful.component import Stateful
 from dalsegno.system.worker import Counts, WhenFull, Worker
 
 from .adapters import adapt
-from .callback import Binder, Callback
+from .callback import Binder, FlaglessCallback
 from .contexts import Context
 from .table import Event
 
@@ -25,7 +25,7 @@ DRAIN_TIMEOUT_S = 10.0
 """Seconds that the end of training waits for the observer's calls."""
 
 
-class Background(Callback):
+class Background(FlaglessCallback):
     """Runs ``callback``'s handlers in order on a background thread: ``Background(UploadSamples())``.
 
     A handler receives a snapshot of the context: numbers, records and ``state`` keep the values of the firing. Model,
@@ -44,7 +44,6 @@ class Background(Callback):
             is not ``background_safe``; for a ``queue`` below 1, or an unknown ``when_full``.
     """
 
-    sets_control_flags = False
     background_safe = False  # its handlers already get a snapshot of a past event
 
     def __init__(self, callback: object, queue: int = 1000, when_full: WhenFull = "drop_oldest") -> None:

@@ -250,6 +250,12 @@ _checked: WeakSet[FunctionType] = WeakSet()
 """Functions of classes known to take (self, ctx): inspecting one takes 20 µs, and a leg asks hundreds of times."""
 
 
+class FlaglessCallback(Callback):
+    """Base class of callbacks that set no flag of ``ctx.control``."""
+
+    sets_control_flags = False
+
+
 def _check_signature(callback: Callback, event: Event) -> None:
     handler = getattr(callback, event.handler)
     function = getattr(handler, "__func__", None)

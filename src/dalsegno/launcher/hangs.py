@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dalsegno.events.callback import Binder, Callback
+from dalsegno.events.callback import Binder, FlaglessCallback
 from dalsegno.events.contexts import Context, TrainEndContext
 from dalsegno.events.table import Event
 from dalsegno.state import Handler
@@ -56,11 +56,10 @@ class Heartbeats:
         return [Beat(*each) for each in _BEAT.iter_unpack(self._memory[:])]
 
 
-class HeartbeatCallback(Callback):
+class HeartbeatCallback(FlaglessCallback):
     """Writes this rank's beats while it trains: at each step, record, evaluation batch and checkpoint."""
 
     name = "dalsegno.heartbeat"
-    sets_control_flags = False
 
     def __init__(self, beats: Heartbeats, local_rank: int) -> None:
         self._beats = beats

@@ -19,7 +19,7 @@ from typing import Any
 
 from dalsegno.checkpoint import names
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import Context
 from dalsegno.events.registration import register_global_callback
 from dalsegno.events.table import Event
@@ -89,9 +89,7 @@ class FaultPlan:
         return f"{by}after {self.seconds:.2f} s"
 
 
-class _AtEvent(Callback):
-    sets_control_flags = False
-
+class _AtEvent(FlaglessCallback):
     def __init__(self, event: Event, handler: Callable[[Any], None]) -> None:
         setattr(self, event.handler, handler)
 
@@ -137,10 +135,8 @@ def _partial(step: int) -> str:
     return names.partial_path(names.checkpoint_path(Path(), step)).name
 
 
-class EventRecorder(Callback):
+class EventRecorder(FlaglessCallback):
     """Records the trace of the run that this process trains, from its first step."""
-
-    sets_control_flags = False
 
     def __init__(self) -> None:
         self._steps = 0

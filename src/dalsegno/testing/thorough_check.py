@@ -20,7 +20,7 @@ from dalsegno.checkpoint import CheckpointManager
 from dalsegno.data import NOT_EXACT
 from dalsegno.distributed import collectives
 from dalsegno.errors import DalsegnoError, RankFailed
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import Callback, FlaglessCallback
 from dalsegno.events.contexts import Context, LoadContext
 from dalsegno.events.registration import register_global_callback
 from dalsegno.logs import RunFile
@@ -343,10 +343,8 @@ def _train(factory: Factory, output_dir: Path, breaks: Sequence[Break], breaks_o
     return _Leg(recorder.trace(), refusal)
 
 
-class _Beginning(Callback):
+class _Beginning(FlaglessCallback):
     """Records what says, before a leg's first step, that the resumed run will differ: a warning, a changed setting."""
-
-    sets_control_flags = False
 
     def __init__(self, warnings: Path) -> None:
         self._warnings = warnings

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dalsegno.callbacks.watchers.dump_activations import tensors_in
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import MicrobatchBeginContext
 from dalsegno.stateful.schema import Count, Must
 
@@ -102,10 +102,9 @@ class DataOrderState(TypedDict):
     digest: Annotated[str, Must("a hexadecimal number", lambda digest: not digest or int(digest, 16))]
 
 
-class DataOrder(Callback):
+class DataOrder(FlaglessCallback):
     """Its state is the number of batches and a digest of them: equal digests mean the same data in the same order."""
 
-    sets_control_flags = False
     state_scope = "per_rank"
     state_schema = DataOrderState
 

@@ -15,7 +15,7 @@ from dalsegno.distributed import accelerator
 from dalsegno.distributed.sharded_tensors import named_parameters
 from dalsegno.distributed.stage_places import is_on_other_stage, like_parameter
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import EvaluateBeginContext
 
 logger = logging.getLogger("dalsegno")
@@ -24,14 +24,13 @@ _in_place: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Key of the callback whose averages are swapped into a model: one callback at a time."""
 
 
-class WeightAverages(Callback):
+class WeightAverages(FlaglessCallback):
     """Averages of all trained parameters, a tied one once; in fp32 for parameters of fewer than 32 bits.
 
     They are sharded like the weights. Tensors are allocated by :meth:`_expect` or :meth:`_bind`, not before. A subclass
     decides when to update them, and with which weight.
     """
 
-    sets_control_flags = False
     background_safe = False
 
     def __init__(self, name: str | None) -> None:

@@ -11,18 +11,17 @@ import torch
 from dalsegno.callbacks.argument_checks import mapping, number, whole
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, UnknownName
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import BackwardContext, EpochContext, StepDoneContext, TrainBeginContext, TrainEndContext
 from dalsegno.stateful.schema import Count
 
 
-class ScaleLoss(Callback):
+class ScaleLoss(FlaglessCallback):
     """Multiplies every micro-batch's loss by ``value``; gradients and the logged loss scale with it.
 
     Evaluation does not change. Gradient clipping and Adam cancel much of the effect.
     """
 
-    sets_control_flags = False
     background_safe = False
 
     def __init__(self, value: float) -> None:
@@ -36,7 +35,7 @@ class SkipSamplesState(TypedDict):
     left: Count
 
 
-class SkipSamples(Callback):
+class SkipSamples(FlaglessCallback):
     """Skips the first ``n`` samples that the run would train on.
 
     Samples are counted over all ranks and epochs, in the order in which the run would read them. Those of a map dataset
@@ -48,7 +47,6 @@ class SkipSamples(Callback):
         n: number of samples.
     """
 
-    sets_control_flags = False
     background_safe = False
     state_schema = SkipSamplesState
 
@@ -68,7 +66,7 @@ class SkipSamples(Callback):
         self._left = state["left"]
 
 
-class ScopedFlags(Callback):
+class ScopedFlags(FlaglessCallback):
     """Sets flags of ``torch.backends``, such as TF32, while training runs, and restores them however it ends.
 
     ::
@@ -82,8 +80,6 @@ class ScopedFlags(Callback):
         UnknownName: for an unknown flag; the message names the nearest.
         ConfigurationError: for a value of another type.
     """
-
-    sets_control_flags = False
 
     def __init__(self, flags: Mapping[str, Any]) -> None:
         for name, value in mapping("ScopedFlags", "flags", flags).items():
@@ -127,7 +123,7 @@ def _require(owner: Any, attribute: str, name: str) -> None:
         raise UnknownName("ScopedFlags: flag", name, sorted(f"{before}{each}" for each in known))
 
 
-class GarbageCollection(Callback):
+class GarbageCollection(FlaglessCallback):
     """Turns off Python's automatic garbage collection during training, and collects every ``every`` steps.
 
     Automatic collection happens at another moment on each rank, and all other ranks wait for that rank in the next
@@ -139,7 +135,6 @@ class GarbageCollection(Callback):
         every: steps between collections.
     """
 
-    sets_control_flags = False
     background_safe = False
 
     def __init__(self, every: int = 1000) -> None:

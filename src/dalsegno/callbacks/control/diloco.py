@@ -13,7 +13,7 @@ from dalsegno.diloco.worker.options import WorkerOptions
 from dalsegno.diloco.worker.progress import WorkerState
 from dalsegno.diloco.worker.worker import DiLoCoWorker
 from dalsegno.distributed import collectives
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import (
     BeforeSaveContext,
     Context,
@@ -25,7 +25,7 @@ from dalsegno.events.contexts import (
 )
 
 
-class DiLoCoCallback(Callback):
+class DiLoCoCallback(FlaglessCallback):
     """Makes this run a worker of a DiLoCo server: machines that train one model and communicate rarely.
 
     ::
@@ -53,7 +53,6 @@ class DiLoCoCallback(Callback):
             this loses is sent with the next ones.
     """
 
-    sets_control_flags = False
     background_safe = False
     state_varies = ("run_id", "worker_id")
     state_schema = WorkerState | None

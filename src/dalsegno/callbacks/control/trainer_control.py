@@ -17,7 +17,7 @@ from dalsegno.control.inbox import Inbox
 from dalsegno.control.jobs import Registration, check_job_id, new_job_id
 from dalsegno.control.server import ControlServer
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import Callback, FlaglessCallback
 from dalsegno.events.contexts import (
     EvaluateBeginContext,
     EvaluateContext,
@@ -35,7 +35,7 @@ from dalsegno.web.server import check_installed, is_installed, listen
 logger = logging.getLogger("dalsegno")
 
 
-class TrainerControlCallback(Callback):
+class TrainerControlCallback(FlaglessCallback):
     """Lets other programs ask this job for its status and send it commands, over HTTP on rank 0 and as files.
 
     The job appears in ``dalsegno jobs list`` while it trains. Commands take effect on all ranks at the end of a step:
@@ -60,7 +60,6 @@ class TrainerControlCallback(Callback):
     """
 
     ranks = "zero"
-    sets_control_flags = False
     background_safe = False
 
     def __init__(

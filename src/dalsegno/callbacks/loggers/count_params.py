@@ -9,7 +9,7 @@ from torch import nn
 
 from dalsegno.callbacks.argument_checks import whole
 from dalsegno.distributed.sharded_tensors import strip_wrappers
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import TrainBeginContext
 
 
@@ -27,7 +27,7 @@ class ParameterCount:
     """Bytes of the whole parameters, over all ranks that store shards of them."""
 
 
-class CountParams(Callback):
+class CountParams(FlaglessCallback):
     """Prints a table of the model's modules and their parameters when training begins, on rank 0.
 
     Args:
@@ -35,7 +35,6 @@ class CountParams(Callback):
     """
 
     ranks = "zero"
-    sets_control_flags = False
 
     def __init__(self, depth: int | None = 2) -> None:
         self._depth = None if depth is None else whole("CountParams", "depth", depth)

@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 from dalsegno.callbacks.argument_checks import folder
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import Callback, FlaglessCallback
 from dalsegno.events.contexts import Context, LogContext, TrainBeginContext, TrainEndContext
 from dalsegno.logs import RecordLog
 from dalsegno.logs.rewind import PositionState
@@ -29,14 +29,13 @@ def warn_not_writing(callback: Callback) -> None:
         logger.warning("%s writes while training runs; what is logged before or after is not kept", callback.key)
 
 
-class RecordCallback(Callback):
+class RecordCallback(FlaglessCallback):
     """Writes records into a log on rank 0; a resume cuts the log back to its length at the checkpoint.
 
     The file is open from on_train_begin to on_train_end. A second ``train()`` appends. A record that cannot be written
     (say, the disk is full) does not end the run: its loss is logged, and the next record is tried.
     """
 
-    sets_control_flags = False
     state_compared = False  # the file's offset, which only rank 0 knows
     state_schema: Any = PositionState | None
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from dalsegno.callbacks.argument_checks import mapping
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import EvaluateBeginContext, LogContext, PredictionStepContext
 
 Select = Callable[[Any, Any], tuple[Any, ...]]
 
 
-class ModelEvalMetrics(Callback):
+class ModelEvalMetrics(FlaglessCallback):
     """Computes metrics of the model's outputs, such as accuracy, in each evaluation::
 
         ModelEvalMetrics(
@@ -35,8 +35,6 @@ class ModelEvalMetrics(Callback):
             model returned.
         name: the callback's key; None: the class's name. Two callbacks, each with a ``select``, need two names.
     """
-
-    sets_control_flags = False
 
     def __init__(
         self, metrics: Mapping[str, Any], select: Callable[[Any, Any], tuple[Any, ...]], *, name: str | None = None

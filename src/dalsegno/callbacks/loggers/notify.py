@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from dalsegno.callbacks.argument_checks import one_of, texts
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import (
     Context,
     EvaluateContext,
@@ -27,7 +27,7 @@ OCCASIONS = ("begin", "evaluate", "save", "end", "exception")
 _JOIN_TIMEOUT = 10.0  # seconds for which the end of training waits for messages being sent
 
 
-class Notify(Callback):
+class Notify(FlaglessCallback):
     """Sends messages about the run to Slack, by mail, to a webhook or a phone, for instance when it ends or fails.
 
     Through `apprise <https://github.com/caronc/apprise>`_::
@@ -46,7 +46,6 @@ class Notify(Callback):
     """
 
     ranks = "zero"
-    sets_control_flags = False
 
     def __init__(self, urls: str | Iterable[str], on: str | Iterable[str] = ("end", "exception")) -> None:
         self._on = {one_of("Notify", "on", occasion, OCCASIONS) for occasion in texts("Notify", "on", on)}

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from dalsegno.args import TrainingArguments
 from dalsegno.callbacks.argument_checks import Spec, merge_specs, whole
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Binder, Callback
+from dalsegno.events.callback import Binder, FlaglessCallback
 from dalsegno.events.contexts import (
     EvaluateBeginContext,
     LogContext,
@@ -28,7 +28,7 @@ from dalsegno.events.table import Event
 from dalsegno.state import Handler
 
 
-class ProgressCallback(Callback):
+class ProgressCallback(FlaglessCallback):
     """Shows each training record on rank 0: a line of aligned columns, or a bar on a terminal and in a notebook.
 
     Evaluations and records of ``trainer.log`` are one line each, with all their values. A long evaluation says every 10
@@ -48,7 +48,6 @@ class ProgressCallback(Callback):
         header_interval: number of lines between headers.
     """
 
-    sets_control_flags = False
     ranks = "zero"
 
     def __init__(

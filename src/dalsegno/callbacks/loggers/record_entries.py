@@ -13,7 +13,7 @@ from dalsegno.callbacks.argument_checks import texts
 from dalsegno.data.build import IGNORED_LABEL
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.errors import ConfigurationError, UnknownName
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import (
     EvaluateBeginContext,
     LogContext,
@@ -25,7 +25,7 @@ from dalsegno.events.contexts import (
 from dalsegno.stateful.schema import Must
 
 
-class LogOptimizerParamGroup(Callback):
+class LogOptimizerParamGroup(FlaglessCallback):
     """Logs each parameter group's learning rate or other settings in each training record, as ``<key>/<group>``.
 
     ``<group>`` is the group's ``name`` if it has a unique one, else its number. Values are read when the record is
@@ -38,8 +38,6 @@ class LogOptimizerParamGroup(Callback):
         ConfigurationError: if there is no key, or a key is not a string.
         UnknownName: when training begins, if no group has the setting; the message names the nearest.
     """
-
-    sets_control_flags = False
 
     def __init__(self, keys: str | Iterable[str]) -> None:
         self._keys = texts("LogOptimizerParamGroup", "keys", keys)
@@ -68,14 +66,12 @@ def _titles(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     return [title if often[title] == 1 else str(number) for number, title in enumerate(titles)]
 
 
-class LogInputSummaries(Callback):
+class LogInputSummaries(FlaglessCallback):
     """Logs mean, standard deviation, minimum and maximum of each input tensor in each training record.
 
     They are ``input/<name>/mean``, ``std``, ``min`` and ``max``, of the step's first micro-batch over all ranks. Only
     for batches that are mappings; ``<name>`` is the key. Complex tensors are left out. NaN and infinity propagate.
     """
-
-    sets_control_flags = False
 
     def __init__(self) -> None:
         self._measured: dict[str, Tensor] = {}
@@ -123,7 +119,7 @@ class LossState(TypedDict):
     sums: dict[str, Annotated[Tensor, Must("two floats", lambda sums: sums.shape == (2,) and sums.is_floating_point())]]
 
 
-class LogLosses(Callback):
+class LogLosses(FlaglessCallback):
     """Logs perplexity, and the losses that the model returns beside its own, in records of training and evaluation:
 
     - ``perplexity``, ``eval_perplexity``: the exponential of the mean loss of a token. A batch's loss counts by the
@@ -142,7 +138,6 @@ class LogLosses(Callback):
         ConfigurationError: if ``tokens`` is not a function.
     """
 
-    sets_control_flags = False
     state_scope = "per_rank"
     state_schema = LossState
 
@@ -252,8 +247,6 @@ class SamplesStreamedInfo(Callback):
 
     Counts over all legs of the run, each sample as often as it was used. Padding does not count.
     """
-
-    sets_control_flags = False
 
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind in ("train", "final"):

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from dalsegno.callbacks.argument_checks import folder
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Binder, Callback
+from dalsegno.events.callback import Binder, FlaglessCallback
 from dalsegno.events.contexts import Context, LoadContext, RollbackContext, TrainBeginContext, TrainEndContext
 from dalsegno.events.table import Event
 from dalsegno.logs.event_files import EventPosition, EventState, lengths, make_durable, rewind_events
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dalsegno")
 
 
-class RewoundWriter(Callback):
+class RewoundWriter(FlaglessCallback):
     """Base class of callbacks with methods of torch's ``SummaryWriter``."""
 
     _is_bound = False
@@ -83,7 +83,6 @@ class ResumableSummaryWriter(RewoundWriter):
     _first_in: ClassVar[WeakValueDictionary[Path, ResumableSummaryWriter]] = WeakValueDictionary()
     """The writer of this leg that first opened a file in a directory."""
 
-    sets_control_flags = False
     state_schema = EventState
     state_compared = False  # the files' lengths, which only rank 0 knows
 

@@ -13,7 +13,7 @@ from dalsegno.callbacks.argument_checks import Spec, mapping, merge_specs
 from dalsegno.callbacks.loggers.json_logger import warn_not_writing
 from dalsegno.callbacks.loggers.summary_writer import ResumableSummaryWriter, check_rewound, checked_writer
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Binder, Callback
+from dalsegno.events.callback import Binder, FlaglessCallback
 from dalsegno.events.contexts import LogContext, TrainBeginContext, TrainEndContext
 from dalsegno.events.table import Event
 from dalsegno.logs.event_files import EventState
@@ -55,7 +55,7 @@ class TBLoggerState(TypedDict):
     writer: EventState | None
 
 
-class TBLogger(Callback):
+class TBLogger(FlaglessCallback):
     """Logs selected values of each record to TensorBoard, and once texts that describe the run.
 
     With several evaluation sets, a curve of ``eval_...`` is written for each set, as ``<tag>/<set>``.
@@ -76,7 +76,6 @@ class TBLogger(Callback):
     """
 
     ranks = "zero"
-    sets_control_flags = False
     state_compared = False
     state_schema = TBLoggerState
 

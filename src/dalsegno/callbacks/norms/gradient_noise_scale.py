@@ -13,7 +13,7 @@ from dalsegno.callbacks.argument_checks import number
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.sharded_tensors import device_of, gradient_shards, squared_norms
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import BackwardContext, Context, LogContext, MicrobatchEndContext, TrainBeginContext
 from dalsegno.stateful.schema import Finite
 
@@ -23,7 +23,7 @@ class NoiseScaleState(TypedDict):
     signal: Finite
 
 
-class GradientNoiseScale(Callback):
+class GradientNoiseScale(FlaglessCallback):
     """Logs the gradients' noise scale, the batch size beyond which a larger batch gains little, in samples.
 
     It is ``gradient_noise_scale`` in records of training, the simple noise scale tr(Σ) / |G|²: G is the true gradient
@@ -43,8 +43,6 @@ class GradientNoiseScale(Callback):
             weights, whose gradients exist on no rank before the reduction; or with ``fuse_optim_with_backward``, where
             they are freed before the end of the step.
     """
-
-    sets_control_flags = False
 
     state_schema = NoiseScaleState
 

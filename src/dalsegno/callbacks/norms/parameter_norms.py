@@ -24,22 +24,20 @@ from dalsegno.distributed.sharded_tensors import (
     whole_sums,
 )
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Binder, Callback
+from dalsegno.events.callback import Binder, FlaglessCallback
 from dalsegno.events.contexts import Context, EvaluateBeginContext, EvaluateContext, EvaluateEndContext, LogContext
 from dalsegno.events.table import Event
 from dalsegno.logs.rewind import PositionState
 from dalsegno.state import Handler
 
 
-class WeightNormLogger(Callback):
+class WeightNormLogger(FlaglessCallback):
     """Logs ``weight_norm``, the L2 norm of all parameters as one vector, at each evaluation.
 
     Of the weights that are evaluated: of an average, if the record has ``evaluated_weights``. Includes frozen
     parameters, and a tied parameter once; of the whole model, however it is parallelized. Waits for the device once per
     evaluation; other steps cost nothing.
     """
-
-    sets_control_flags = False
 
     def __init__(self) -> None:
         self._squares: PartialSums | None = None  # of the evaluation in progress
@@ -67,7 +65,7 @@ class WeightNormLogger(Callback):
             ctx.logs["weight_norm"] = float(total_norm(*(each.roots() for each in whole_sums([squares]))))
 
 
-class ComputeNorm(Callback):
+class ComputeNorm(FlaglessCallback):
     """Logs the L2 norms of all parameters and of all gradients in each training record:
 
     - ``param_norm``: norm of all parameters as one vector.
@@ -78,8 +76,6 @@ class ComputeNorm(Callback):
     Args:
         per_layer: log the norms of each layer, too.
     """
-
-    sets_control_flags = False
 
     def __init__(self, per_layer: bool = False) -> None:
         self._per_layer = flag("ComputeNorm", "per_layer", per_layer)

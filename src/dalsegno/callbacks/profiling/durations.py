@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dalsegno.callbacks.argument_checks import whole
 from dalsegno.distributed import collectives
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import Context, EvaluateContext, LogContext, MicrobatchEndContext
 from dalsegno.state import Clock
 from dalsegno.stateful.schema import Count
@@ -21,7 +21,7 @@ class RateState(TypedDict):
     non_padding_tokens: Count
 
 
-class RateProfiler(Callback):
+class RateProfiler(FlaglessCallback):
     """Logs samples and tokens per second, in total and of each rank, in each training record:
 
     - ``samples_per_second``, ``tokens_per_second``, ``non_padding_tokens_per_second``: sums over ranks.
@@ -37,7 +37,6 @@ class RateProfiler(Callback):
         window: number of the newest records whose time the rates cover. More of them smooth out evaluations and saves.
     """
 
-    sets_control_flags = False
     state_scope = "per_rank"
     state_schema = RateState
 
@@ -105,7 +104,7 @@ def _tensor(batch: Any, name: str) -> Tensor | None:
 SECTIONS = ("data", "forward", "backward", "optimizer", "evaluate", "save", "other")
 
 
-class DurationProfiler(Callback):
+class DurationProfiler(FlaglessCallback):
     """Logs where the time goes (data, forward, backward, saves …) and the time left, in each training record:
 
     - ``data_runtime``, ``forward_runtime``, ``backward_runtime``, ``optimizer_runtime``, ``evaluate_runtime``,
@@ -115,7 +114,6 @@ class DurationProfiler(Callback):
       left at the leg's mean duration of one, from the first one on. Only where the number of steps is known.
     """
 
-    sets_control_flags = False
     _clock: Clock  # the context of on_save has a past one
 
     def __init__(self) -> None:

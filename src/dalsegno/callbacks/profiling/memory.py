@@ -15,7 +15,7 @@ from dalsegno.callbacks.loggers.summary_writer import check_rewound, checked_wri
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import LogContext, StepDoneContext, TrainBeginContext, TrainEndContext
 from dalsegno.system.machine import peak_resident_memory
 
@@ -29,7 +29,7 @@ def peak_memory(device: torch.device) -> int:
     return peak_resident_memory() if peak is None else peak
 
 
-class PeakMemory(Callback):
+class PeakMemory(FlaglessCallback):
     """Prints the peak memory of each rank's process when training ends.
 
     On CUDA, the memory that PyTorch has allocated on the model's device; elsewhere the process's resident memory. No
@@ -43,8 +43,6 @@ class PeakMemory(Callback):
             https://pytorch.org/memory_viz, into ``output_dir``. Slows training.
         file_prefix: prefix of the snapshots: ``<prefix>-rank-00000.pickle``. dalsegno never reads one.
     """
-
-    sets_control_flags = False
 
     def __init__(
         self,
@@ -132,7 +130,7 @@ _CUDA = {
 """Names in a record, and in ``torch.cuda.memory_stats``."""
 
 
-class MemoryMonitor(Callback):
+class MemoryMonitor(FlaglessCallback):
     """Logs GPU memory in each training record (bytes in use and reserved, allocator retries), the maximum over ranks:
 
     - ``memory/active``, ``memory/active_peak``: in use by tensors, or freed while a stream still uses it.
@@ -144,8 +142,6 @@ class MemoryMonitor(Callback):
     the process's ``memory/resident`` and ``memory/resident_peak``. Peaks and counts are since the process began: no
     counter is reset, since other code may read it.
     """
-
-    sets_control_flags = False
 
     def __init__(self) -> None:
         self._device = torch.device("cpu")
@@ -175,7 +171,7 @@ def _resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-class TraceMalloc(Callback):
+class TraceMalloc(FlaglessCallback):
     """Prints, every ``every`` steps, the lines of code whose memory has grown the most since training began.
 
     Python's tracer (``tracemalloc``) traces what Python allocates: objects, but not the storage of tensors. It slows
@@ -187,7 +183,6 @@ class TraceMalloc(Callback):
         frames: number of frames stored per allocation; the table shows the innermost. More frames cost memory.
     """
 
-    sets_control_flags = False
     ranks = "zero"
 
     def __init__(self, every: int = 100, lines: int = 10, frames: int = 1) -> None:

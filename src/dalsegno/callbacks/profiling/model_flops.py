@@ -19,7 +19,7 @@ from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.collectives import Gathered
 from dalsegno.distributed.parallel.base import autocast_dtype
 from dalsegno.distributed.sharded_tensors import device_of
-from dalsegno.events.callback import Binder, Callback
+from dalsegno.events.callback import Binder, FlaglessCallback
 from dalsegno.events.contexts import (
     Context,
     LogContext,
@@ -34,7 +34,7 @@ from dalsegno.state import Handler
 logger = logging.getLogger("dalsegno")
 
 
-class ModelFlops(Callback):
+class ModelFlops(FlaglessCallback):
     """Measures the model's FLOP/s since the last record, on all ranks, for all callbacks of a run.
 
     A leg's first step, in which kernels are chosen and compiled, is left out if the record covers more steps. FLOPs are
@@ -44,7 +44,6 @@ class ModelFlops(Callback):
     """
 
     name = "model flops"
-    sets_control_flags = False
 
     def __init__(self, context: Context) -> None:
         self.rate: float | None = None

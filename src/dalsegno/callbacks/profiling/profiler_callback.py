@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from dalsegno.callbacks.argument_checks import flag, folder, whole
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import Context, StepDoneContext, TrainBeginContext, TrainEndContext
 
 logger = logging.getLogger("dalsegno")
@@ -19,7 +19,7 @@ logger = logging.getLogger("dalsegno")
 _ROWS = 20  # of a summary table
 
 
-class ProfilerCallback(Callback):
+class ProfilerCallback(FlaglessCallback):
     """Profiles some steps of each leg, on one rank: which operations take the time.
 
     Writes a Chrome trace, ``…-rank-00000.trace.json.gz`` (open it at https://ui.perfetto.dev), and a table of the
@@ -39,8 +39,6 @@ class ProfilerCallback(Callback):
             the profiler is slow at its start. At most ``start_step``.
         rank: the rank that profiles; None: every rank, each with separate files. For hundreds of ranks that is a lot.
     """
-
-    sets_control_flags = False
 
     def __init__(
         self,

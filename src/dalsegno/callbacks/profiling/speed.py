@@ -13,17 +13,16 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.collectives import Gathered
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Binder, Callback
+from dalsegno.events.callback import Binder, FlaglessCallback
 from dalsegno.events.contexts import Context, LogContext, RollbackContext, TrainBeginContext
 from dalsegno.events.table import Event
 from dalsegno.state import Clock, Handler
 from dalsegno.stateful.schema import Count, Finite, Must
 
 
-class UtilizationCallback(Callback):
+class UtilizationCallback(FlaglessCallback):
     """Base class of callbacks that report the model's FLOPs, and their share of the hardware's peak."""
 
-    sets_control_flags = False
     _counts_always = False
     """Whether FLOPs are counted without a known peak, too."""
     _counts_each_record = False

@@ -50,7 +50,6 @@ class TrackerLogger(RewoundWriter):
     """Of the client; dalsegno's extra of the same name installs it."""
 
     ranks = "zero"
-    sets_control_flags = False
     state_compared = False  # the length of the outbox, which only rank 0 knows
     state_varies = ("run_id", "position")
     state_schema: Any = TrackerState | None

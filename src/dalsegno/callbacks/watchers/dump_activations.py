@@ -16,7 +16,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import dense, strip_wrappers
 from dalsegno.distributed.stage_places import expect_whole
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import (
     BeforeSaveContext,
     Context,
@@ -27,7 +27,7 @@ from dalsegno.events.contexts import (
 )
 
 
-class DumpActivations(Callback):
+class DumpActivations(FlaglessCallback):
     """Writes the output of every module in training's forward passes to safetensors files.
 
     ``<outdir>/rank-00000/steps-00000001-00000010.safetensors`` holds the tensors of ten steps, under
@@ -43,8 +43,6 @@ class DumpActivations(Callback):
     Raises:
         ConfigurationError: for an invalid value; when training begins, if no module's name matches.
     """
-
-    sets_control_flags = False
 
     def __init__(self, outdir: str | Path = "activations", buffer_steps: int = 1, modules: str | None = None) -> None:
         self._outdir = folder("DumpActivations", "outdir", outdir)

@@ -19,7 +19,7 @@ from dalsegno.distributed.pipeline.stage import running_microbatch
 from dalsegno.distributed.sharded_tensors import device_of, strip_wrappers
 from dalsegno.distributed.stage_places import is_cut
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import (
     Context,
     LogContext,
@@ -35,7 +35,7 @@ class ExpertLoadState(TypedDict):
     loads: dict[str, Annotated[list[Count], Must("a number for each expert", len)]]
 
 
-class ExpertLoadBalance(Callback):
+class ExpertLoadBalance(FlaglessCallback):
     """Measures, every ``every`` steps, how the routers of a mixture of experts distribute the step's tokens.
 
     Counts over all ranks and micro-batches, and adds to the next training record, for each router by its name:
@@ -62,7 +62,6 @@ class ExpertLoadBalance(Callback):
         ConfigurationError: for an invalid value; when training begins, if no module's name matches.
     """
 
-    sets_control_flags = False
     state_schema = ExpertLoadState
 
     def __init__(

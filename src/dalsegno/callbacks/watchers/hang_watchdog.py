@@ -10,14 +10,14 @@ from typing import TextIO
 
 from dalsegno.callbacks.argument_checks import number
 from dalsegno.distributed import collectives
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import Context, TrainBeginContext, TrainEndContext
 
 REARM = 1.0
 """Minimum seconds between re-arming the timer: arming starts a thread."""
 
 
-class HangWatchdog(Callback):
+class HangWatchdog(FlaglessCallback):
     """Ends a process that has made no progress for ``seconds``, after writing the stacks of all its threads.
 
     Progress is a micro-batch, an evaluation batch, a record or a checkpoint. Each rank watches itself: if one rank is
@@ -30,7 +30,6 @@ class HangWatchdog(Callback):
             the process group's timeout.
     """
 
-    sets_control_flags = False
     background_safe = False
 
     def __init__(self, seconds: float = 540.0) -> None:

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from dalsegno.callbacks.argument_checks import number, whole
 from dalsegno.distributed import accelerator, collectives
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import BackwardContext, Context, LogContext, StepEndContext, TrainBeginContext
 
 logger = logging.getLogger("dalsegno")
 
 
-class SlowRankDetector(Callback):
+class SlowRankDetector(FlaglessCallback):
     """Warns about a rank that is repeatedly slower than the others: a throttled GPU, a slow disk, a busy host.
 
     Measures, for each rank, the time until the backward pass that waits for the other ranks: reading data, the step's
@@ -34,8 +34,6 @@ class SlowRankDetector(Callback):
         patience: number of consecutive slow records before the warning.
         share: fraction of the step's time by which it must be slower than the median, at least.
     """
-
-    sets_control_flags = False
 
     def __init__(self, factor: float = 1.5, patience: int = 3, share: float = 0.05) -> None:
         self._factor = number("SlowRankDetector", "factor", factor, over=1)

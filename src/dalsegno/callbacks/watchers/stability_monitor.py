@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 from dalsegno.callbacks.argument_checks import number, texts, whole
 from dalsegno.errors import StateMismatch
-from dalsegno.events.callback import Callback
+from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import LogContext
 from dalsegno.stateful.schema import Count, Finite
 
@@ -25,7 +25,7 @@ class SpikeScoreState(TypedDict):
     spikes: Count
 
 
-class StabilityMonitor(Callback):
+class StabilityMonitor(FlaglessCallback):
     """Logs how often each metric spikes: its share of spikes so far, in each training record.
 
     A value is a spike if it differs from the mean of the ``window`` values before it by more than ``deviations`` of
@@ -38,8 +38,6 @@ class StabilityMonitor(Callback):
         window: number of values for mean and standard deviation.
         deviations: number of standard deviations beyond which a value is a spike.
     """
-
-    sets_control_flags = False
 
     state_schema = dict[str, SpikeScoreState]
 
