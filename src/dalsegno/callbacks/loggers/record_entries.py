@@ -242,7 +242,7 @@ def _predicted(labels: Tensor, model: Any) -> Tensor:
     return labels[:, 1:] if is_causal and labels.dim() == 2 else labels
 
 
-class SamplesStreamedInfo(Callback):
+class SamplesStreamedInfo(FlaglessCallback):
     """Logs ``samples``, the samples trained on so far on all ranks, in each training record and the final one.
 
     Counts over all legs of the run, each sample as often as it was used. Padding does not count.
