@@ -180,6 +180,9 @@ class TrainingArguments:
     save_frozen: Literal["once", "never"] = "once"
     """``once``: parameters with ``requires_grad=False`` are written once, and linked by later checkpoints. ``never``:
     only their checksums are saved; a leg that resumes must build the model with the same values."""
+    save_pretrained: bool = False
+    """Make each checkpoint's directory one that ``from_pretrained`` loads, too: a model of transformers, or adapters of
+    peft. Weights that a file of the checkpoint has whole take no further space."""
     max_failed_saves: int = 3
     """Number of consecutive failed saves (e.g. on a full disk) that raises an error; fewer are only logged."""
 
@@ -306,6 +309,8 @@ class TrainingArguments:
             raise ConfigurationError(
                 f"save_in_memory={self.save_in_memory!r} needs checkpoints on disk too, for a lost host; see save_steps"
             )
+        if self.save_pretrained and not self.saving:
+            raise ConfigurationError("save_pretrained=True needs checkpoints; see save_steps")
         if self.keep is not None:
             self.keep = convert_named("keep", self.keep, retention_of)
             if self.save_total_limit is not None:

@@ -19,6 +19,7 @@ from typing import Generic, Protocol, TypeVar
 
 from dalsegno.checkpoint import checkpoint_dir, names
 from dalsegno.checkpoint.file_reading import FileRecord
+from dalsegno.checkpoint.files import Advance
 from dalsegno.checkpoint.free_space import free_disk
 from dalsegno.checkpoint.manifest import Manifest
 from dalsegno.checkpoint.snapshot import Snapshot
@@ -59,8 +60,9 @@ class Destination(Protocol):
     def make_room(self, length: int) -> str | None:
         """Prepare ``partial`` for files of ``length`` bytes; returns why that is not possible, if so."""
 
-    def publish(self, manifest: Manifest) -> None:
-        """Make ``partial``, which all ranks have written, the checkpoint at ``path``."""
+    def publish(self, manifest: Manifest, advance: Advance) -> None:
+        """Make ``partial``, which all ranks have written, the checkpoint at ``path``. ``advance``: called with the
+        number of bytes that are about to be written besides."""
 
     def discard(self) -> None:
         """Undo what a save that has failed left in ``partial``."""
@@ -86,7 +88,7 @@ class NewDirectory:
         disk = f"the disk of {self.partial.parent}"
         return f"it takes {format_bytes(length)}, and {format_bytes(free)} are free on {disk}"
 
-    def publish(self, manifest: Manifest) -> None:
+    def publish(self, manifest: Manifest, advance: Advance) -> None:
         checkpoint_dir.publish(manifest, self.partial, self.path)
 
     def discard(self) -> None:
@@ -261,7 +263,7 @@ class AsyncSave(Generic[D]):
         manifest = self._manifest(reports)
         if isinstance(manifest, Manifest):
             try:
-                self._destination.publish(manifest)
+                self._destination.publish(manifest, self._advance)
                 self._is_published = True
             except Exception as error:
                 manifest = described(error)

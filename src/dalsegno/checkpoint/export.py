@@ -1,4 +1,4 @@
-"""Export a checkpoint's model for other programs, or its adapters alone, as safetensors.
+"""Export a checkpoint's model for other programs, or its adapters alone, as safetensors; or save it with a checkpoint.
 
 Full tensors are assembled from the shards of all ranks, one at a time in memory. File names, index and split size are
 those of Hugging Face's ``save_pretrained``, so that ``from_pretrained`` finds them. Tied tensors are written once,
@@ -12,33 +12,45 @@ contain neither the adapter's name nor the base's::
     adapter_config.json
     adapter_model.safetensors
     other/…                      a further adapter, by its name
+
+With ``save_pretrained=True`` a checkpoint's own directory is such a folder, too: :class:`PretrainedDirectory` adds the
+files before it is published. A file of the checkpoint that has whole tensors only gets a second name.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import shutil
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from dalsegno.checkpoint import listing
+from dalsegno.checkpoint.async_save import NewDirectory
+from dalsegno.checkpoint.contract import Captured, class_name_of
+from dalsegno.checkpoint.file_reading import FileRecord
+from dalsegno.checkpoint.files import Advance, write_hashed
 from dalsegno.checkpoint.index import Index, StoredTensor
-from dalsegno.checkpoint.manifest import Checkpoint
+from dalsegno.checkpoint.manifest import Checkpoint, Manifest, is_safe_name
 from dalsegno.checkpoint.names import ADAPTERS, CALLBACKS, MODEL, SETTINGS, checkpoint_path, component_and_name
 from dalsegno.checkpoint.sidecar import SavedStates
 from dalsegno.checkpoint.tensor_files import SAFETENSORS_NAMES, byte_count, name_of
 from dalsegno.checkpoint.tensor_reader import ChunkReader
+from dalsegno.checkpoint.unchanged_files import LinkableFiles, UnchangedFile
 from dalsegno.errors import CannotSave, ConfigurationError, DamagedCheckpoint, NotFound, UnknownName
 from dalsegno.system import filesystem
 from dalsegno.system.progress import parse_bytes
 
 SINGLE_FILE = "model.safetensors"
 SHARD_INDEX = "model.safetensors.index.json"
+LARGEST_SHARD = "5GB"
 
 _CONFIGURATION = (
     "config.json",
@@ -97,7 +109,7 @@ def export_model(
     checkpoint: str | Path,
     folder: str | Path,
     *,
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str = LARGEST_SHARD,
     config_from: str | Path | None = None,
     average: str | None = None,
     best: bool = False,
@@ -139,7 +151,7 @@ def export_model(
     stored = _stored(index, average)
     expect_all_saved(source, index, stored)
     saved = SavedStates(source)
-    rest, adapters = saved.state(MODEL), _adapter_configurations(saved).keys()
+    rest, adapters = saved.state(MODEL), _adapter_configurations(_settings_in(saved)).keys()
     if adapters and configuration:
         raise ConfigurationError(
             f"{source.path}: the model has adapters ({', '.join(adapters)}), so its tensors have peft's names, and "
@@ -147,23 +159,12 @@ def export_model(
             "PeftModel.from_pretrained adds to the base model, or leave config_from= (--config-from) out"
         )
     _check_types(source, stored)
-    shards = _shards(stored, limit)
-    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    names = names if len(shards) > 1 else [SINGLE_FILE]
     filesystem.make_directory(target)
-    for name, shard in zip(names, shards, strict=True):
-        tensors = {each: stored[each] for each in shard}
-        filesystem.replace_durably_in_pieces(target / name, _tensor_file(tensors, rest["tied"], source))
-    size = sum(map(_size, stored.values()))
-    if len(shards) > 1:
-        where = {each: name for name, shard in zip(names, shards, strict=True) for each in shard}
-        content = {"metadata": {"total_size": size}, "weight_map": where}
-        filesystem.replace_durably(target / SHARD_INDEX, json.dumps(content, indent=2).encode())
-        names.append(SHARD_INDEX)
+    written = _write_model(source, target, stored, rest["tied"], limit)
     return Exported(
         source.path,
-        [target / name for name in names],
-        size,
+        [target / name for name in written],
+        sum(map(_size, stored.values())),
         len(stored),
         rest["tied"],
         sorted(rest["extra"]),
@@ -200,37 +201,127 @@ def export_adapters(
     source = checkpoint_to_export(checkpoint, best=best)
     index, saved = Index.of_checkpoint(source), SavedStates(source)
     stored = index.of(MODEL) | _stored(index, average)
-    configurations = _adapter_configurations(saved)
-    if not configurations:
+    adapters = _adapters(f"{source.path}", _adapter_configurations(_settings_in(saved)), stored)
+    if not adapters:
         raise NotFound(f"{source.path}: has no adapters: its settings contain no configuration of peft")
-    planned = []
-    for adapter, configuration in configurations.items():
-        # The folder is never outside target, whatever name the checkpoint's settings have.
-        if adapter in ("", ".", "..") or set(adapter) & set("/\\\0"):
-            raise DamagedCheckpoint(f"{source.path}: {adapter!r} is not a name that an adapter's folder can have")
-        place = target if adapter == _DEFAULT_ADAPTER else target / adapter
-        _expect_no_adapter(place)
-        if configuration.get("bias", "none") != "none":
-            raise ConfigurationError(
-                f"adapter {adapter}: bias={configuration['bias']!r} trains biases of the base model, which an adapter "
-                "folder has no unique names for; export the whole model instead"
-            )
-        prefixes = (*_ADAPTER_PREFIXES, f"{configuration.get('peft_type')}_".lower())
-        named = ((_name_in_adapter(name, adapter, prefixes), each) for name, each in stored.items())
-        tensors = {name: each for name, each in named if name is not None}
-        if not tensors:
-            raise NotFound(f"{source.path}: contains no tensors of the adapter {adapter!r}")
-        _check_types(source, tensors)
-        planned.append((place, configuration, tensors))
-    files = []
-    for place, configuration, tensors in planned:
-        filesystem.make_directory(place)
-        filesystem.replace_durably_in_pieces(place / _ADAPTER_TENSORS, _tensor_file(tensors, {}, source))
-        text = json.dumps({**configuration, "inference_mode": True}, indent=2, sort_keys=True)
-        filesystem.replace_durably(place / _ADAPTER_CONFIGURATION, text.encode())
-        files += [place / _ADAPTER_TENSORS, place / _ADAPTER_CONFIGURATION]
-    written = [each for _, _, tensors in planned for each in tensors.values()]
-    return Exported(source.path, files, sum(map(_size, written)), len(written), {}, [], [])
+    for each in adapters:
+        _expect_no_adapter(target / each.folder)
+        _check_types(source, each.of(stored))
+    written = [_write_adapter(source, target, each, stored) for each in adapters]
+    tensors = [tensor for each in adapters for tensor in each.of(stored).values()]
+    files = [target / name for names in written for name in names]
+    return Exported(source.path, files, sum(map(_size, tensors)), len(tensors), {}, [], [])
+
+
+# --- Hugging Face's format in a checkpoint's own directory ----------------------------------------------------------
+
+
+class PretrainedDirectory(NewDirectory):
+    """The directory of a new checkpoint that ``from_pretrained`` loads, too.
+
+    Args:
+        path: of the checkpoint.
+        files: of :func:`pretrained_files`.
+    """
+
+    def __init__(self, path: Path, files: Mapping[str, bytes]) -> None:
+        super().__init__(path)
+        self._files = files
+
+    def publish(self, manifest: Manifest, advance: Advance) -> None:
+        source = Checkpoint(self.partial, manifest.step, manifest)
+        added = write_pretrained(source, self.partial, self._files, advance)
+        super().publish(replace(manifest, files={**manifest.files, **added}), advance)
+
+
+def write_pretrained(
+    source: Checkpoint, folder: Path, files: Mapping[str, bytes], advance: Advance = lambda count: None
+) -> dict[str, FileRecord]:
+    """Write the model of ``source`` for ``from_pretrained(folder)``: its adapters alone, if it has any. Needs no
+    verified checkpoint. Files of ``source`` that are the same become hard links to it.
+
+    Args:
+        files: of :func:`pretrained_files`.
+        advance: called with the number of bytes of each piece.
+
+    Returns:
+        Record of each file, by its name in ``folder``.
+    """
+    index, saved = Index.of_checkpoint(source), SavedStates(source)
+    stored = index.of(MODEL)
+    written: dict[str, FileRecord] = {}
+    adapters = _adapters(f"{source.path}", _adapter_configurations(_settings_in(saved)), stored)
+    for each in adapters:
+        written |= _write_adapter(source, folder, each, stored, advance)
+    if not adapters:
+        expect_all_saved(source, index, stored)
+        _check_types(source, stored)
+        tied, limit = saved.state(MODEL)["tied"], parse_bytes(LARGEST_SHARD)
+        written |= _write_model(source, folder, stored, tied, limit, advance, links=True)
+    for name, data in files.items():
+        filesystem.make_directory((folder / name).parent)
+        written[name] = write_hashed(folder / name, [data], advance)
+    return written
+
+
+def pretrained_files(model: nn.Module, processing_class: Any) -> dict[str, bytes]:
+    """The files other than weights of a model of transformers, by name: of its configuration, unless it has adapters,
+    and of the tokenizer or processor, if there is one."""
+    configuration: Any = getattr(model, "config", None)
+    generation: Any = getattr(model, "generation_config", None)
+    if peft_configurations(model):
+        configuration = generation = None  # transformers would look for the whole model beside them
+    elif _is_of_transformers(model):
+        configuration = copy.deepcopy(configuration)
+        configuration.architectures = [type(model).__name__.removeprefix("FSDP")]  # which FSDP2 adds
+        configuration.dtype = name_of(model.dtype)  # type: ignore[arg-type]
+    with tempfile.TemporaryDirectory() as folder:
+        for part in (configuration, generation, processing_class):
+            if callable(save := getattr(part, "save_pretrained", None)):
+                save(folder)
+        found = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+    if odd := [name for name in files if not is_safe_name(name)]:
+        raise ConfigurationError(f"save_pretrained() writes {odd[0]!r}, which no file of a checkpoint can be named")
+    return files
+
+
+def expect_pretrained(model: nn.Module, captured: Captured, settings: Mapping[str, Any], *, saves_frozen: bool) -> None:
+    """Raises ConfigurationError for a model that ``from_pretrained`` cannot load from what :func:`write_pretrained`
+    makes of its checkpoints.
+
+    Args:
+        captured: the model's state.
+        settings: of the run, with the configurations of adapters.
+        saves_frozen: whether checkpoints contain the values of frozen parameters.
+    """
+    configurations, setting = _adapter_configurations(settings), "save_pretrained=True"
+    if configurations:
+        try:
+            adapters = _adapters(setting, configurations, captured.tensors)
+        except (NotFound, DamagedCheckpoint) as error:
+            raise ConfigurationError(f"{error}; leave {setting} out") from error
+        if odd := [each.folder for each in adapters if not is_safe_name(f"{each.folder}/x".lstrip("/"))]:
+            raise ConfigurationError(f"{setting}: rename the adapter {odd[0]!r}; use letters, digits, '.', '_', '-'")
+        frozen = [each.folder or _DEFAULT_ADAPTER for each in adapters if {*each.names.values()} & {*captured.frozen}]
+        if frozen and not saves_frozen:
+            raise ConfigurationError(f'{setting}: save_frozen="never" leaves out frozen weights of adapter {frozen[0]}')
+        return
+    reasons = {
+        f"a {class_name_of(model)} is neither a model of transformers nor one with adapters of peft": (
+            not _is_of_transformers(model)
+        ),
+        "from_pretrained cannot build the quantized weights of this model again": bool(captured.rest.get("wrapped")),
+        'save_frozen="never" leaves out frozen weights of this model, which from_pretrained needs': (
+            not saves_frozen and bool(captured.frozen)
+        ),
+        "safetensors lacks the dtype of a tensor of this model": any(
+            each.dtype not in SAFETENSORS_NAMES for each in captured.tensors.values()
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigurationError(f"{setting}: {reason}; leave it out, and export the weights of a checkpoint")
 
 
 def checkpoint_to_export(place: str | Path, *, best: bool) -> Checkpoint:
@@ -289,12 +380,57 @@ def _check_types(source: Checkpoint, stored: Mapping[str, StoredTensor]) -> None
             raise CannotSave(f"{MODEL}.{name}: safetensors has no {name_of(each.dtype)}; it cannot be exported")
 
 
+def _write_model(
+    source: Checkpoint,
+    target: Path,
+    stored: Mapping[str, StoredTensor],
+    tied: Mapping[str, str],
+    limit: int,
+    advance: Advance = lambda count: None,
+    *,
+    links: bool = False,
+) -> dict[str, FileRecord]:
+    """Write the tensors ``stored``, and the index if there are several files. With ``links``, files of ``source`` that
+    have nothing else become links."""
+    of_file = _whole_files(stored) if links else {}
+    linked = {name for names in of_file.values() for name in names}
+    shards = [*of_file.values(), *_shards({name: each for name, each in stored.items() if name not in linked}, limit)]
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    names = names if len(shards) > 1 else [SINGLE_FILE]
+    written = {}
+    former = LinkableFiles(source.path, source.manifest.files)
+    for name, file in zip(names, of_file, strict=False):
+        link = UnchangedFile(name, source.manifest.files[file], source.file(file), former)
+        written[name] = link.write_to(target, advance)
+    for name, shard in list(zip(names, shards, strict=True))[len(of_file) :]:
+        pieces = _tensor_file({each: stored[each] for each in shard}, tied, source)
+        written[name] = write_hashed(target / name, pieces, advance)
+    # A reader that takes every file of safetensors would take those of the checkpoint's other states, too.
+    if len(shards) > 1 or target == source.path:
+        where = {each: name for name, shard in zip(names, shards, strict=True) for each in shard}
+        content = {"metadata": {"total_size": sum(map(_size, stored.values()))}, "weight_map": where}
+        written[SHARD_INDEX] = write_hashed(target / SHARD_INDEX, [json.dumps(content, indent=2).encode()], advance)
+    return written
+
+
+def _whole_files(stored: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
+    """The files that have these tensors whole, and no part of another; each with its tensors."""
+    found: dict[str, list[str]] = {}
+    torn = set()
+    for name, each in stored.items():
+        for chunk in each.chunks:
+            found.setdefault(chunk.file, []).append(name)
+            if chunk.box.shape != each.shape:
+                torn.add(chunk.file)
+    return {file: found[file] for file in sorted(found.keys() - torn)}
+
+
 def _shards(stored: Mapping[str, StoredTensor], limit: int) -> list[list[str]]:
     """Names in order, split where the next tensor would exceed ``limit``."""
-    shards: list[list[str]] = [[]]
-    room = limit
+    shards: list[list[str]] = []
+    room = 0
     for name, each in stored.items():
-        if shards[-1] and _size(each) > room:
+        if not shards or (shards[-1] and _size(each) > room):
             shards.append([])
             room = limit
         shards[-1].append(name)
@@ -327,15 +463,85 @@ def _tensor_file(
         yield reader.full_tensor(stored[name]).reshape(-1).view(torch.uint8).numpy().data
 
 
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """An adapter: its folder, ``""`` if it is the default one; its configuration; and the names of its tensors in the
+    model, by those in peft's file."""
+
+    folder: str
+    configuration: Mapping[str, Any]
+    names: Mapping[str, str]
+
+    def of(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Its tensors, by their names in peft's file."""
+        return {name: stored[each] for name, each in self.names.items()}
+
+
+def _adapters(where: str, configurations: Mapping[str, Mapping[str, Any]], names: Collection[str]) -> list[_Adapter]:
+    """The adapters in a model whose tensors have these ``names``; errors are those of :func:`export_adapters`."""
+    adapters = []
+    for adapter, configuration in configurations.items():
+        # The folder is never outside target, whatever name the checkpoint's settings have.
+        if adapter in ("", ".", "..") or set(adapter) & set("/\\\0"):
+            raise DamagedCheckpoint(f"{where}: {adapter!r} is not a name that an adapter's folder can have")
+        if configuration.get("bias", "none") != "none":
+            raise ConfigurationError(
+                f"{where}: adapter {adapter}: bias={configuration['bias']!r} trains biases of the base model, which an "
+                "adapter folder has no unique names for; export the whole model instead"
+            )
+        prefixes = (*_ADAPTER_PREFIXES, f"{configuration.get('peft_type')}_".lower())
+        found = {each: name for name in names if (each := _name_in_adapter(name, adapter, prefixes)) is not None}
+        if not found:
+            raise NotFound(f"{where}: contains no tensors of the adapter {adapter!r}")
+        adapters.append(_Adapter("" if adapter == _DEFAULT_ADAPTER else adapter, configuration, found))
+    return adapters
+
+
+def _write_adapter(
+    source: Checkpoint,
+    target: Path,
+    adapter: _Adapter,
+    stored: Mapping[str, StoredTensor],
+    advance: Advance = lambda count: None,
+) -> dict[str, FileRecord]:
+    text = json.dumps({**adapter.configuration, "inference_mode": True}, indent=2, sort_keys=True)
+    contents: dict[str, Iterable[filesystem.Buffer]] = {
+        _ADAPTER_TENSORS: _tensor_file(adapter.of(stored), {}, source),
+        _ADAPTER_CONFIGURATION: [text.encode()],
+    }
+    place = Path(adapter.folder)
+    filesystem.make_directory(target / place)
+    return {
+        (place / name).as_posix(): write_hashed(target / place / name, pieces, advance)
+        for name, pieces in contents.items()
+    }
+
+
 def _expect_no_adapter(place: Path) -> None:
     if present := [name for name in (_ADAPTER_CONFIGURATION, _ADAPTER_TENSORS) if (place / name).exists()]:
         raise ConfigurationError(f"{place}: contains {present[0]} already; choose another directory")
 
 
-def _adapter_configurations(saved: SavedStates) -> dict[str, dict[str, Any]]:
+def peft_configurations(model: nn.Module) -> Mapping[str, Any]:
+    """Those of the adapters in a model, by the adapter; none, if there is no adapter of peft."""
+    found = next((found for each in model.modules() if (found := getattr(each, "peft_config", None))), None)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    classes = [(each.__module__.partition(".")[0], each.__name__) for each in type(model).__mro__]
+    return ("transformers", "PreTrainedModel") in classes
+
+
+def _settings_in(saved: SavedStates) -> Mapping[str, Any]:
+    """The run's settings in a checkpoint; none, if it has no such state."""
+    return saved.state(SETTINGS) if SETTINGS in saved else {}
+
+
+def _adapter_configurations(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Configuration of each adapter, from a run's settings."""
     found: dict[str, dict[str, Any]] = {}
-    for setting, value in (saved.state(SETTINGS) if SETTINGS in saved else {}).items():
+    for setting, value in settings.items():
         if setting.startswith(ADAPTERS):
             adapter, _, name = setting.removeprefix(ADAPTERS).partition(".")
             found.setdefault(adapter, {})[name] = value

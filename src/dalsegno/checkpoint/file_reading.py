@@ -8,7 +8,7 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,19 +77,24 @@ def parse_json(data: bytes, path: Path) -> Any:
         raise DamagedCheckpoint(f"{path}: is not JSON as dalsegno writes it ({error})") from error
 
 
-def verify_file(directory: Path, name: str, expected: FileRecord) -> None:
-    """Read the file ``name`` of the checkpoint in ``directory``, and compare it with its record. Raises
-    DamagedCheckpoint if it is missing, is not a regular file, or has another size or checksum. Raises OSError if it
-    cannot be read, which is not damage."""
-    path = directory / name
-    if path.parent != directory and path.parent.is_symlink():
-        raise DamagedCheckpoint(f"{path.parent}: is a symbolic link")
-    with opened(path) as descriptor:
-        size = os.fstat(descriptor).st_size
-        if size != expected.size:
-            raise DamagedCheckpoint(f"{path}: has {size} bytes, the manifest records {expected.size}")
-        if (found := checksum_of_file(descriptor, size)) != expected.xxh3:
-            raise DamagedCheckpoint(f"{path}: has checksum {found}, the manifest records {expected.xxh3}")
+def verify_files(directory: Path, names: Iterable[str], expected: FileRecord) -> None:
+    """Read the files ``names`` of the checkpoint in ``directory``, and compare them with their common record; a file of
+    several names is read once. Raises DamagedCheckpoint if one is missing, is not a regular file, or has another size
+    or checksum. Raises OSError if one cannot be read, which is not damage."""
+    verified = set()
+    for name in names:
+        path = directory / name
+        if path.parent != directory and path.parent.is_symlink():
+            raise DamagedCheckpoint(f"{path.parent}: is a symbolic link")
+        with opened(path) as descriptor:
+            status = os.fstat(descriptor)
+            if status.st_size != expected.size:
+                raise DamagedCheckpoint(f"{path}: has {status.st_size} bytes, the manifest records {expected.size}")
+            if (file := (status.st_dev, status.st_ino)) in verified:
+                continue
+            if (found := checksum_of_file(descriptor, expected.size)) != expected.xxh3:
+                raise DamagedCheckpoint(f"{path}: has checksum {found}, the manifest records {expected.xxh3}")
+            verified.add(file)
 
 
 def _no_constant(name: str) -> float:
@@ -215,15 +220,15 @@ class _Reading:
 
 
 def share_of_rank(files: Mapping[str, FileRecord], rank: int, world_size: int) -> list[str]:
-    """Files that ``rank`` verifies: each file, the largest first, goes to the rank with the fewest bytes so far.
+    """Files that ``rank`` verifies: each content, the largest first, goes to the rank with the fewest bytes so far.
 
     A checksum covers a whole file. So if fewer ranks saved than load, some ranks have nothing to read.
     """
     loads = [(0, each) for each in range(world_size)]
-    mine = []
-    for name in sorted(files, key=lambda name: -files[name].size):
-        load, reader = heapq.heappop(loads)
-        heapq.heappush(loads, (load + files[name].size, reader))
-        if reader == rank:
-            mine.append(name)
-    return mine
+    readers: dict[FileRecord, int] = {}
+    largest_first = sorted(files, key=lambda name: -files[name].size)
+    for name in largest_first:
+        if files[name] not in readers:
+            load, readers[files[name]] = heapq.heappop(loads)
+            heapq.heappush(loads, (load + files[name].size, readers[files[name]]))
+    return [name for name in largest_first if readers[files[name]] == rank]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,22 @@ class InlineFile:
         advance(self.length)
         with filesystem.written_durably(directory / self.name, [self.data]):
             yield FileRecord(self.length, xxhash.xxh3_128_hexdigest(self.data))
+
+
+def write_hashed(path: Path, pieces: Iterable[filesystem.Buffer], advance: Advance) -> FileRecord:
+    """Write a file durably from ``pieces``, which are produced meanwhile; its size and checksum."""
+    checksum, size = xxhash.xxh3_128(), 0
+
+    def hashed() -> Iterator[filesystem.Buffer]:
+        nonlocal size
+        for piece in pieces:
+            advance(len(piece))
+            checksum.update(piece)
+            size += len(piece)
+            yield piece
+
+    filesystem.replace_durably_in_pieces(path, hashed())
+    return FileRecord(size, checksum.hexdigest())
 
 
 @dataclass(frozen=True, slots=True)

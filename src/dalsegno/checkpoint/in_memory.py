@@ -29,6 +29,7 @@ from dalsegno.checkpoint import checkpoint_dir, memory_dir, names
 from dalsegno.checkpoint.async_save import AsyncSave, BufferPrefault, Records, Report, described
 from dalsegno.checkpoint.capture import FrozenChecksums
 from dalsegno.checkpoint.contract import ShardedState
+from dalsegno.checkpoint.files import Advance
 from dalsegno.checkpoint.free_space import available_memory, free_disk
 from dalsegno.checkpoint.manifest import Checkpoint, Manifest
 from dalsegno.checkpoint.memory_dir import MemoryDir
@@ -399,7 +400,7 @@ class MemoryPublication:
     def make_room(self, length: int) -> str | None:
         return None  # it is laid out
 
-    def publish(self, manifest: Manifest) -> None:
+    def publish(self, manifest: Manifest, advance: Advance) -> None:
         """As on disk, after the removal of files that only an earlier checkpoint in this slot had."""
         for path in [path for path in self.partial.rglob("*") if path.is_file()]:
             if path.relative_to(self.partial).as_posix() not in manifest.files:
@@ -431,7 +432,7 @@ class MemorySave(AsyncSave[MemoryPublication]):
             return manifest
         publication = self._destination
         reason = self._group.gather_decide(self._send_copies(manifest), _joined)
-        reason = reason or self._on_each_host(lambda: publication.publish(manifest))
+        reason = reason or self._on_each_host(lambda: publication.publish(manifest, self._advance))
         reason = reason or self._on_each_host(publication.hide_superseded)
         leads = publication.hosts.leads
         if reason is not None:

@@ -12,6 +12,7 @@ from dalsegno.checkpoint.async_save import AsyncSave, BufferPrefault, NewDirecto
 from dalsegno.checkpoint.capture import FrozenChecksums
 from dalsegno.checkpoint.compatibility import Value
 from dalsegno.checkpoint.contract import ShardedState
+from dalsegno.checkpoint.export import PretrainedDirectory
 from dalsegno.checkpoint.file_reading import share_of_rank
 from dalsegno.checkpoint.listing import Summaries
 from dalsegno.checkpoint.manifest import Checkpoint
@@ -104,6 +105,7 @@ class CheckpointManager:
         is_best: bool = False,
         is_finite: bool = True,
         background: bool = True,
+        pretrained: Mapping[str, bytes] | None = None,
         published: Callable[[], object] | None = None,
         settled: Callable[[], object] | None = None,
     ) -> AsyncSave[NewDirectory]:
@@ -120,6 +122,8 @@ class CheckpointManager:
             is_finite: whether this rank's weights are not known to contain NaN or infinity.
             background: return once the state is copied. False: return once the checkpoint is published or the save
                 has failed; takes no memory for a copy.
+            pretrained: on rank 0, files of :func:`~dalsegno.checkpoint.export.pretrained_files`, for a checkpoint that
+                ``from_pretrained`` loads; None: for none.
             published: called on rank 0, on another thread, after publication.
             settled: called on rank 0, on another thread, after the deletions.
 
@@ -143,7 +147,7 @@ class CheckpointManager:
         self._has_saved = True
         self._unsettled = save = AsyncSave(
             snapshot,
-            NewDirectory(final),
+            NewDirectory(final) if pretrained is None else PretrainedDirectory(final, pretrained),
             step=step,
             is_best=is_best,
             manifest_of=functools.partial(snapshot.manifest, step, metrics or {}, is_best, not is_nonfinite),

@@ -25,7 +25,7 @@ from typing import Any
 import xxhash
 
 from dalsegno.checkpoint import names
-from dalsegno.checkpoint.file_reading import FileRecord, parse_json, read_json, verify_file
+from dalsegno.checkpoint.file_reading import FileRecord, parse_json, read_json, verify_files
 from dalsegno.errors import DamagedCheckpoint, NotFound, StateMismatch
 from dalsegno.policies.retention import CheckpointSummary
 
@@ -179,8 +179,11 @@ class Checkpoint:
         """Read the files ``names``, several at once, and compare them with the manifest. Raises DamagedCheckpoint if
         one is missing, is not a regular file, or has another size or checksum. Raises OSError if one cannot be read,
         which is not damage."""
+        same: dict[FileRecord, list[str]] = {}
+        for name in names:
+            same.setdefault(self.manifest.files[name], []).append(name)
         with ThreadPoolExecutor(_READERS, thread_name_prefix="verify") as readers:
-            for _ in readers.map(lambda name: verify_file(self.path, name, self.manifest.files[name]), names):
+            for _ in readers.map(lambda record: verify_files(self.path, same[record], record), same):
                 pass
 
     def require(self, names: Collection[str]) -> None:
@@ -193,6 +196,11 @@ class Checkpoint:
         if name not in self.manifest.files:
             raise DamagedCheckpoint(f"{self.path}: the manifest does not name {name}")
         return self.path / name
+
+
+def is_safe_name(name: str) -> bool:
+    """Whether a file of a checkpoint can have that name, relative to the checkpoint."""
+    return _SAFE_NAME.fullmatch(name) is not None
 
 
 def _checksum_of(content: Mapping[str, Any]) -> str:
@@ -215,7 +223,7 @@ def _text(value: Any) -> str:
 
 
 def _file_record(name: str, entry: Any) -> FileRecord:
-    _expect(_SAFE_NAME.fullmatch(name) is not None, f"{name!r} is not a file name that a checkpoint can have")
+    _expect(is_safe_name(name), f"{name!r} is not a file name that a checkpoint can have")
     _expect(_CHECKSUM.fullmatch(_text(entry["xxh3"])) is not None, f"{name} has an invalid checksum")
     return FileRecord(_whole(entry["size"], f"the size of {name}"), entry["xxh3"])
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import xxhash
 
 from dalsegno.checkpoint import checkpoint_dir, memory_dir, names
-from dalsegno.checkpoint.file_reading import FileRecord, verify_file
+from dalsegno.checkpoint.file_reading import FileRecord, verify_files
 from dalsegno.checkpoint.manifest import Checkpoint, Manifest
 from dalsegno.distributed import collectives
 from dalsegno.distributed.hosts import Hosts, Transfer, transfer
@@ -160,7 +160,7 @@ def _verified(path: Path, manifest: Manifest, hosts: Hosts) -> dict[str, str | N
 
 def _problem(path: Path, name: str, record: FileRecord) -> str | None:
     try:
-        verify_file(path, name, record)
+        verify_files(path, [name], record)
     except (DamagedCheckpoint, OSError) as error:
         return str(error)
     return None

@@ -12,6 +12,7 @@
         model/frozen-00000.json                 checksums of those that are not saved (save_frozen="never")
         shared.json, shared.safetensors         sidecar: state that all ranks share
         rank-00000.json, rank-00000.safetensors sidecar: state of one rank
+        config.json, model.safetensors …        what from_pretrained reads (save_pretrained=True)
       step-00000600.partial/                    being written or deleted; the rename to and from this name is atomic
       step-00000400.damaged/                    failed verification
 """

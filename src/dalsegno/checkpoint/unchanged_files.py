@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from dalsegno.checkpoint import checkpoint_dir
-from dalsegno.checkpoint.file_reading import FileRecord, opened, verify_file
+from dalsegno.checkpoint.file_reading import FileRecord, opened, verify_files
 from dalsegno.checkpoint.files import Advance, in_file_order
 from dalsegno.checkpoint.tensor_files import FileLayout
 from dalsegno.errors import DalsegnoError, DamagedCheckpoint, SaveFailed
@@ -118,7 +118,7 @@ class LinkableFiles:
             return False
         if name in self._unverified:
             try:
-                verify_file(self._directory, name, record)
+                verify_files(self._directory, [name], record)
             except OSError as error:
                 logger.warning("it is not shared with later checkpoints: %s", error)
                 del self._records[name]

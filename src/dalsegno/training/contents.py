@@ -7,6 +7,7 @@ differ. And the ranks must have equal models where a checkpoint contains one for
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 import xxhash
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from dalsegno.checkpoint import CALLBACKS, LOSS, SETTINGS, ModelState, OptimizerState, ShardedState
+from dalsegno.checkpoint.export import expect_pretrained, pretrained_files
 from dalsegno.distributed import collectives
 from dalsegno.distributed.stage_places import place_of
 from dalsegno.errors import CannotSave, ConfigurationError, UnknownName
@@ -26,7 +28,7 @@ from .flags import sum_of_bytes
 from .learning_rate import form_check
 from .optimizers import expect_optimizer
 from .parts import Comparison, RunParts
-from .settings import RecordedSettings
+from .settings import RecordedSettings, adapter_settings
 
 PROGRESS = ("trainer", "clock", "loader", "rng", "meter", SETTINGS)
 """Keys of the components that record how far a run is: ``load_components`` never loads them into another run."""
@@ -43,7 +45,11 @@ class CheckpointContents:
         _check_saveable(parts)
         self.model = ModelState(parts.model)
         if parts.args.saving:
-            self.model.capture()  # raises before hours of work on tensors that no checkpoint can contain
+            captured = self.model.capture()  # raises before hours of work on tensors that no checkpoint can contain
+            if parts.args.save_pretrained:
+                saves_frozen = parts.args.save_frozen != "never"
+                expect_pretrained(parts.model, captured, adapter_settings(parts.model), saves_frozen=saves_frozen)
+        self._pretrained_files = partial(pretrained_files, parts.model, parts.processing_class)
         self._loss = _loss_states(parts.loss_fn, parts.model)
         own: dict[str, Stateful] = {
             SETTINGS: settings,
@@ -80,6 +86,10 @@ class CheckpointContents:
         """All other state."""
         own = [Component(key, target, form_check(target)) for key, target in self._targets.items()]
         return [*own, *components_of(self._callbacks.bound)]
+
+    def pretrained_files(self) -> dict[str, bytes]:
+        """On rank 0, what ``from_pretrained`` needs beside the model's weights. Local."""
+        return self._pretrained_files() if collectives.rank() == 0 else {}
 
     def loadable(self) -> list[Component]:
         """The components that may be loaded into another run."""

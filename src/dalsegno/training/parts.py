@@ -55,6 +55,8 @@ class RunParts:
     """Which ranks read the same data."""
     model: nn.Module
     """The user's own module, without DDP's or the compiler's wrapper."""
+    processing_class: Any
+    """The tokenizer or processor; None if there is none."""
     loss_fn: nn.Module | None
     """The loss function, if it is a module."""
     optimizer: Optimizer
@@ -117,6 +119,7 @@ def build_parts(
         args=args,
         layout=layout,
         model=model,
+        processing_class=context_fields.get("processing_class"),
         loss_fn=loss_fn,
         optimizer=optimizer,
         schedulers=schedulers,

@@ -76,6 +76,7 @@ class SaveCoordinator:
         )
         self._captured_state = parts.state  # as of the save in progress
         self._best_before: str | None = None  # the best checkpoint before the save in progress
+        self._pretrained: Mapping[str, bytes] | None = None
         self.set_latest(None)
         self.begin_leg()
 
@@ -112,9 +113,12 @@ class SaveCoordinator:
     # -- before the first save ----------------------------------------------------------------------------------
 
     def check_serializable(self) -> None:
-        """Capture every state as a save does, and write nothing."""
+        """Capture every state as a save does, and write nothing; and what each save of this leg writes for
+        ``from_pretrained`` beside weights."""
         if self._args.saving:
             with self._parts.random_state.kept():
+                if self._args.save_pretrained:
+                    self._pretrained = collectives.run_on_all_ranks(self._contents.pretrained_files)
                 self._checkpoints.manager.check_serializable(self._contents.sharded(), self._contents.components())
 
     def make_room_in_memory(self) -> None:
@@ -192,6 +196,7 @@ class SaveCoordinator:
                 is_best=is_best,
                 is_finite=self._is_finite(),
                 background=self._args.save_in_background,
+                pretrained=self._pretrained,
                 published=partial(self._record_published, step, time.monotonic()),
                 settled=self._checkpoints.mirror.poll,
             )

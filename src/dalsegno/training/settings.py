@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from dalsegno.checkpoint.compatibility import END_OF_SCHEDULE, Change, reasons_to_differ
+from dalsegno.checkpoint.export import peft_configurations
 from dalsegno.checkpoint.names import ADAPTERS
 from dalsegno.data import NOT_EXACT, TrainingData
 from dalsegno.data.digests import digest
@@ -70,6 +71,7 @@ _NOT_RECORDED = {
     "on_resume",
     "run_name",
     "report_to",
+    "save_pretrained",
     "disable_tqdm",
     "max_seconds",
     "requeue",
@@ -210,12 +212,9 @@ def _order(parts: RunParts) -> str:
 
 def adapter_settings(model: nn.Module) -> dict[str, Any]:
     """Configuration of each of peft's adapters in a model, as plain values by ``adapters.<adapter>.<name>``."""
-    configurations = next((found for each in model.modules() if (found := getattr(each, "peft_config", None))), None)
-    if not isinstance(configurations, Mapping):
-        return {}
     return {
         f"{ADAPTERS}{adapter}.{name}": _plain(value)
-        for adapter, configuration in configurations.items()
+        for adapter, configuration in peft_configurations(model).items()
         for name, value in configuration.to_dict().items()
     }
 

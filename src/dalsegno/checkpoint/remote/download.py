@@ -13,6 +13,7 @@ from typing import Any
 from dalsegno.checkpoint import checkpoint_dir
 from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.checkpoint.names import CHECKPOINTS, MANIFEST, checkpoint_path, partial_path
+from dalsegno.checkpoint.unchanged_files import LinkableFiles, UnchangedFile
 from dalsegno.errors import DamagedCheckpoint
 from dalsegno.logs.rewind import free_path
 from dalsegno.system import filesystem
@@ -100,9 +101,14 @@ def _fetch_checkpoint(store: Store, run: Path, step: int) -> None:
         logger.info("fetching %s (%s) from %s", final.name, size, store.url)
         for parent in {(partial / name).parent for name in files}:
             filesystem.make_directory(parent)
+        first = {record: name for name, record in reversed([*files.items()])}
         with ThreadPoolExecutor(_THREADS) as pool:
-            for _ in pool.map(lambda name: _receive(store, f"{inside}/{name}", partial / name), files):
+            for _ in pool.map(lambda name: _receive(store, f"{inside}/{name}", partial / name), first.values()):
                 pass
+        received = LinkableFiles(partial, files)
+        for name, record in files.items():
+            if first[record] != name:
+                UnchangedFile(name, record, partial / first[record], received).write_to(partial, lambda count: None)
         checkpoint.verify(files)
         if final.exists():
             _archive(run, [final], store.url)

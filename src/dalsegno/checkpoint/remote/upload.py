@@ -148,17 +148,17 @@ class Uploader:
         discard_staged(self.run)
 
     def _unchanged(self, manifest: Manifest, step: int) -> dict[str, str]:
-        """Files of the checkpoint of ``step`` with the name of the same content in the store's newest checkpoint."""
-        newest = max(self._there, default=None)
-        former = None if newest is None else _parsed(self._there[newest])
-        if former is None or newest is None:
-            return {}
-        names = {record: name for name, record in former.files.items()}
-        return {
-            f"{_prefix_of(step)}{name}": f"{_prefix_of(newest)}{names[record]}"
-            for name, record in manifest.files.items()
-            if record in names
-        }
+        """Files of the checkpoint of ``step`` with the name of the same content in the store by then: in its newest
+        checkpoint, or among the files of this one that are sent before."""
+        names = {}
+        if (newest := max(self._there, default=None)) is not None and (former := _parsed(self._there[newest])):
+            names = {record: f"{_prefix_of(newest)}{name}" for name, record in former.files.items()}
+        unchanged = {}
+        for name, record in manifest.files.items():
+            there = names.setdefault(record, own := f"{_prefix_of(step)}{name}")
+            if there != own:
+                unchanged[own] = there
+        return unchanged
 
     # -- deleting ---------------------------------------------------------------------------------------------------
 

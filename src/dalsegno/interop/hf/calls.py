@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Protocol, TypedDict
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from dalsegno.checkpoint import export_model
+from dalsegno.checkpoint import Checkpoint
+from dalsegno.checkpoint.export import pretrained_files, write_pretrained
 from dalsegno.errors import ConfigurationError
 from dalsegno.events import contexts
 from dalsegno.events.callback import Answer, Binder, Callback
@@ -319,7 +319,10 @@ def uploads_checkpoints(callback: object) -> bool:
         if cls.__name__ in _UPLOADS and cls.__module__.startswith("transformers."):
             return bool(_UPLOADS[cls.__name__](callback))
     code = getattr(getattr(type(callback), "on_save", None), "__code__", None)
-    return code is not None and ("checkpoint-" in code.co_consts or "PREFIX_CHECKPOINT_DIR" in code.co_names)
+    if code is None:
+        return False
+    texts = [each for each in code.co_consts if isinstance(each, str)]
+    return any("checkpoint-" in text for text in texts) or "PREFIX_CHECKPOINT_DIR" in code.co_names
 
 
 @contextmanager
@@ -335,19 +338,11 @@ def checkpoint_view(ctx: SaveContext, shared: SharedState) -> Iterator[None]:
     filesystem.make_directory(folder)
     try:
         filesystem.replace_durably(folder / _MARK, json.dumps({"made_from": ctx.path.name}).encode())
-        export_model(ctx.path, folder)
-        for each in (getattr(ctx.model, "config", None), getattr(ctx.model, "generation_config", None)):
-            _save_pretrained(each, folder)
-        _save_pretrained(ctx.processing_class, folder)
+        write_pretrained(Checkpoint.open(ctx.path), folder, pretrained_files(ctx.model, ctx.processing_class))
         shared.state_at(ctx.state).save_to_json(str(folder / "trainer_state.json"))
         yield
     finally:
         filesystem.remove(folder)
-
-
-def _save_pretrained(part: Any, folder: Path) -> None:
-    if callable(save := getattr(part, "save_pretrained", None)):
-        save(str(folder))
 
 
 def check_uploads(callback: Any, context: Context) -> None:
