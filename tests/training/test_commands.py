@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import dalsegno as ds
 from dalsegno.callbacks import EMA, CountParams, FlopUtilization, HangWatchdog, JsonLogger, ScaleLoss
@@ -117,6 +118,7 @@ def test_a_checkpoint_may_be_evaluated_before(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "saved"),
     [
+        ({"save_steps": 0}, {5}),
         ({"save_steps": 2}, {2, 4, 5, 6, 8, 10}),
         ({"save": "AtSteps(2, 4)", "save_steps": 500, "eval_steps": 2}, {2, 4, 5, 10}),
         ({"save_strategy": "epoch", "load_best_model_at_end": True}, {5, 10}),
@@ -139,6 +141,19 @@ def test_each_checkpoint_may_be_evaluated_before(tmp_path: Path, settings: dict[
     assert evaluated.keys() == saved | ({2, 4, 6, 8, 10} if "eval_steps" in settings else set())
     assert metrics.pop(7) == {}
     assert {step: each["eval_loss"] for step, each in metrics.items()} == {step: evaluated[step] for step in saved}
+
+
+def saved_by_rank_one(output_dir: Path) -> dict[str, float]:
+    asks = Listener({"on_step_end": lambda ctx: setattr(ctx.control, "should_save", dist.get_rank() == 1)})
+    parts = {"eval_dataset": tiny_regression_data(8, seed=1)}
+    small_trainer(output_dir, asks, parts=parts, max_steps=1, eval_on_save=True).train()
+    (manifest,) = output_dir.glob("checkpoints/*/manifest.json")
+    return dict(json.loads(manifest.read_text())["metrics"])
+
+
+def test_it_is_evaluated_whichever_rank_asks_for_it(tmp_path: Path) -> None:
+    first, second = run_ranks(saved_by_rank_one, 2, tmp_path)
+    assert first == second and "eval_loss" in first
 
 
 @pytest.mark.parametrize(

@@ -267,8 +267,6 @@ class TrainingArguments:
         self._check_policies()
         self._check_schedules()
         self._check_recovery()
-        if self.eval_on_save and not self.saving:
-            raise ConfigurationError("eval_on_save=True needs checkpoints; see save_steps")
         if self.load_best_model_at_end and not ((self.evaluation or self.eval_on_save) and self.saving):
             raise ConfigurationError(
                 "load_best_model_at_end=True needs evaluations and checkpoints; see eval_steps, save_steps"
