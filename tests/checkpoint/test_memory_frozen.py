@@ -302,7 +302,7 @@ def test_clean_counts_a_file_with_several_names_once(leg: Leg, capsys: pytest.Ca
     """Here a leg has linked the base of the one before, and was killed."""
     leg.save(1)
     before = leg.size
-    killed = memory_dir.create(leg.memory._output_dir, memory_dir.new_name())
+    killed = memory_dir.create(leg.memory._output_dir, "0123456789abcdef")
     (killed.checkpoints / "linked").hardlink_to(leg.memory.path_of(1) / FROZEN)
     leg.memory.close(remove=False)
     assert leg.size - before < BASE

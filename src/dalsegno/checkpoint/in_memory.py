@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,12 +63,7 @@ class _Slot:
 
 
 class MemoryCheckpoints:
-    """Memory checkpoints of the run in ``output_dir``. All ranks call every method but :meth:`close`.
-
-    Args:
-        output_dir: the run's directory.
-        layout: which ranks read the same data.
-    """
+    """Memory checkpoints of the run in ``output_dir``. All ranks call every method but :meth:`close`."""
 
     def __init__(self, output_dir: Path, layout: Layout) -> None:
         self._output_dir = output_dir
@@ -148,25 +144,18 @@ class MemoryCheckpoints:
         self, sharded: Sequence[ShardedState], *, saving: bool, copies: int = 0, base: FrozenChecksums | None = None
     ) -> None:
         """Remove what no leg resumes from any more; if ``saving``, create the slots. Raises ConfigurationError on all
-        ranks if the checkpoints do not fit into the memory of a host.
-
-        Args:
-            sharded: model and optimizer.
-            saving: whether this leg saves in memory.
-            copies: number of other hosts that keep each host's files.
-            base: frozen parameters of which only checksums are saved.
-        """
+        ranks if the checkpoints do not fit into the memory of a host. ``copies``: number of other hosts that keep each
+        host's files. ``base``: frozen parameters of which only checksums are saved."""
         former, hosts = self._former, self._hosts
         self._forget_leg()
         self._former = former
         self._shareable = None if former is None else LinkableFiles(former.path, former.here)
-        name = collectives.broadcast(memory_dir.new_name(), "name of memory checkpoints")
+        name = collectives.broadcast(os.urandom(8).hex(), "name of memory checkpoints")
 
         def tidy() -> None:
             memory_dir.remove_others(self._output_dir, keep=self._own_directories())
-            for path in [] if former is None else [*former.path.parent.iterdir()]:
-                if former is not None and path != former.path:
-                    filesystem.remove(path)
+            for path in set() if former is None else {*former.path.parent.iterdir()} - {former.path}:
+                filesystem.remove(path)
             if saving:
                 memory_dir.create(self._output_dir, name)
 
@@ -175,10 +164,8 @@ class MemoryCheckpoints:
             return
         self._copies = min(copies, hosts.count - 1)
         if self._copies < copies and collectives.rank() == 0:
-            where, what = f"{hosts.count} hosts", f"only {self._copies} are"
-            if hosts.count == 1:
-                where, what = "one host", "nothing is"
-            logger.warning("save_in_memory=: copies=%d, and the ranks are on %s: %s copied", copies, where, what)
+            found = f"{hosts.count} hosts: only {self._copies} are" if self._copies else "one host: nothing is"
+            logger.warning("save_in_memory=: copies=%d, and the ranks are on %s copied", copies, found)
         try:
             self._directory = collectives.run_on_all_ranks(lambda: self._seen(name))
             self._create_slots(self._directory, base)

@@ -100,10 +100,6 @@ def name_of(checkpoint: Path) -> str | None:
     return name if checkpoint.is_absolute() and _NAME.fullmatch(name) else None
 
 
-def new_name() -> str:
-    return os.urandom(8).hex()
-
-
 def create(output_dir: Path, name: str) -> MemoryDir:
     """Create the directory ``name`` for the run in ``output_dir``, unless it exists. Raises ConfigurationError if this
     host has no shared memory that this user can write to."""

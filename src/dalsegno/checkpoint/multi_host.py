@@ -53,7 +53,8 @@ class MultiHostCheckpoint(Checkpoint):
         every rank if a file could not be fetched, for lack of memory for example."""
         if self.hosts.count == 1:
             return
-        wanted = collectives.gather({*names} & self.manifest.files.keys(), "files of other hosts")
+        lacking = {*names} & self.manifest.files.keys() - self.held[self.hosts.here]
+        wanted = collectives.gather(lacking, "files of other hosts")
         transfers = self.transfers(self.hosts.joined(wanted))
         if transfers and collectives.rank() == 0:
             size = format_bytes(sum(each.size for each in transfers))
