@@ -13,9 +13,10 @@ from .callback import Callback, register_globally, unregister_globally
 
 
 def check_callbacks(callbacks: Iterable[object]) -> list[Callback]:
-    """Adapt foreign callbacks, and check that each is a callback and that all have different keys."""
+    """Adapt foreign callbacks, and those in lists among them; check that each is a callback, and that all have
+    different keys."""
     checked: dict[str, Callback] = {}
-    for given in callbacks:
+    for given in (each for every in callbacks for each in (every if isinstance(every, list) else [every])):
         callback = adapt(given)
         other = checked.get(callback.key)
         if other is callback:
@@ -32,12 +33,10 @@ def check_callbacks(callbacks: Iterable[object]) -> list[Callback]:
 
 
 def instances(callbacks: Iterable[object]) -> list[object]:
-    """Return the callbacks, those of lists among them, too, with an instance in place of each class, as Hugging Face's
-    Trainer takes them."""
+    """Return the callbacks, with an instance in place of each class, as Hugging Face's Trainer takes them."""
     if not isinstance(callbacks, Iterable):
         raise ConfigurationError(f"callbacks={callbacks!r}; give a list: [{type(callbacks).__name__}(…)]")
-    given = [each for every in callbacks for each in (every if isinstance(every, list) else [every])]
-    return [_instance(each) if isinstance(each, type) else each for each in given]
+    return [_instance(each) if isinstance(each, type) else each for each in callbacks]
 
 
 def _instance(cls: type) -> object:
