@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dalsegno.control.journal import Journal, JournalEntry
+from dalsegno.logs.journal import Journal, JournalEntry
 from dalsegno.system import filesystem
 
 

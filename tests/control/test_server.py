@@ -19,11 +19,11 @@ from control.talking import Answer, Stream, ask, connect, is_closed_by_peer, wai
 from dalsegno.args import TrainingArguments
 from dalsegno.control.api import MOST_STREAMS
 from dalsegno.control.feed import LiveJob, LogFile, MemoryLog
-from dalsegno.control.journal import Journal
 from dalsegno.control.queue import CommandQueue
 from dalsegno.control.server import ControlServer
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs import RecordLog
+from dalsegno.logs.journal import Journal
 from dalsegno.state import TrainerState
 from dalsegno.web import server
 from dalsegno.web.security import Limits, check_access, tls_context

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .folder import RunFolder as RunFolder
     from .folder import open_log as open_log
     from .folder import open_logs as open_logs
+    from .lineage import Intervention as Intervention
     from .lineage import LegSummary as LegSummary
     from .lineage import Restart as Restart
     from .lineage import Tail as Tail
@@ -48,7 +49,7 @@ _HOMES = {
     "divergence": ("Candidate", "Detection", "DetectorSettings", "Firing", "detect_divergence", "sweep_settings"),
     "export": ("export_log",),
     "folder": ("RunFolder", "open_log", "open_logs"),
-    "lineage": ("LegSummary", "Restart", "Tail"),
+    "lineage": ("Intervention", "LegSummary", "Restart", "Tail"),
     "log": ("TrainingLog",),
     "plotting": ("View",),
     "plotting.plot": ("matching", "plot_heatmap", "plot_logs", "sketch_logs"),

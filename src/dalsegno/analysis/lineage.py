@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dalsegno.logs import Leg, ReadReport, RunFile, read_records
+from dalsegno.logs.journal import Journal
 from dalsegno.logs.reader import numbered
 from dalsegno.logs.values import Record
 from dalsegno.system.lock import DirectoryLock
@@ -63,11 +64,36 @@ class Restart:
     leg: int | None
     """Number of the leg that started, from 2; None for a rollback within a leg."""
     reason: str | None = None
-    """Why the run was taken back, if ``run.json`` records it."""
+    """Why the run was taken back, or the leg before ended, if ``run.json`` records it."""
 
     @property
     def redone(self) -> int:
         return self.reached - self.step
+
+
+@dataclass(frozen=True, slots=True)
+class Intervention:
+    """What the user changed at a step: a setting in the script, when a leg resumed; or a command that took effect."""
+
+    step: int
+    time: float
+    """UTC seconds."""
+    what: str
+    by: str
+    """The command's sender, or the leg."""
+
+
+def find_interventions(output_dir: Path, legs: Sequence[Leg]) -> list[Intervention]:
+    """In the order of steps."""
+    settings = [
+        Intervention(leg.first_step, leg.started, each, f"leg {leg.leg}") for leg in legs for each in leg.changed
+    ]
+    commands = [
+        Intervention(entry.step, entry.time, str(entry), entry.by)
+        for entry in Journal(output_dir).read()
+        if entry.step is not None and entry.error is None
+    ]
+    return sorted([*settings, *commands], key=lambda each: (each.step, each.time))
 
 
 def read_tails(log: Path) -> list[Tail]:
@@ -118,7 +144,8 @@ def find_restarts(legs: Sequence[Leg], tails: Sequence[Tail]) -> list[Restart]:
         if following is not None:
             step = following.first_step
             reached = max(step, cut_by_restart.last_step) if cut_by_restart is not None else step
-            restarts.append(Restart(step, reached, following.leg))
+            why = leg.cause or leg.why
+            restarts.append(Restart(step, reached, following.leg, why.splitlines()[0] if why else None))
     return restarts
 
 

@@ -18,7 +18,16 @@ from dalsegno.system.imports import require_extra
 from .blocks import KINDS, concatenate, read_columns
 from .formats.find import source_of_run
 from .formats.source import BOOKKEEPING, HEADER, Skipped, Source, loss_of
-from .lineage import LegSummary, Restart, Tail, find_restarts, read_tails, summarize_legs
+from .lineage import (
+    Intervention,
+    LegSummary,
+    Restart,
+    Tail,
+    find_interventions,
+    find_restarts,
+    read_tails,
+    summarize_legs,
+)
 from .plotting import Limits, View, XAxis
 from .series import ParameterSeries, Series, read_parameters
 from .summary import Summary, is_summarized, summarize
@@ -193,6 +202,10 @@ class TrainingLog:
     def restarts(self) -> list[Restart]:
         """Every start of a new leg and every rollback within one, in the order of time."""
         return find_restarts(self.legs(), self.tails())
+
+    def interventions(self) -> list[Intervention]:
+        """Settings that were changed between legs, and commands that took effect; empty without a ``run.json``."""
+        return [] if self.output_dir is None else find_interventions(self.output_dir, self.legs())
 
     def plot(
         self,

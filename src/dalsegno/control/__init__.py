@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from dalsegno.system.imports import lazy_exports
 
 if TYPE_CHECKING:
+    from dalsegno.logs.journal import Journal as Journal
+
     from .commands import COMMANDS, Command, CommandKind, parse_command
     from .inbox import Answer, Inbox, send
-    from .journal import Journal
     from .queue import CommandQueue, Outcome, Ticket
 
 _HOMES = {
     "commands": ("COMMANDS", "Command", "CommandKind", "parse_command"),
     "inbox": ("Answer", "Inbox", "send"),
-    "journal": ("Journal",),
-    "queue": ("CommandQueue", "Outcome", "Ticket"),
+    "queue": ("CommandQueue", "Journal", "Outcome", "Ticket"),
 }
 
 __all__ = [

@@ -10,6 +10,7 @@ from typing import Any
 
 from dalsegno.args import TrainingArguments, answers
 from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.logs.journal import JournalEntry, in_words, value_in_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,7 @@ class Command:
     """JSON values."""
 
     def __str__(self) -> str:
-        values = ", ".join(f"{name}={_shown(value)}" for name, value in self.data.items())
-        return f"{self.name} {values}" if values else self.name
+        return in_words(self.name, self.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,11 @@ COMMANDS: Mapping[str, CommandKind] = {
 }
 
 
+def is_repeated(entry: JournalEntry) -> bool:
+    """Whether a leg that resumes from before the command's step carries it out again there."""
+    return entry.command in COMMANDS and COMMANDS[entry.command].is_repeated
+
+
 def parse_command(name: str, data: Mapping[str, Any], args: TrainingArguments) -> Command:
     """Check a command.
 
@@ -101,7 +106,7 @@ def parse_command(name: str, data: Mapping[str, Any], args: TrainingArguments) -
     elif name == "switch":
         _check_switch(data)
     elif not isinstance(data.get("evaluate", False), bool):
-        raise ConfigurationError(f"{name}: evaluate={_shown(data['evaluate'])}; needs true or false")
+        raise ConfigurationError(f"{name}: evaluate={value_in_words(data['evaluate'])}; needs true or false")
     return Command(name, copy.deepcopy(dict(data)))
 
 
@@ -140,7 +145,7 @@ def _check_set(data: Mapping[str, Any], args: TrainingArguments) -> None:
         value = data[LEARNING_RATE]
         number = value["factor"] if isinstance(value, Mapping) else value
         if type(number) not in (int, float) or number <= 0:
-            raise ConfigurationError(f"{LEARNING_RATE}={_shown(value)}; needs a number over 0")
+            raise ConfigurationError(f"{LEARNING_RATE}={value_in_words(value)}; needs a number over 0")
     with_settings(args, data)
 
 
@@ -149,9 +154,3 @@ def _check_switch(data: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             'switch: needs {"callback": key, "on": true or false}, with the key of a callback, such as "JsonLogger"'
         )
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Mapping) and "factor" in value:
-        return f"×{_shown(value['factor'])}"
-    return f"{value:g}" if isinstance(value, float) else str(value)[:80]

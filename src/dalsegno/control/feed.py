@@ -20,11 +20,11 @@ import xxhash
 
 from dalsegno.errors import CannotSave, StateMismatch
 from dalsegno.logs import RunFile
+from dalsegno.logs.journal import Journal, JournalEntry
 from dalsegno.logs.reader import record_in, strip_line
 from dalsegno.logs.values import Record, to_json
 from dalsegno.state import TrainerState
 
-from .journal import Journal, JournalEntry
 from .queue import CommandQueue
 
 CHUNK = 1 << 20
@@ -36,7 +36,10 @@ REMEMBERED = 10_000
 MOST_COMMANDS = 1000
 """Commands in the history: the newest."""
 
-_LEG = ("leg", "started", "ended", "from_checkpoint", "first_step", "last_step", "reason", "by", "why")
+_LEG = (
+    *("leg", "started", "ended", "from_checkpoint", "first_step", "last_step"),
+    *("reason", "by", "why", "cause", "changed"),
+)
 _COMMAND = ("id", "time", "by", "command", "data", "step", "error")
 
 

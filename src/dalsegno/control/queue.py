@@ -17,9 +17,9 @@ from typing import Any
 
 from dalsegno.args import TrainingArguments
 from dalsegno.errors import ConfigurationError, NotFound, NotRunning
+from dalsegno.logs.journal import Journal, JournalEntry, abandon
 
-from .commands import Command, parse_command
-from .journal import Journal, JournalEntry, abandon
+from .commands import Command, is_repeated, parse_command
 
 logger = logging.getLogger("dalsegno")
 
@@ -169,7 +169,7 @@ class CommandQueue:
             self._journal.rewind(rewind_to)
         entries = self._journal.read()
         pending = [entry for entry in entries if entry.is_pending]
-        lost = [entry for entry in pending if not entry.is_repeated]
+        lost = [entry for entry in pending if not is_repeated(entry)]
         for entry in lost:
             entry.error = "the leg was killed before it took effect"
         self._journal.drop({entry.id: str(entry.error) for entry in lost})
@@ -199,7 +199,7 @@ class CommandQueue:
                 self._journal.act(acting, step)
         except OSError as error:
             logger.warning("%s could not be written: %s; commands wait until it can", self._journal.path, error)
-            acting = [entry for entry in acting if not entry.is_repeated]
+            acting = [entry for entry in acting if not is_repeated(entry)]
         for entry in acting:
             entry.step = step
         self._remove(acting)
@@ -232,10 +232,10 @@ class CommandQueue:
             left, self._waiting = self._waiting, []
         errors = {entry.id: f"the leg ended after step {step} first" for entry in left}
         for entry in left:
-            if entry.is_repeated:
+            if is_repeated(entry):
                 errors[entry.id] += "; the next leg carries it out at the end of its first step"
         with self._tolerant():
-            self._journal.drop({entry.id: errors[entry.id] for entry in left if not entry.is_repeated})
+            self._journal.drop({entry.id: errors[entry.id] for entry in left if not is_repeated(entry)})
         for entry in left:
             self._tickets[entry.id]._resolve(Outcome(None, errors[entry.id]))
 

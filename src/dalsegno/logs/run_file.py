@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self, TypedDict
@@ -118,6 +118,9 @@ class Leg:
     cause: str | None = None
     """Why it died or failed, as the launcher that started the next leg found out: ``rank 1 was killed by SIGKILL``."""
 
+    changed: list[str] = field(default_factory=list)
+    """Settings that differ from those of the checkpoint, in words: ``learning_rate: saved 0.01, now 0.02 (…)``."""
+
     rollbacks: list[RolledBack] = field(default_factory=list)
     """Each return to a checkpoint within the leg."""
     resumed: ResumeProof | None = None
@@ -196,6 +199,7 @@ class RunFile:
         mesh: Mapping[str, int] | None = None,
         memory: str | None = None,
         goal_given_up: Goal | None = None,
+        changed: Sequence[str] = (),
     ) -> RunRecord:
         """Append a leg that starts now, after ``first_step`` steps. Earlier legs without an end are marked ``died``.
 
@@ -208,6 +212,7 @@ class RunFile:
             mesh: sizes of its dimensions.
             memory: name of the directory of its memory checkpoints.
             goal_given_up: if the leg does not train, but only ends the run.
+            changed: settings that differ from those of the checkpoint, in words.
         """
         run = self._load_or_renew()
         last = run.legs[-1] if run.legs else None
@@ -229,6 +234,7 @@ class RunFile:
                 first_step=first_step,
                 last_step=first_step,
                 goal_given_up=goal_given_up,
+                changed=[*changed],
             )
         )
         self._write(run)

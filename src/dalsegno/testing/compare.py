@@ -22,9 +22,9 @@ from dalsegno.checkpoint.difference import Difference, tensor_differences, value
 from dalsegno.checkpoint.index import Index
 from dalsegno.checkpoint.names import CHECKPOINTS, component_and_name
 from dalsegno.control.inbox import INBOX
-from dalsegno.control.journal import JOURNAL
 from dalsegno.errors import NotFound
 from dalsegno.logs import EventPosition, Position, is_wall_clock, read_records
+from dalsegno.logs.journal import JOURNAL
 from dalsegno.witness import WITNESS
 
 _TITLES = {

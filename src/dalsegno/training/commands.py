@@ -21,11 +21,11 @@ from functools import partial
 from typing import Any
 
 from dalsegno.args import TrainingArguments
-from dalsegno.control.commands import LEARNING_RATE, SETTINGS, Command, parse_command, with_settings
-from dalsegno.control.journal import Journal, JournalEntry
+from dalsegno.control.commands import LEARNING_RATE, SETTINGS, Command, is_repeated, parse_command, with_settings
 from dalsegno.control.queue import CommandQueue
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, SaveFailed
+from dalsegno.logs.journal import Journal, JournalEntry
 from dalsegno.state import NO_REQUESTS, ControlRequests
 
 from .learning_rate import check_scalable, present_rate, scale_rates
@@ -207,7 +207,7 @@ class CommandExecutor:
     def _carry_out(self, entry: JournalEntry, why: str) -> ControlRequests:
         name, data = entry.command, entry.data
         if collectives.rank() == 0:
-            logger.info("at step %d, by %s: %s (%s)", self._state.global_step, entry.by, Command(name, data), why)
+            logger.info("at step %d, by %s: %s (%s)", self._state.global_step, entry.by, entry, why)
         if name == "set":
             self._set(data)
         elif name == "switch":
@@ -280,7 +280,7 @@ def plan_commands(
     """
     plan = CommandPlan()
     for acted in sorted(entries, key=lambda entry: entry.step or 0):
-        if not acted.is_repeated:
+        if not is_repeated(acted):
             continue
         changed = [name for name, value in acted.script.items() if script.get(name, value) != value]
         if newly := sorted({*changed} & {*acted.data} - {*acted.overridden}):
@@ -346,4 +346,4 @@ def _kept_in_force(entry: JournalEntry) -> JournalEntry | None:
 
 
 def _described(entry: JournalEntry) -> str:
-    return f"step {entry.step}: {Command(entry.command, entry.data)}, by {entry.by},"
+    return f"step {entry.step}: {entry}, by {entry.by},"

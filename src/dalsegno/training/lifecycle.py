@@ -105,6 +105,7 @@ class RunLifecycle:
         self._options = ResumeOptions()  # of the leg
         self._model_modified = False  # trained, or loaded, in this process
         self._repeats = False  # the leg resumes from a checkpoint of this run
+        self._changed: list[str] = []  # settings, since the checkpoint from which the leg resumes
 
     @contextmanager
     def lock_run_dir(self) -> Iterator[None]:
@@ -283,6 +284,7 @@ class RunLifecycle:
 
     def _report(self, path: Path, step: int, report: LoadReport) -> None:
         """Warn about changes since the save, then fire on_load."""
+        self._changed = [str(change) for change in report.changes]
         changes = [str(change) for change in report.changes if change.severity != "info"]
         if changes and self._parts.state.is_world_process_zero:
             logger.warning("the run resumes with changes:\n  %s", "\n  ".join(changes))
@@ -353,7 +355,7 @@ class RunLifecycle:
 
     def session(self, resumed_from: Path | None) -> Session:
         """A leg from the present state."""
-        recorder = LegRecorder(self._parts, self._run_file, self._checkpoints.memory.name)
+        recorder = LegRecorder(self._parts, self._run_file, self._checkpoints.memory.name, self._changed)
         self._session = Session(
             self._parts,
             self.boundary,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +26,14 @@ logger = logging.getLogger("dalsegno")
 class LegRecorder:
     """Writes on rank 0 only. Every method raises SaveFailed if ``run.json`` cannot be written, say on a full disk."""
 
-    def __init__(self, parts: RunParts, run_file: RunFile, memory: str | None) -> None:
-        """``memory``: name of the directory of its memory checkpoints."""
+    def __init__(self, parts: RunParts, run_file: RunFile, memory: str | None, changed: Sequence[str]) -> None:
+        """
+        Args:
+            memory: name of the directory of its memory checkpoints.
+            changed: settings that differ from those of the checkpoint, in words.
+        """
         self._memory = memory
+        self._changed = changed
         self._parts = parts
         self._args = parts.args
         self._state = parts.state
@@ -48,6 +53,7 @@ class LegRecorder:
                     mesh=self._parts.layout.dimensions,
                     memory=self._memory,
                     goal_given_up=_goal(self._state.given_up),
+                    changed=self._changed,
                 )
 
     def prove(self, proof: ResumeProof) -> None:

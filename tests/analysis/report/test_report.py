@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 from html import unescape
 from html.parser import HTMLParser
@@ -16,7 +17,12 @@ import pytest
 
 from dalsegno.analysis import ParameterSeries, open_log, open_logs, write_report
 from dalsegno.analysis.report.payload import payload
+from dalsegno.callbacks import JsonLogger
 from dalsegno.errors import ConfigurationError
+from dalsegno.logs import PreviousLeg
+from support.commanded import Client
+from support.listeners import Listener
+from support.small import small_trainer
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "logs"
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
@@ -91,6 +97,43 @@ def test_real_runs(tmp_path: Path) -> None:
         "leg 2: resumed from step 16, 6 steps repeated",
         "leg 3: resumed from step 32, 2 steps repeated",
         "leg 4: resumed from step 16, 24 steps repeated",
+    ]
+
+
+def test_what_the_user_changed_and_why_a_leg_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drop of the rate has its explanation, at its step, on the page."""
+
+    def train(*callbacks: Any, rate: float) -> None:
+        settings: dict[str, Any] = {"max_steps": 12, "save_steps": 5, "learning_rate": rate, "logging_steps": 1}
+        small_trainer(tmp_path / "a", JsonLogger(), *callbacks, **settings).train()
+
+    def break_off(ctx: Any) -> None:
+        if ctx.state.global_step == 7:
+            raise RuntimeError("the disk is gone")
+
+    commands = Client({3: [("set", {"learning_rate": {"factor": 0.5}})], 4: [("log", {})], 9: [("evaluate", {})]})
+    with pytest.raises(RuntimeError):
+        train(commands, Listener({"on_step_begin": break_off}), rate=1e-2)
+    ended = PreviousLeg(os.uname().nodename, os.getpid(), "rank 1 was killed by SIGKILL")
+    for name, value in ended.to_environment().items():
+        monkeypatch.setenv(name, value)
+    train(rate=2e-2)
+    (log,) = open_log(tmp_path / "a")
+    page = Page(write_report([log], tmp_path / "report.html"))
+    changed = "learning_rate: saved 0.01, now 0.02 (the schedule continues from its position, at the new rate)"
+    for part in (
+        "RuntimeError: the disk is gone, rank 1 was killed by SIGKILL",
+        "Settings and commands run step when (UTC) what by",
+        "set learning_rate=×0.5 client at 3",
+        f"{changed} leg 2",
+    ):
+        assert part in page.text, part
+    marks = page.data["runs"][0]["marks"]
+    assert [(mark["step"], mark["kind"], mark["label"]) for mark in marks] == [
+        (5, "leg", "leg 2: resumed from step 5, 2 steps repeated (rank 1 was killed by SIGKILL)"),
+        (3, "command", "set learning_rate=×0.5 (client at 3), at step 3"),
+        (4, "command", "log (client at 4), at step 4"),
+        (5, "command", f"{changed} (leg 2), at step 5"),
     ]
 
 

@@ -84,6 +84,7 @@ def _page(logs: Sequence[TrainingLog], title: str, settings: DetectorSettings | 
             "colour": colour,
             "summaries": tables.summary_tables([log.summary() for log in logs]),
             "lineages": tables.lineage_tables(logs),
+            "interventions": tables.interventions_table(logs),
             "first_run": logs[0].name,
             "comparison": tables.comparison_table(logs),
             "limits": tables.limits(settings),

@@ -37,7 +37,7 @@ def payload(logs: Sequence[TrainingLog], heatmaps: Sequence[ParameterSeries], po
     buckets = max(8, min(1500, points // (6 * max(1, curves))))
     time, unit = unit_of_time(max((_seconds(clock) for log in logs if (clock := _clock(log)) is not None), default=0.0))
     runs = [
-        {"name": log.name, "colour": colour(index), "marks": list(map(_mark, log.restarts())), "axes": _axes(log, unit)}
+        {"name": log.name, "colour": colour(index), "marks": _marks(log), "axes": _axes(log, unit)}
         for index, log in enumerate(logs)
     ]
     labels = {"step": "step", "epoch": "epoch", "time": f"{time} since the first record", "tokens": "tokens"}
@@ -136,6 +136,14 @@ def _places(steps: NDArray[np.int64], places: Floats) -> dict[str, Any]:
         return {"steps": [], "places": []}
     chosen = known[np.unique(np.linspace(0, len(known) - 1, PLACES).astype(np.int64))]
     return {"steps": _packed(steps[chosen]), "places": _rounded(places[chosen], digits=9)}
+
+
+def _marks(log: TrainingLog) -> list[dict[str, Any]]:
+    commands = [
+        {"step": each.step, "kind": "command", "label": f"{each.what} ({each.by}), at step {each.step:,}"}
+        for each in log.interventions()
+    ]
+    return [*map(_mark, log.restarts()), *commands]
 
 
 def _mark(restart: Restart) -> dict[str, Any]:

@@ -71,13 +71,23 @@ def summary_tables(summaries: Sequence[Summary]) -> list[Table]:
 
 def lineage_tables(logs: Sequence[TrainingLog]) -> list[tuple[str, Table]]:
     """The legs of runs that were restarted, or ended for a recorded reason, by its name."""
-    head = ["leg", "began (UTC)", "from", "resumed", "steps", "repeated", "ranks", "ended", "requested by"]
+    head = ["leg", "began (UTC)", "from", "resumed", "steps", "repeated", "ranks", "ended", "why"]
     tables = []
     for log in logs:
         legs = log.lineage()
         if len(legs) > 1 or any(each.leg.why for each in legs):
             tables.append((log.name, Table(head, [_leg(each) for each in legs])))
     return tables
+
+
+def interventions_table(logs: Sequence[TrainingLog]) -> Table:
+    """What was changed during the runs, by whom."""
+    rows: list[list[Cell]] = [
+        [log.name, (f"{each.step:,}", "number"), _moment(each.time), (each.what, "long"), each.by]
+        for log in logs
+        for each in log.interventions()
+    ]
+    return Table(["run", "step", "when (UTC)", "what", "by"], rows)
 
 
 def comparison_table(logs: Sequence[TrainingLog]) -> Table:
@@ -144,7 +154,7 @@ def _leg(summary: LegSummary) -> list[Cell]:
         (_number(summary.redone), "number"),
         (str(leg.world_size), "number"),
         (reason, "bad" if reason in ("died", "exception") else ""),
-        (", ".join(filter(None, (leg.by, leg.why))), "long"),
+        (", ".join(filter(None, (leg.by, leg.why, leg.cause))), "long"),
     ]
 
 

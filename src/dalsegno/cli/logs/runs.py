@@ -268,6 +268,7 @@ def _as_json(summary: LegSummary, tails: bool) -> dict[str, Any]:
         "why": leg.why,
         "cause": leg.cause,
         "idle": summary.idle,
+        "changed": leg.changed,
         "resumed": None if leg.resumed is None else asdict(leg.resumed),
         "rollbacks": leg.rollbacks,
         "cut_off": [_tail_as_json(tail, tails) for tail in summary.cut_off],
@@ -322,6 +323,7 @@ def _as_lines(summary: LegSummary) -> list[str]:
     ]
     if leg.resumed is not None:
         lines.append(leg.resumed.line)
+    lines += [f"changed: {each}" for each in leg.changed]
     for each in leg.rollbacks:
         reason = each["reason"].splitlines()[0]
         lines.append(f"step {each['from_step']:,}: back to step {each['to_step']:,}, by {each['by']}: {reason}")

@@ -197,9 +197,10 @@ class Job {
 
   mark() {
     const legs = this.history.legs.slice(1).map((leg, index) => {
-      const redone = this.history.legs[index].last_step - leg.first_step;
+      const last = this.history.legs[index], redone = last.last_step - leg.first_step, why = last.cause || last.why;
       const from = leg.from_checkpoint === null ? "started anew" : `resumed from step ${count(leg.first_step)}`;
-      return { step: leg.first_step, kind: "leg", label: `leg ${leg.leg}: ${from}${redone > 0 ? `, ${count(redone)} steps repeated` : ""}` };
+      const repeated = redone > 0 ? `, ${count(redone)} steps repeated` : "", ended = why ? ` (${why.split("\n")[0]})` : "";
+      return { step: leg.first_step, kind: "leg", label: [`leg ${leg.leg}: ${from}${repeated}${ended}`, ...leg.changed].join("; ") };
     });
     const checkpoints = this.history.checkpoints.map((step) => ({ step, kind: "checkpoint", label: `checkpoint ${count(step)}` }));
     const commands = this.history.commands.filter((each) => each.step !== null && each.error === null)

@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
-from dalsegno.logs.line_file import LineFile, parser_of
 from dalsegno.stateful.schema import Count
 
-from .commands import COMMANDS
+from .line_file import LineFile, parser_of
 
 logger = logging.getLogger("dalsegno")
 
@@ -49,15 +48,26 @@ class JournalEntry:
     error: str | None = None
     """Why it does not take effect, or why that no longer counts."""
 
+    def __str__(self) -> str:
+        return in_words(self.command, self.data)
+
     @property
     def is_pending(self) -> bool:
         """Whether it has neither taken effect nor been dropped."""
         return self.step is None and self.error is None
 
-    @property
-    def is_repeated(self) -> bool:
-        """Whether a leg that resumes from before the command's step carries it out again there."""
-        return self.command in COMMANDS and COMMANDS[self.command].is_repeated
+
+def in_words(command: str, data: Mapping[str, Any]) -> str:
+    """``set learning_rate=×0.5``."""
+    values = ", ".join(f"{name}={value_in_words(value)}" for name, value in data.items())
+    return f"{command} {values}" if values else command
+
+
+def value_in_words(value: Any) -> str:
+    """``×0.5``, ``0.0003``."""
+    if isinstance(value, Mapping) and "factor" in value:
+        return f"×{value_in_words(value['factor'])}"
+    return f"{value:g}" if isinstance(value, float) else str(value)[:80]
 
 
 class _Accepted(TypedDict):
