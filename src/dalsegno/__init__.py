@@ -141,16 +141,10 @@ _HOMES = {
     ),
     "args": ("TrainingArguments",),
     "events.background": ("Background",),
-    "events.callback": (
-        "Callback",
-        "global_callbacks",
-    ),
+    "events.callback": ("Callback", "global_callbacks"),
     "checkpoint": ("export_adapters", "export_checkpoint", "export_model", "import_checkpoint"),
     "stateful.component": ("Stateful",),
-    "config": (
-        "RunConfig",
-        "load_callbacks",
-    ),
+    "config": ("RunConfig", "load_callbacks"),
     "events.contexts": (
         "AfterForwardContext",
         "BackwardContext",
@@ -207,30 +201,13 @@ _HOMES = {
     "events.table": ("Event",),
     "events.adapters": ("adapt",),
     "events.function_callback": ("on",),
-    "events.registration": (
-        "GlobalHandle",
-        "register_global_callback",
-    ),
+    "events.registration": ("GlobalHandle", "register_global_callback"),
     "training.run": ("Run",),
     "training.result": ("TrainResult",),
     "policies.recovery": ("RecoveryPolicy",),
-    "policies.retention": (
-        "Best",
-        "EveryNth",
-        "Latest",
-        "Steps",
-    ),
-    "policies.triggers": (
-        "AtEnd",
-        "AtSteps",
-        "Every",
-        "InMemory",
-        "OnBest",
-    ),
-    "state": (
-        "TrainerControl",
-        "TrainerState",
-    ),
+    "policies.retention": ("Best", "EveryNth", "Latest", "Steps"),
+    "policies.triggers": ("AtEnd", "AtSteps", "Every", "InMemory", "OnBest"),
+    "state": ("TrainerControl", "TrainerState"),
     "training.trainer": ("Trainer",),
 }
 
