@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import dalsegno as ds
 from callbacks.scripted import Kept, trainer
-from dalsegno.callbacks import MemoryMonitor, StabilityMonitor, TraceMalloc
+from dalsegno.callbacks import MemoryMonitor, ProfilerCallback, StabilityMonitor, TraceMalloc
 from dalsegno.callbacks.watchers.stability_monitor import FEWEST, SpikeScore
 from dalsegno.errors import StateMismatch
 from dalsegno.testing import run_ranks
@@ -130,3 +130,23 @@ def test_the_line_that_keeps_memory_is_named(tmp_path: Path, capsys: pytest.Capt
     grown = float(table[1].split()[0])
     assert 4 * 100_000 / 1024 <= grown < 4 * 100_000 / 1024 + 2  # KiB, since the end of the first of five steps
     assert not tracemalloc.is_tracing()
+
+
+def profile_while_tracing(output_dir: Path, rank: int, order: int) -> tuple[str, list[int]]:
+    """What the run is refused with, and the steps that it has made."""
+    kept = Kept()
+    own = [ProfilerCallback(start_step=1, num_steps=1, rank=rank), TraceMalloc(every=5)][::order]
+    try:
+        trainer(output_dir, [1.0] * 3, *own, kept).train()
+    except ds.ConfigurationError as error:
+        return str(error), [*kept.of("train")]
+    return "", [*kept.of("train")]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_no_profile_while_memory_of_python_is_traced(tmp_path: Path, order: int) -> None:
+    """All ranks refuse what takes minutes on one; another rank may profile."""
+    for message, steps in run_ranks(profile_while_tracing, 2, tmp_path / "same", 0, order):
+        assert "ProfilerCallback: TraceMalloc, or" in message and "use only one" in message and not steps
+    for message, steps in run_ranks(profile_while_tracing, 2, tmp_path / "other", 1, order):
+        assert not message and steps == [1, 2, 3]

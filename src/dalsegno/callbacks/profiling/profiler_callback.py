@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tracemalloc
 from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -38,6 +39,9 @@ class ProfilerCallback(FlaglessCallback):
         warmup_steps: number of steps before ``start_step`` that already run under the profiler, and are left out, since
             the profiler is slow at its start. At most ``start_step``.
         rank: the rank that profiles; None: every rank, each with separate files. For hundreds of ranks that is a lot.
+
+    Raises:
+        ConfigurationError: before the first step, if Python's allocations are traced on the rank that profiles.
     """
 
     def __init__(
@@ -72,7 +76,15 @@ class ProfilerCallback(FlaglessCallback):
         self._steps = self._first = 0
 
     def on_step_begin(self, ctx: Context) -> None:
-        if self._steps == self._start_step - self._warmup and self._rank in (None, collectives.rank()):
+        profiles = self._rank in (None, collectives.rank())
+        if self._steps == 0:
+            is_traced = profiles and tracemalloc.is_tracing()
+            if any(collectives.all_reduce_max([is_traced], "ProfilerCallback")):
+                raise ConfigurationError(
+                    "ProfilerCallback: TraceMalloc, or the program itself, traces allocations (tracemalloc), and a "
+                    "profile then takes minutes to read; use only one of the two in a run"
+                )
+        if self._steps == self._start_step - self._warmup and profiles:
             self._profile = profile(
                 schedule=schedule(wait=0, warmup=self._warmup, active=self._num_steps + 1),  # stopped before the last
                 activities=_activities(),
