@@ -93,6 +93,8 @@ class CallbackAdapter(Callback):
     """The first parameters of its handlers, if no other dialect has the same; empty if they are ambiguous."""
     calls: ClassVar[Sequence[tuple[Event, str]]]
     """Method to call at each event, in this order."""
+    saves_states: ClassVar[bool] = True
+    """Whether the library's own callbacks save what they need: those without a state need none."""
     silent: ClassVar[Sequence[str]] = ()
     """Handlers of the library that are never called here."""
     instead: ClassVar[Mapping[str, str]] = {}
@@ -130,6 +132,11 @@ class CallbackAdapter(Callback):
     def default_name(self) -> str:
         own = getattr(self.__wrapped__, "name", None)
         return own if isinstance(own, str) and own else type(self.__wrapped__).__name__
+
+    @property
+    def saves_attributes(self) -> bool:
+        is_known = self.saves_states and self._is_theirs(type(self.__wrapped__))
+        return not is_known and not isinstance(self, Stateful)
 
     @abstractmethod
     def call(self, event: Event, method: str, binder: Binder) -> Callable[[Any, Any], Answer]:

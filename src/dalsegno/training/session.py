@@ -69,6 +69,7 @@ class Session:
         self._loader = parts.loader
         self._buffers = parts.buffers
         self._flags = parts.flags
+        self._attributes = parts.attributes
         self._random_state = parts.random_state
         self._boundary = boundary
         self._recorder = boundary.recorder
@@ -101,12 +102,14 @@ class Session:
         self._boundary.begin_leg()
         self._buffers.begin_leg()
         self._flags.begin_leg()
+        self._attributes.begin_leg()
         state.clock.start()
         self._leg_recorder.begin(self._resumed_from)
         try:
             self._commands.queue.open()
             self._dispatcher.train_begin.fire_with(self._resumed_from, self._checkpoints.memory.room)
             self._flags.note_changes()
+            self._attributes.begin_training()
             self._begin_witness()
             self._dispatcher.leave_out_idle()
         except BaseException as error:

@@ -1,0 +1,132 @@
+"""Callbacks without ``state_dict``: the plain attributes that training changes continue in the next leg."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dalsegno as ds
+from dalsegno.checkpoint import Checkpoint, saved_states
+from dalsegno.stateful import attributes
+from support.listeners import Listener
+from support.resumed import assert_resumes, stop_after
+from support.rolling import rolling
+from support.small import small_trainer
+
+
+class Watcher(ds.Callback):
+    """Counts and remembers, as one writes it who has not thought of a kill; stops the run by its own count."""
+
+    def __init__(self, patience: int = 14) -> None:
+        self.patience = patience
+        self.steps = 0
+        self.best: float | None = None
+        self.window: deque[float] = deque(maxlen=3)
+        self.seen: set[int] = set()
+        self.kinds: Counter[str] = Counter()
+        self.losses: list[tuple[int, float]] = []
+        self.mean = torch.zeros(())
+        self.largest = np.float32(0)
+        self.began = self.last = 0.0
+        self.planned = 0
+        self.where: Path | None = None
+
+    def on_train_begin(self, ctx: Any) -> None:
+        self.planned = ctx.args.max_steps
+        self.began = time.time()
+
+    def on_step_end(self, ctx: Any) -> None:
+        loss = float(ctx.loss)
+        self.steps += 1
+        self.last = time.perf_counter()
+        self.best = loss if self.best is None else min(self.best, loss)
+        self.window.append(loss)
+        self.seen.add(ctx.state.global_step % 5)
+        self.kinds["high" if loss > 1 else "low"] += 1
+        self.losses.append((self.steps, loss))
+        self.mean = self.mean + (loss - self.mean) / self.steps
+        self.largest = max(self.largest, np.float32(loss))
+        self.where = ctx.args.directory
+        if self.steps == self.patience:
+            ctx.control.stop("enough")
+
+    def on_log_step(self, ctx: Any) -> None:
+        if ctx.kind == "final":
+            ctx.logs["mean_loss"] = float(self.mean)
+
+
+def watched(folder: Path, *callbacks: Any, watcher: Any = None, **changes: Any) -> ds.Trainer:
+    return small_trainer(folder, watcher or Watcher(), *callbacks, **{"max_steps": 20} | changes)
+
+
+def of(folder: Path, step: int) -> dict[str, Any]:
+    checkpoint = Checkpoint.open(folder / f"checkpoints/step-{step:08}")
+    state: dict[str, Any] = saved_states(checkpoint)["attributes"][0]
+    return state
+
+
+def plain(watcher: Watcher) -> dict[str, Any]:
+    varying = ("began", "last", "where", "construction")
+    return {name: value for name, value in vars(watcher).items() if name not in varying}
+
+
+def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
+    last = assert_resumes(partial(watched), tmp_path, 5, 8)
+    assert last.state.global_step == 14
+    whole, parts = Watcher(), Watcher()
+    watched(tmp_path / "again", watcher=whole).train()
+    watched(tmp_path / "more", stop_after(6)).train()
+    watched(tmp_path / "more", watcher=parts).train()
+    assert plain(whole) == plain(parts)
+    assert parts.window.maxlen == 3 and type(parts.kinds) is Counter and parts.last > 0 and parts.began > 0
+
+
+def test_only_what_training_has_changed_is_saved(tmp_path: Path) -> None:
+    watched(tmp_path, stop_after(4)).train()
+    assert of(tmp_path, 4)["Watcher"].keys() == {
+        *("steps", "best", "window", "seen", "kinds", "losses", "mean", "largest")
+    }
+    again = Watcher(patience=30)
+    watched(tmp_path, watcher=again, max_steps=24).train()
+    assert (again.steps, again.planned) == (24, 24)
+
+
+def test_the_next_leg_of_the_same_process_and_a_rollback(tmp_path: Path) -> None:
+    watcher = Watcher(patience=99)
+    parts, stopper = watched(tmp_path / "parts", watcher=watcher, max_steps=10, save_steps=10), stop_after(5)
+    parts.add_callback(stopper)
+    parts.train()
+    parts.remove_callback(stopper)
+    assert parts.train().global_step == 10
+    assert watcher.steps == of(tmp_path / "parts", 10)["Watcher"]["steps"] == 10
+
+    counts, back = Watcher(patience=99), []
+
+    def once(ctx: Any) -> None:
+        if ctx.state.global_step == 7 and not back:
+            back.append(counts.steps)
+            ctx.control.roll_back("again")
+
+    rolling(tmp_path / "rolled", Listener({"on_step_end": once}, name="once"), counts, max_steps=10).train()
+    assert back == [6] and counts.steps == 10 == len(counts.losses)
+
+
+def test_more_items_than_are_saved_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attributes, "MOST_ITEMS", 5)
+    with caplog.at_level(logging.WARNING, "dalsegno"):
+        watched(tmp_path, save_steps=3).train()
+    named = [each for each in caplog.messages if "no checkpoint contains" in each]
+    assert named == [
+        "a resumed run will differ from an uninterrupted one: Watcher.losses: more than 5 items, which no checkpoint "
+        "contains. Give the class state_dict and load_state_dict"
+    ]
