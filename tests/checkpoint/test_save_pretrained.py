@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
@@ -26,6 +31,8 @@ from checkpoint import llama
 from checkpoint.jobs import Net
 from dalsegno.checkpoint.file_reading import FileRecord, share_of_rank
 from dalsegno.checkpoint.listing import newest_verified
+from dalsegno.checkpoint.remote.download import fetch_newer
+from dalsegno.checkpoint.remote.store import Store
 from dalsegno.interop import cerebras, instructlab, kempner
 from dalsegno.system import filesystem
 from dalsegno.testing import run_ranks, start_ranks
@@ -51,7 +58,7 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", chat_template="{{ messages }}")
 
 
-def trainer(folder: Path, model: nn.Module, *callbacks: Any, **settings: Any) -> ds.Trainer:
+def trainer(folder: str | Path, model: nn.Module, *callbacks: Any, **settings: Any) -> ds.Trainer:
     args = arguments(folder, **{"max_steps": 2, "save_steps": 1, "save_pretrained": True, **settings})
     return ds.Trainer(
         model, args, train_dataset=llama.Sentences(), processing_class=tokenizer(), callbacks=list(callbacks)
@@ -97,6 +104,51 @@ def test_a_checkpoint_is_what_transformers_loads(tmp_path: Path, make: Any, back
     assert there == {*manifest.files, "manifest.json"}
 
 
+CONFIGURATION = """
+from transformers import PretrainedConfig
+
+
+class Config(PretrainedConfig):
+    model_type = "own"
+"""
+MODEL = """
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from .configuration_own import Config
+
+
+class Own(PreTrainedModel):
+    config_class = Config
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embedding, self.head = nn.Embedding(40, 8), nn.Linear(8, 40)
+        self.post_init()
+
+    def forward(self, input_ids, labels=None):
+        logits = self.head(self.embedding(input_ids))
+        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
+"""
+
+
+def test_a_model_with_code_of_its_own(tmp_path: Path) -> None:
+    """Whose modules are beside its weights, for ``trust_remote_code=True``."""
+    classes = {"AutoConfig": "configuration_own.Config", "AutoModelForCausalLM": "modeling_own.Own"}
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/config.json").write_text(json.dumps({"model_type": "own", "auto_map": classes}))
+    (tmp_path / "own/configuration_own.py").write_text(CONFIGURATION)
+    (tmp_path / "own/modeling_own.py").write_text(MODEL)
+    config = AutoConfig.from_pretrained(tmp_path / "own", trust_remote_code=True)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    checkpoint = trainer(tmp_path / "run", model).train().checkpoint
+    shutil.rmtree(tmp_path / "own")
+    found = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)
+    assert torch.equal(logits(found), logits(model))
+
+
 def test_it_is_kept_and_deleted_with_its_checkpoint_and_resumed_from(tmp_path: Path) -> None:
     trainer(tmp_path, gpt2(), save_total_limit=1).train()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
@@ -106,10 +158,50 @@ def test_it_is_kept_and_deleted_with_its_checkpoint_and_resumed_from(tmp_path: P
     assert torch.equal(logits(GPT2LMHeadModel.from_pretrained(checkpoint)), logits(again.model))
 
 
+@pytest.mark.parametrize(
+    ("chosen", "steps"), [("Every(epochs=1)", [4, 7]), ("AtSteps(3)", [3, 7]), ("AtEnd()", [7]), ("Every()", [])]
+)
+def test_only_the_chosen_ones_and_the_last(tmp_path: Path, chosen: str, steps: list[int]) -> None:
+    """An epoch has four steps."""
+    trainer(tmp_path, gpt2(), save_pretrained=chosen, max_steps=7).train()
+    assert [int(path.parent.name[5:]) for path in sorted(tmp_path.rglob("config.json"))] == steps
+
+
 def test_without_the_setting_there_is_nothing_of_it(tmp_path: Path) -> None:
     checkpoint = trainer(tmp_path, gpt2(), save_pretrained=False, max_steps=1).train().checkpoint
     assert checkpoint is not None
     assert not [*checkpoint.glob("model*.safetensors*"), *checkpoint.glob("*config*"), *checkpoint.glob("tokenizer*")]
+
+
+def test_at_a_url_weights_are_sent_and_received_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    send = Store.send
+    monkeypatch.setattr(
+        Store, "send", lambda store, path, name, *rest: (sent.append(name), send(store, path, name, *rest))
+    )
+    fsspec.filesystem("memory").store.clear()
+    trained = trainer("memory://runs/a", gpt2(), local_dir=tmp_path / "one", save_steps=2)
+    trained.train()
+    of_model = [name for name in sent if name.endswith(".safetensors") and "model" in name]
+    assert [Path(name).parent.name for name in of_model] == ["model", "model"]
+    assert fetch_newer(Store("memory://runs/a"), tmp_path / "two", None) == 2
+    fsspec.filesystem("memory").store.clear()
+    checkpoint = tmp_path / "two/checkpoints/step-00000002"
+    assert is_link(checkpoint, "model-00001-of-00002.safetensors", "model/frozen-00000.safetensors")
+    assert torch.equal(logits(GPT2LMHeadModel.from_pretrained(checkpoint)), logits(trained.model))
+
+
+def test_what_a_full_disk_refuses_is_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first save; the second one is made."""
+
+    def full(what: str, path: Path) -> None:
+        if path.name == "config.json" and path.parent.name == "step-00000001.partial":
+            raise OSError(errno.ENOSPC, "no space left", str(path))
+
+    monkeypatch.setattr(filesystem, "watcher", full)
+    checkpoint = trainer(tmp_path, gpt2()).train().checkpoint
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    GPT2LMHeadModel.from_pretrained(checkpoint)
 
 
 # --- several ranks --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
@@ -40,6 +41,7 @@ _AS_TEXT = (
     "local_dir",
     "save",
     "save_in_memory",
+    "save_pretrained",
     "keep",
     "gradient_accumulation_schedule",
     "sequence_length_schedule",
@@ -180,9 +182,10 @@ class TrainingArguments:
     save_frozen: Literal["once", "never"] = "once"
     """``once``: parameters with ``requires_grad=False`` are written once, and linked by later checkpoints. ``never``:
     only their checksums are saved; a leg that resumes must build the model with the same values."""
-    save_pretrained: bool = False
+    save_pretrained: SaveTrigger | str | Sequence[SaveTrigger | str] | bool = False
     """Make each checkpoint's directory one that ``from_pretrained`` loads, too: a model of transformers, or adapters of
-    peft. Weights that a file of the checkpoint has whole take no further space."""
+    peft; with ``Every(epochs=1) | OnBest()`` only those and the last. Weights that a file of the checkpoint has whole
+    take no further space."""
     max_failed_saves: int = 3
     """Number of consecutive failed saves (e.g. on a full disk) that raises an error; fewer are only logged."""
 
@@ -307,8 +310,12 @@ class TrainingArguments:
             raise ConfigurationError(
                 f"save_in_memory={self.save_in_memory!r} needs checkpoints on disk too, for a lost host; see save_steps"
             )
-        if self.save_pretrained and not self.saving:
-            raise ConfigurationError("save_pretrained=True needs checkpoints; see save_steps")
+        if not isinstance(self.save_pretrained, bool):
+            self.save_pretrained = convert_named("save_pretrained", self.save_pretrained, save_trigger)
+        if self.saving_pretrained and not self.saving:
+            raise ConfigurationError(f"save_pretrained={self.save_pretrained!r} needs checkpoints; see save_steps")
+        if self.saving_pretrained.interval_s < math.inf:
+            raise ConfigurationError(f"save_pretrained={self.save_pretrained!r}: choose by steps, epochs or OnBest()")
         if self.keep is not None:
             self.keep = convert_named("keep", self.keep, retention_of)
             if self.save_total_limit is not None:
@@ -399,6 +406,12 @@ class TrainingArguments:
         return InMemory() if self.save_in_memory is None else in_memory(memory_trigger(self.save_in_memory))
 
     @property
+    def saving_pretrained(self) -> SaveTrigger:
+        """Which checkpoints ``from_pretrained`` loads, too; false if none."""
+        given = self.save_pretrained
+        return Every(steps=int(given)) if isinstance(given, bool) else save_trigger(given)
+
+    @property
     def keeping(self) -> Retention | None:
         """Which checkpoints to keep, from ``keep`` or the other settings; None: all."""
         if self.keep is not None:
@@ -428,7 +441,7 @@ class TrainingArguments:
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as a JSON-serializable dict."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        texts = {name: None if values[name] is None else str(values[name]) for name in _AS_TEXT}
+        texts = {name: str(values[name]) for name in _AS_TEXT if not isinstance(values[name], bool | None)}
         return deepcopy(values | texts | {"parallel": modes.text_of(self.parallel)})
 
 

@@ -276,6 +276,10 @@ def pretrained_files(model: nn.Module, processing_class: Any) -> dict[str, bytes
         configuration.architectures = [type(model).__name__.removeprefix("FSDP")]  # which FSDP2 adds
         configuration.dtype = name_of(model.dtype)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as folder:
+        if configuration is not None and getattr(model, "is_remote_code", bool)():
+            from transformers.dynamic_module_utils import custom_object_save
+
+            custom_object_save(model, folder, config=configuration)  # its modules lie beside the weights
         for part in (configuration, generation, processing_class):
             if callable(save := getattr(part, "save_pretrained", None)):
                 save(folder)

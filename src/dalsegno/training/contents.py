@@ -46,7 +46,7 @@ class CheckpointContents:
         self.model = ModelState(parts.model)
         if parts.args.saving:
             captured = self.model.capture()  # raises before hours of work on tensors that no checkpoint can contain
-            if parts.args.save_pretrained:
+            if parts.args.saving_pretrained:
                 saves_frozen = parts.args.save_frozen != "never"
                 expect_pretrained(parts.model, captured, adapter_settings(parts.model), saves_frozen=saves_frozen)
         self._pretrained_files = partial(pretrained_files, parts.model, parts.processing_class)

@@ -117,7 +117,7 @@ class SaveCoordinator:
         ``from_pretrained`` beside weights."""
         if self._args.saving:
             with self._parts.random_state.kept():
-                if self._args.save_pretrained:
+                if self._args.saving_pretrained:
                     self._pretrained = collectives.run_on_all_ranks(self._contents.pretrained_files)
                 self._checkpoints.manager.check_serializable(self._contents.sharded(), self._contents.components())
 
@@ -196,7 +196,7 @@ class SaveCoordinator:
                 is_best=is_best,
                 is_finite=self._is_finite(),
                 background=self._args.save_in_background,
-                pretrained=self._pretrained,
+                pretrained=self._pretrained if self._is_for_pretrained(is_best) else None,
                 published=partial(self._record_published, step, time.monotonic()),
                 settled=self._checkpoints.mirror.poll,
             )
@@ -205,6 +205,13 @@ class SaveCoordinator:
         if not self._args.save_in_background:
             self.finalize()
         return NO_REQUESTS
+
+    def _is_for_pretrained(self, is_best: bool) -> bool:
+        """Whether ``save_pretrained`` chooses this step's checkpoint, or that is the run's last."""
+        when, state = self._args.saving_pretrained, self._state
+        is_last = state.global_step >= state.max_steps or state.given_up is not None
+        ends_epoch = state.epoch % 1 == 0 and when.at_epoch(int(state.epoch))
+        return is_last or ends_epoch or when.at_step(state.global_step) or (is_best and when.on_best)
 
     def _announce(self, path: Path) -> ControlRequests:
         """Fire on_before_save; the requests against the save."""
