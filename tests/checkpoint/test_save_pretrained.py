@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 import torch
+import xxhash
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,7 +32,7 @@ from transformers import (
 import dalsegno as ds
 from checkpoint import llama
 from checkpoint.jobs import Net
-from dalsegno.checkpoint.file_reading import FileRecord, share_of_rank
+from dalsegno.checkpoint.file_reading import FileRecord, share_of_rank, verify_files
 from dalsegno.checkpoint.listing import newest_verified
 from dalsegno.checkpoint.remote.download import fetch_newer
 from dalsegno.checkpoint.remote.store import Store
@@ -213,7 +216,9 @@ def train_in_both_modes(folder: Path) -> dict[str, Any]:
     for mode in ("ddp", "fsdp"):
         trained = trainer(folder / mode, GPT2LMHeadModel(gpt2().config), parallel=mode, per_device_train_batch_size=2)
         trained.train()
-        found[mode] = logits(trained.model).numpy()
+        state = trained.model.state_dict()
+        whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state.items()}
+        found[mode] = {name: each.numpy() for name, each in whole.items()}
     return found
 
 
@@ -225,7 +230,8 @@ def test_two_ranks(tmp_path: Path) -> None:
         found, info = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
         assert not any(info.values()), info
         assert type(found) is GPT2LMHeadModel
-        torch.testing.assert_close(logits(found), torch.from_numpy(there), rtol=1e-5, atol=1e-6)
+        state = found.state_dict()
+        assert state.keys() == there.keys() and all(np.array_equal(state[name], there[name]) for name in there)
         links = [path.stat().st_nlink for path in checkpoint.glob("model*.safetensors")]
         assert links == ([2, 2] if mode == "ddp" else [1])
 
@@ -363,6 +369,16 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
             optimizer.zero_grad()
             run.step_end(loss=loss)
     assert torch.equal(logits(GPT2LMHeadModel.from_pretrained(newest_verified(tmp_path).path)), logits(model))
+
+
+def test_a_file_of_two_names_is_one_and_a_copy_is_not(tmp_path: Path) -> None:
+    (tmp_path / "one").write_bytes(b"content")
+    (tmp_path / "link").hardlink_to(tmp_path / "one")
+    (tmp_path / "copy").write_bytes(b"damaged")
+    record = FileRecord(7, xxhash.xxh3_128_hexdigest(b"content"))
+    verify_files(tmp_path, ["one", "link"], record)
+    with pytest.raises(ds.DamagedCheckpoint, match="copy: has checksum"):
+        verify_files(tmp_path, ["one", "link", "copy"], record)
 
 
 def test_one_rank_verifies_a_file_of_two_names() -> None:
