@@ -35,6 +35,7 @@ TAKES_BY_NAME = {
     "parallel": "allowed are 'auto', 'none', 'ddp', 'fsdp', FSDP(…)",
     "save": "is not a save trigger; use Every(…)",
     "save_in_memory": "is not a save trigger; use Every(…)",
+    "save_pretrained": "is not a save trigger; use Every(…)",
     "keep": "is not a retention rule; use Latest(…)",
     "report_to": "needs a name, several, or 'none'",
     "recovery": "is not a recovery policy; use RecoveryPolicy(…)",
