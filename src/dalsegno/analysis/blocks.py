@@ -160,13 +160,8 @@ def kind_place(kind: object) -> int:
 
 
 def _as_float(value: Any) -> float | None:
-    """None if ``value`` is not a number; integers beyond the range of floats become infinite."""
-    if not is_number(value):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return np.inf if value > 0 else -np.inf
+    """None if ``value`` is not a number."""
+    return float(value) if is_number(value) else None
 
 
 def _column(name: str, values: list[Any], numeric: bool) -> pl.Series:

@@ -129,7 +129,7 @@ class RunFolder(TrainingLog):
 class _NoSource(Source):
     program = ""
 
-    def records(self, skipped: Skipped) -> Iterator[Record]:
+    def read(self, skipped: Skipped) -> Iterator[tuple[int, Record]]:
         return iter(())
 
 

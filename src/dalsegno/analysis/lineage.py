@@ -10,12 +10,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dalsegno.logs import Leg, ReadReport, RunFile, read_records
+from dalsegno.logs import Leg, RunFile
 from dalsegno.logs.journal import Journal
 from dalsegno.logs.reader import numbered
 from dalsegno.logs.values import Record
 from dalsegno.system.lock import DirectoryLock
 
+from .formats.source import Skipped, own_records
 from .series import Series
 
 
@@ -101,7 +102,7 @@ def read_tails(log: Path) -> list[Tail]:
     (``train.jsonl`` for ``train-2.jsonl``). Tails without a record with a step are left out."""
     tails = []
     for path in _archived(log):
-        records = [record for record in read_records(path, ReadReport()) if isinstance(record.get("global_step"), int)]
+        records = list(own_records(path, Skipped()))
         if records:
             tails.append(Tail(path, tuple(records)))
     return tails

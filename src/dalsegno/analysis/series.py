@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 
 from dalsegno.errors import ConfigurationError, NotFound, UnknownName
 from dalsegno.logs import ReadReport, read_records
+from dalsegno.logs.values import is_number
 
-from .formats.source import Skipped
+from .formats.source import Skipped, own_records
 
 HUGE = 1e280
-"""Larger values are drawn as infinite ones: an axis needs room around its largest number."""
+"""Larger values are drawn as infinite ones, those below its inverse as 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,17 +151,14 @@ def read_parameters(log: Path, run: str, metric: str, skipped: Skipped) -> Param
     if metric not in WHERE:
         raise UnknownName("metric of parameters", metric, WHERE)
     stem, keys, writer = WHERE[metric]
-    report = ReadReport()
+    records = own_records(log if _has(log, keys) else _file(log.parent, stem, writer), skipped)
     found = [
         (record["global_step"], norms)
-        for record in read_records(log if _has(log, keys) else _file(log.parent, stem, writer), report)
-        for norms in (next((record[key] for key in keys if isinstance(record.get(key), dict)), None),)
-        if norms is not None and isinstance(record.get("global_step"), int)
+        for record in records
+        for norms in [record[key] for key in keys if isinstance(record.get(key), dict)][:1]
     ]
-    for sentence in report.skipped:
-        skipped.note(f"{stem}: {sentence}")
     names = tuple(dict.fromkeys(name for _, norms in found for name in norms))
-    values = [[float(norms.get(name, np.nan)) for name in names] for _, norms in found]
+    values = [[norms[name] if is_number(norms.get(name)) else np.nan for name in names] for _, norms in found]
     return ParameterSeries(
         name=metric,
         run=run,

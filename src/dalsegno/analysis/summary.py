@@ -176,7 +176,8 @@ def mean_rate(rate: Series, tokens: Series | None) -> float | None:
             done = tokens.values[places]
     work = np.diff(done)
     is_new = work > 0  # not repeated after a rollback
-    return float(work[is_new].sum() / (work / rates[1:])[is_new].sum()) if is_new.any() else float(rates[-1])
+    with np.errstate(over="ignore"):
+        return float(work[is_new].sum() / (work / rates[1:])[is_new].sum()) if is_new.any() else float(rates[-1])
 
 
 def summarize_metric(series: Series) -> MetricSummary | None:

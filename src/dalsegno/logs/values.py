@@ -32,9 +32,9 @@ def decode(line: bytes) -> Any:
     """Decode the output of :func:`encode`, non-finite floats included. Raises ValueError if it is not JSON."""
     try:
         value = json.loads(line.decode())
+        return from_json(value) if b"NaN" in line or b"Infinity" in line else value
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-    return from_json(value) if b"NaN" in line or b"Infinity" in line else value
 
 
 def step_of(value: object) -> int | None:

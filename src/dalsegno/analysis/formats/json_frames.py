@@ -26,7 +26,7 @@ from dalsegno.analysis.blocks import WHOLE
 from dalsegno.logs.reader import record_in
 from dalsegno.logs.values import Record
 
-from .source import HEADER, OF_ALL_KINDS, Naming, is_of_evaluation, moment
+from .source import BOUNDS, EXACT, HEADER, OF_ALL_KINDS, Naming, is_of_evaluation, moment
 
 if TYPE_CHECKING:
     import polars as pl
@@ -174,7 +174,7 @@ def _renamed(frame: pl.DataFrame, naming: Naming) -> pl.DataFrame | None:
     frame = frame.with_columns(_kind(frame).alias("kind"))
     if (frame["kind"] == HEADER).any():
         frame = frame.filter(frame["kind"] != HEADER)
-    if "global_step" not in frame.columns or not _are_steps(frame["global_step"]):
+    if "global_step" not in frame.columns or not _are_steps(frame["global_step"]) or not _has_sound_times(frame):
         return None
     # Polars would copy a frame whose columns are chunked differently on each operation.
     return frame.rechunk() if len(set(frame.n_chunks("all"))) > 1 else frame
@@ -184,7 +184,14 @@ def _are_steps(column: pl.Series) -> bool:
     """Whether all values are valid steps: see :mod:`dalsegno.analysis.formats.source`."""
     if column.null_count() or not column.dtype.is_numeric():
         return False
-    return column.dtype.is_integer() or bool((column.is_finite() & (column.abs() < float(WHOLE))).all())
+    return bool(column.is_between(-EXACT, EXACT, closed="none").all())
+
+
+def _has_sound_times(frame: pl.DataFrame) -> bool:
+    """Whether :func:`~dalsegno.analysis.formats.source.named` would keep all timestamps and epochs."""
+    given = {name: frame[name].drop_nulls() for name in BOUNDS if name in frame.columns}
+    numbers = {name: column for name, column in given.items() if column.dtype.is_numeric()}
+    return all(((column > BOUNDS[name][0]) & (column < BOUNDS[name][1])).all() for name, column in numbers.items())
 
 
 def _with_seconds(frame: pl.DataFrame) -> pl.DataFrame:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dalsegno.analysis.blocks import Block, FrameBlock, RecordBlock
 from dalsegno.analysis.formats.json_frames import FrameReader
-from dalsegno.analysis.formats.source import FIRST, HEADER, Naming, Skipped, Source, named, no_step
+from dalsegno.analysis.formats.source import FIRST, HEADER, OURS, Naming, Skipped, Source, named, no_step
 from dalsegno.errors import ConfigurationError, NotFound
 from dalsegno.logs.reader import record_in
 from dalsegno.logs.values import Record, from_json
@@ -44,13 +44,13 @@ class JsonLines(Source):
     """
 
     program = "JSON lines"
+    unit = "line"
 
-    def records(self, skipped: Skipped) -> Iterator[Record]:
-        naming = self.naming()
+    def read(self, skipped: Skipped) -> Iterator[tuple[int, Record]]:
         number = 1
         for chunk in read_chunks(self.path):
             lines = chunk.splitlines(keepends=True)
-            yield from named(decode_lines(lines, number, skipped), naming, skipped)
+            yield from decode_lines(lines, number, skipped)
             number += len(lines)
 
     def blocks(self, skipped: Skipped) -> Iterator[Block]:
@@ -74,17 +74,22 @@ class JsonLines(Source):
 
     def naming(self) -> Naming:
         """The naming of this log, from its first record with a step."""
-        first: Record = {}
         chunks = read_chunks(self.path, BEGINNING)
-        records = (each for chunk in chunks for _, each in decode_lines(chunk.splitlines(keepends=True), 1, Skipped()))
-        for record in islice(records, FIRST):
-            if record.get("kind") != HEADER:
-                if naming := Naming.of(record, self.step_key):
-                    return naming
-                first = first or record
-        if not first:
-            return Naming("global_step", "timestamp", "epoch")
-        raise ConfigurationError(no_step(self.path, first, self.step_key))
+        found = (each for chunk in chunks for each in decode_lines(chunk.splitlines(keepends=True), 1, Skipped()))
+        return _naming_of(found, self)
+
+
+def _naming_of(records: Iterable[tuple[int, Record]], source: Source) -> Naming:
+    """The naming of the first record with a step. Raises ConfigurationError if none of the first has one."""
+    first: Record = {}
+    for _, record in islice(records, FIRST):
+        if record.get("kind") != HEADER:
+            if naming := Naming.of(record, source.step_key):
+                return naming
+            first = first or record
+    if not first:
+        return OURS
+    raise ConfigurationError(no_step(source.path, first, source.step_key))
 
 
 def read_chunks(path: Path, size: int = CHUNK) -> Iterator[bytes]:
@@ -149,18 +154,12 @@ class JsonArray(Source):
 
     program = "JSON array"
 
-    def records(self, skipped: Skipped) -> Iterator[Record]:
+    def read(self, skipped: Skipped) -> Iterator[tuple[int, Record]]:
         text = self.path.read_text(encoding="utf-8", errors="replace")
-        naming: Naming | None = None
-        for number, record in enumerate(decode_array(text, text.find("[") + 1, skipped), start=1):
-            naming = naming or Naming.of(record, self.step_key)
-            if naming is None:
-                if number == FIRST:
-                    raise ConfigurationError(no_step(self.path, record, self.step_key))
-            elif renamed := naming.apply(record):
-                yield renamed
-                continue
-            skipped.note(f"record {number}: no step")
+        return enumerate(decode_array(text, text.find("[") + 1, skipped), start=1)
+
+    def naming(self) -> Naming:
+        return _naming_of(self.read(Skipped()), self)
 
 
 def decode_array(text: str, begin: int, skipped: Skipped) -> Iterator[Record]:
@@ -170,11 +169,12 @@ def decode_array(text: str, begin: int, skipped: Skipped) -> Iterator[Record]:
         number += 1
         try:
             value, begin = _DECODER.raw_decode(text, begin)
+            value = from_json(value)
         except (ValueError, RecursionError) as error:
             skipped.note(f"record {number}, at character {begin + 1}: {error}; the rest is not read")
             return
         if isinstance(value, dict):
-            yield from_json(value)
+            yield value
         else:
             skipped.note(f"record {number}: a {type(value).__name__}, not an object")
 
@@ -185,7 +185,6 @@ def _skip(text: str, begin: int) -> int:
 
 
 _HISTORY = re.compile(r'"log_history"\s*:\s*\[')
-_NAMING = Naming("step", None, "epoch")
 
 
 class TrainerState(Source):
@@ -193,16 +192,18 @@ class TrainerState(Source):
 
     program = "Hugging Face"
 
-    def records(self, skipped: Skipped) -> Iterator[Record]:
+    def read(self, skipped: Skipped) -> Iterator[tuple[int, Record]]:
         text = self.path.read_text(encoding="utf-8-sig", errors="replace")
         if header := _header(text):
-            yield {"kind": HEADER, **header}
+            yield 0, {"kind": HEADER, **header}
         history = _HISTORY.search(text)
         if history is None:
             skipped.note("no log_history")
             return
-        records = enumerate(decode_array(text, history.end(), skipped), start=1)
-        yield from named(records, _NAMING, skipped, "record")
+        yield from enumerate(decode_array(text, history.end(), skipped), start=1)
+
+    def naming(self) -> Naming:
+        return Naming("step", None, "epoch")
 
 
 def _header(text: str) -> Record:
@@ -210,10 +211,10 @@ def _header(text: str) -> Record:
     try:
         state = json.loads(text)
     except (ValueError, RecursionError):
-        return {}
+        state = None
     scalar = (bool, int, float, str)
     return {
         name: value
-        for name, value in state.items()
+        for name, value in (state.items() if isinstance(state, dict) else ())
         if isinstance(value, scalar) and name not in ("global_step", "epoch")
     }

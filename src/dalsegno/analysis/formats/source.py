@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -11,8 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from dalsegno.analysis.blocks import KINDS, WHOLE, Block, RecordBlock
+from dalsegno.analysis.blocks import KINDS, Block, RecordBlock
 from dalsegno.errors import ConfigurationError
+from dalsegno.logs.reader import ReadReport, read_records
 from dalsegno.logs.values import Record, is_number
 
 STEPS = (
@@ -47,6 +49,21 @@ FIRST = 100
 EARLY = 1e8
 """UTC seconds in 1973: a smaller ``time`` is a duration, not a timestamp."""
 
+BOUNDS = {"timestamp": (0.0, 253402300800.0), "epoch": (-math.inf, math.inf)}
+"""Between these such numbers are sound: a date has no year after 9999."""
+
+DEEPEST = 32
+"""Most levels of lists and dicts in a value: what prints or compares one goes down recursively."""
+
+EXACT = 1 << 53
+"""Steps of this magnitude and more are not exact as floats, which columns hold."""
+
+BEYOND_FLOATS = 1 << 1023
+
+_PLAIN = frozenset({float, int, bool, type(None)})
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
 
 @dataclass(frozen=True, slots=True)
 class Naming:
@@ -76,12 +93,18 @@ class Naming:
         if renames:  # a field that already has the name gets a suffix: some programs log "step" and "global_step"
             taken = {ours: f"{ours}_" for ours in renames.values()}
             record = {renames.get(name) or taken.get(name, name): value for name, value in record.items()}
-        step: Any = record.get("global_step")
-        if not (is_number(step) and abs(step) < WHOLE):  # NaN is not
+        if not is_step(record.get("global_step")):
             return None
         if isinstance(time := record.get("timestamp"), str) and (seconds := moment(time)) is not None:
             record = {**record, "timestamp": seconds}
         return record if record.get("kind") in KINDS else {**record, "kind": kind_of(record)}
+
+
+OURS = Naming("global_step", "timestamp", "epoch")
+
+
+def is_step(value: Any) -> bool:
+    return is_number(value) and abs(value) < EXACT  # NaN is not
 
 
 def moment(value: Any) -> float | None:
@@ -163,13 +186,57 @@ class Skipped:
 def named(
     records: Iterable[tuple[int, Record]], naming: Naming, skipped: Skipped, what: str = "line"
 ) -> Iterator[Record]:
-    """The records, each given with its number, under dalsegno's names; those without a step are noted."""
+    """The records, each given with its number, under dalsegno's names.
+
+    The only door for what files contain, whatever it is: a record that comes out has a step that a float can hold, a
+    timestamp that is a date, a finite epoch, and names and values that JSON in UTF-8 can hold. Records without a step
+    and values that are none of this are left out, and noted. Integers beyond the range of floats become infinite.
+    """
     for number, record in records:
-        renamed = naming.apply(record)
+        where = f"{what} {number}"
+        renamed = naming.apply(_sound(record, where, skipped))
         if renamed is None:
-            skipped.note(f"{what} {number}: no number under {naming.step!r}")
-        else:
-            yield renamed
+            skipped.note(f"{where}: no number under {naming.step!r}")
+            continue
+        for name, (low, high) in BOUNDS.items():
+            value: Any = renamed.get(name)
+            if not (low < value < high if is_number(value) else value is None or isinstance(value, str)):
+                skipped.note(f"{where}: {name} {value!r:.40} is left out")
+                renamed = {other: value for other, value in renamed.items() if other != name}
+        yield renamed
+
+
+def _sound(record: Record, where: str, skipped: Skipped) -> Record:
+    """The record without what JSON in UTF-8 cannot hold; itself if it contains no such name or value."""
+    wrong = [name for name in record if not name.isascii() and not _is_json(name)]
+    huge: Record = {}
+    for name, value in record.items():
+        if type(value) is int and abs(value) >= BEYOND_FLOATS:
+            huge[name] = math.inf if value > 0 else -math.inf
+        elif type(value) not in _PLAIN and not _is_json(value):
+            wrong.append(name)
+    for name in wrong:
+        skipped.note(f"{where}: the {type(record[name]).__name__} under {name!r:.40} is left out")
+    return {name: value for name, value in {**record, **huge}.items() if name not in wrong} if wrong or huge else record
+
+
+def _is_json(value: object, levels: int = DEEPEST) -> bool:
+    """Whether the value is one of JSON, no deeper than ``levels``."""
+    if isinstance(value, (list, dict)):
+        inside = value.values() if isinstance(value, dict) else value
+        return levels > 0 and all(_is_json(each, levels - 1) for each in inside)
+    if isinstance(value, str):
+        return value.isascii() or not _SURROGATE.search(value)
+    return value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < BEYOND_FLOATS)
+
+
+def own_records(path: Path, skipped: Skipped) -> Iterator[Record]:
+    """The records of another log that dalsegno writes, such as a tail that was cut off."""
+    report = ReadReport()
+    records = named(enumerate(read_records(path, report), start=1), OURS, skipped, f"{path.name}: record")
+    yield from (record for record in records if record["kind"] != HEADER)
+    for sentence in report.skipped:
+        skipped.note(f"{path.name}: {sentence}")
 
 
 class Source(ABC):
@@ -178,6 +245,8 @@ class Source(ABC):
 
     program: ClassVar[str]
     """Program that writes the format."""
+    unit: ClassVar[str] = "record"
+    """What :meth:`read` numbers."""
 
     def __init__(self, path: Path, step_key: str | None = None) -> None:
         self.path = path
@@ -185,8 +254,16 @@ class Source(ABC):
         """Key of the step in its records; None: one of the usual names."""
 
     @abstractmethod
+    def read(self, skipped: Skipped) -> Iterator[tuple[int, Record]]:
+        """Yield what the file contains as it is, each with its number; what is not a record is noted in ``skipped``."""
+
+    def naming(self) -> Naming:
+        """The names in what :meth:`read` yields."""
+        return OURS
+
     def records(self, skipped: Skipped) -> Iterator[Record]:
-        """Yield the records in the order of the file; what is not a record is noted in ``skipped``."""
+        """Yield the records in the order of the file; see :func:`named`."""
+        return named(self.read(skipped), self.naming(), skipped, self.unit)
 
     def blocks(self, skipped: Skipped) -> Iterator[Block]:
         """Yield the records as columns, a part of the log at a time, without the header."""
@@ -221,4 +298,4 @@ class Unreadable(Source):
         error = self._error
         raise ConfigurationError(f"{error.filename or self.path}: cannot be read: {error.strerror or error}")
 
-    records = files = _fail
+    read = files = _fail

@@ -9,7 +9,7 @@ from typing import Any
 
 from dalsegno.logs.values import Record
 
-from .source import Skipped, Source, kind_of
+from .source import Skipped, Source
 
 _LENGTH = struct.Struct("<QI")  # length of the event in bytes, checksum of the length
 _CHECKSUM = 4
@@ -41,17 +41,17 @@ class EventFiles(Source):
 
     program = "TensorBoard"
 
-    def records(self, skipped: Skipped) -> Iterator[Record]:
+    def read(self, skipped: Skipped) -> Iterator[tuple[int, Record]]:
         files = self.files()
         restarts = [_restart_step(path) for path in files]
         for number, path in enumerate(files):
             end = min((step for step in restarts[number + 1 :] if step is not None), default=None)
             replaced = 0
-            for record in _records(path, skipped):
+            for place, record in enumerate(_records(path, skipped), start=1):
                 if end is not None and record["global_step"] >= end:
                     replaced += 1
                 else:
-                    yield record
+                    yield place, record
             if replaced:
                 skipped.note(f"{path.name}: {replaced} records from step {end} on, replaced by a restart", replaced)
 
@@ -80,13 +80,13 @@ def _records(path: Path, skipped: Skipped) -> Iterator[Record]:
             name, of_group = _name_of(value.tag)
             apart = group is not None and of_group is not None and of_group != group
             if record and (apart or name in record or event.step != record["global_step"]):
-                yield {**record, "kind": kind_of(record)}
+                yield record
                 record, group = {}, None
             record = record or ({"timestamp": event.wall_time} if event.wall_time else {}) | {"global_step": event.step}
             record[name] = number
             group = of_group if group is None else group
     if record:
-        yield {**record, "kind": kind_of(record)}
+        yield record
 
 
 def _name_of(tag: str) -> tuple[str, str | None]:

@@ -13,16 +13,17 @@ import csv
 import json
 import sqlite3
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing
-from datetime import datetime
-from itertools import groupby
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
-from dalsegno.analysis.formats.source import Naming, Skipped, Source, is_of_evaluation, kind_of, named, no_step
+from dalsegno.analysis.formats.source import OURS, Naming, Skipped, Source, is_of_evaluation, no_step
 from dalsegno.errors import ConfigurationError
-from dalsegno.logs.values import Record, from_json
+from dalsegno.logs.values import Record, from_json, is_number
 
 WANDB_HEADER = b":W&B"
 _HEADER_BYTES = 7
@@ -36,14 +37,21 @@ TIMELINE = "dalsegno/timeline"
 """Series that dalsegno's trackers write: a new number marks the step to which the run has returned."""
 
 
-class WandbRun(Source):
+class TrackedRun(Source):
+    """A run of which dalsegno's trackers may have written several timelines."""
+
+    def records(self, skipped: Skipped) -> Iterator[Record]:
+        return without_old_timelines(super().records(skipped), skipped)
+
+
+class WandbRun(TrackedRun):
     """All files of one W&B run beside each other, one per process, in the order of their directories' names."""
 
     program = "W&B"
 
-    def records(self, skipped: Skipped) -> Iterator[Record]:
-        rows = (row for path in self.files() for row in wandb_rows(path, skipped))
-        return without_old_timelines((record for row in rows for record in _records_of_row(row)), skipped)
+    def read(self, skipped: Skipped) -> Iterator[tuple[int, Record]]:
+        rows = enumerate((row for path in self.files() for row in wandb_rows(path, skipped)), start=1)
+        return ((number, record) for number, row in rows for record in _records_of_row(row))
 
     def files(self) -> list[Path]:
         return wandb_files(self.path.parent.parent, self.path.name) or [self.path]
@@ -61,24 +69,27 @@ def wandb_rows(path: Path, skipped: Skipped) -> Iterator[dict[str, Any]]:
             for number, value in _fields(message):
                 if number == _RECORD_HISTORY:
                     yield _row(value)
-        except (ValueError, IndexError, TypeError, struct.error) as error:
+        except (ValueError, IndexError, TypeError, AttributeError, RecursionError, struct.error) as error:
             skipped.note(f"{path.name}: a record is damaged: {error}")
 
 
 def without_old_timelines(records: Iterator[Record], skipped: Skipped) -> Iterator[Record]:
     """Yield the records without those that a return of the run has replaced."""
-    kept: list[Record] = []
-    for record in records:
+    kept: dict[int, Record] = {}
+    furthest: list[tuple[float, int]] = []  # a heap, so that each record is looked at once, however many timelines
+    for number, record in enumerate(records):
+        step = record["global_step"]
         if TIMELINE in record:
-            step = record["global_step"]
-            replaced = sum(1 for each in kept if each["global_step"] > step)
-            if replaced:
+            before = len(kept)
+            while furthest and -furthest[0][0] > step:
+                del kept[heappop(furthest)[1]]
+            if replaced := before - len(kept):
                 skipped.note(f"{replaced} records after step {step}, to which the run has returned", replaced)
-            kept = [each for each in kept if each["global_step"] <= step]
             if len(record.keys() - {"timestamp", "global_step", "kind", TIMELINE}) == 0:
                 continue
-        kept.append(record)
-    yield from kept
+        kept[number] = record
+        heappush(furthest, (-step, number))
+    yield from kept.values()
 
 
 def _records_of_row(row: dict[str, Any]) -> Iterator[Record]:
@@ -92,14 +103,12 @@ def _records_of_row(row: dict[str, Any]) -> Iterator[Record]:
         if not key.startswith("_") and isinstance(value, (int, float, bool))
     }
     place: Record = {"timestamp": row["_timestamp"]} if "_timestamp" in row else {}
-    place["global_step"] = int(values.pop("global_step", row.get("_step", 0)))
+    place["global_step"] = values.pop("global_step", row.get("_step", 0))
     parts: dict[str, Record] = {"train": {}, "eval": {}, "final": {}}
     for name, value in values.items():
         kind = "eval" if is_of_evaluation(name) else "final" if name.startswith(_OF_THE_END) else "train"
         parts[kind][name] = value
-    for part in parts.values():
-        if part:
-            yield {**place, **part, "kind": kind_of(part)}
+    yield from ({**place, **part} for part in parts.values() if part)
 
 
 _OF_THE_END = ("train_", "total_flos")
@@ -179,6 +188,8 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
 def _varint(message: bytes, place: int) -> tuple[int, int]:
     value = shift = 0
     while True:
+        if shift > 63:
+            raise ValueError("an integer of more than 64 bits")
         byte = message[place]
         value |= (byte & 0x7F) << shift
         place, shift = place + 1, shift + 7
@@ -197,16 +208,17 @@ _TRACKIO_RUNS = "SELECT run_id FROM metrics GROUP BY run_id ORDER BY min(id)"
 _TRACKIO_ROWS = "SELECT timestamp, step, metrics FROM metrics WHERE run_id = ? ORDER BY id"
 
 
-class Database(Source):
+class Database(TrackedRun):
     """The newest run in a database of MLflow's or Trackio's."""
 
     program = "MLflow or Trackio"
 
-    def records(self, skipped: Skipped) -> Iterator[Record]:
+    def read(self, skipped: Skipped) -> Iterator[tuple[int, Record]]:
         uri = f"{self.path.absolute().as_uri()}?mode=ro"
         try:
             with closing(sqlite3.connect(uri, uri=True)) as connection:
-                yield from without_old_timelines(self._records(connection, skipped), skipped)
+                connection.text_factory = partial(str, encoding="utf-8", errors="replace")
+                yield from enumerate(self._records(connection, skipped), start=1)
         except sqlite3.DatabaseError as error:
             raise ConfigurationError(f"{self.path}: cannot be read: {error}") from error
 
@@ -222,53 +234,58 @@ class Database(Source):
         if len(found) > 1:
             skipped.note(f"{len(found) - 1} older runs in the same database", len(found) - 1)
         if found:
-            yield from read(connection, found[-1])
+            yield from read(connection, found[-1], skipped)
 
 
-def _of_mlflow(connection: sqlite3.Connection, run: str) -> Iterator[Record]:
+def _of_mlflow(connection: sqlite3.Connection, run: str, skipped: Skipped) -> Iterator[Record]:
     points = connection.execute(_MLFLOW_POINTS, (run,))
-    return records_of_points((time / 1000, step, name, value) for time, step, name, value in points)
+    return records_of_points(
+        (time / 1000 if is_number(time) else time, step, str(name), value) for time, step, name, value in points
+    )
 
 
-def _of_trackio(connection: sqlite3.Connection, run: str) -> Iterator[Record]:
+def _of_trackio(connection: sqlite3.Connection, run: str, skipped: Skipped) -> Iterator[Record]:
     for time, step, text in connection.execute(_TRACKIO_ROWS, (run,)):
-        values = from_json(json.loads(text))
-        numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-        step = int(numbers.pop("train/global_step", step))  # of transformers' callback, whose own step counts rows
+        try:
+            values = from_json(json.loads(text))
+            numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            skipped.note(f"metrics of step {step}: {error}")
+            continue
+        step = numbers.pop("train/global_step", step)  # of transformers' callback, whose own step counts rows
         if numbers:  # else a text or a model card
-            yield record_of(datetime.fromisoformat(time).timestamp(), step, numbers)
+            yield record_of(time, step, numbers)
 
 
-def records_of_points(points: Iterator[tuple[float, int, str, Any]]) -> Iterator[Record]:
+def records_of_points(points: Iterator[tuple[Any, Any, str, Any]]) -> Iterator[Record]:
     """Join points (seconds, step, name, value) that follow each other, of one time and step, to a record."""
     for (time, step), group in groupby(points, key=lambda point: point[:2]):
         yield record_of(time, step, {name: float("nan") if value is None else value for _, _, name, value in group})
 
 
-def record_of(time: float, step: int, values: dict[str, Any]) -> Record:
+def record_of(time: Any, step: Any, values: dict[str, Any]) -> Record:
     """Return a record with dalsegno's names; those of transformers' callbacks, ``train/loss``, lose their prefix."""
     plain = {name.removeprefix("train/").replace("eval/", "eval_", 1): value for name, value in values.items()}
-    record = {"timestamp": time, "global_step": step, **plain}
-    return {**record, "kind": kind_of(record)}
+    return {"timestamp": time, "global_step": step, **plain}
 
 
-class MLflowFiles(Source):
+class MLflowFiles(TrackedRun):
     """A run's directory in MLflow's file store: ``metrics/<name>``, a line ``time value step`` for each point."""
 
     program = "MLflow"
 
-    def records(self, skipped: Skipped) -> Iterator[Record]:
+    def read(self, skipped: Skipped) -> Iterator[tuple[int, Record]]:
         points = [point for path in self.files() for point in self._points(path, skipped)]
         points.sort(key=lambda point: point[:2])
-        return without_old_timelines(records_of_points(iter(points)), skipped)
+        return enumerate(records_of_points(iter(points)), start=1)
 
     def _points(self, path: Path, skipped: Skipped) -> Iterator[tuple[float, int, str, Any]]:
         name = path.relative_to(self.path / "metrics").as_posix()
-        for number, line in enumerate(path.read_text().splitlines(), start=1):
+        for number, line in enumerate(path.read_text("utf-8", "replace").splitlines(), start=1):
             fields = line.split()
             try:
                 yield int(fields[0]) / 1000, int(fields[2]), name, float(fields[1])
-            except (ValueError, IndexError):
+            except (ValueError, IndexError, OverflowError):
                 skipped.note(f"metrics/{name}, line {number}: not a point")
 
     def files(self) -> list[Path]:
@@ -286,26 +303,36 @@ class MetricsCsv(Source):
     """Raises ConfigurationError on reading, if it has no column with the name of a step."""
 
     program = "Lightning"
+    unit = "line"
 
-    def records(self, skipped: Skipped) -> Iterator[Record]:
+    def read(self, skipped: Skipped) -> Iterator[tuple[int, Record]]:
+        names: list[str] | None = None
+        for number, row in self._rows(skipped):
+            if names is None:
+                names = row
+            elif len(row) == len(names):
+                yield number, {name: _value(text) for name, text in zip(names, row, strict=True) if text}
+            else:
+                skipped.note(f"line {number}: {len(row)} fields under {len(names)} names")
+
+    def naming(self) -> Naming:
+        _, names = next(self._rows(Skipped()), (1, []))
+        naming = Naming.of(dict.fromkeys(names, 0), self.step_key) if names else OURS
+        if naming is None:
+            raise ConfigurationError(no_step(self.path, names, self.step_key))
+        return naming
+
+    def _rows(self, skipped: Skipped) -> Iterator[tuple[int, list[str]]]:
+        """Each row with its number."""
         with self.path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            lines = _whole_lines(file, skipped)
-            names = next(csv.reader(lines), [])
-            if not names:
-                return
-            naming = Naming.of(dict.fromkeys(names, 0), self.step_key)
-            if naming is None:
-                raise ConfigurationError(no_step(self.path, names, self.step_key))
-            yield from named(_rows(lines, names, skipped), naming, skipped)
-
-
-def _rows(lines: Iterator[str], names: Sequence[str], skipped: Skipped) -> Iterator[tuple[int, Record]]:
-    """The rows below the names, each with its line number."""
-    for number, row in enumerate(csv.reader(lines), start=2):
-        if len(row) == len(names):
-            yield number, {name: _value(text) for name, text in zip(names, row, strict=True) if text}
-        else:
-            skipped.note(f"line {number}: {len(row)} fields under {len(names)} names")
+            rows = csv.reader(_whole_lines(file, skipped))
+            for number in count(1):
+                try:
+                    yield number, next(rows)
+                except StopIteration:
+                    return
+                except csv.Error as error:
+                    skipped.note(f"line {number}: {error}")
 
 
 def _whole_lines(file: Iterable[str], skipped: Skipped) -> Iterator[str]:

@@ -245,7 +245,7 @@ def _curve(series: Series, axis: _Axis, view: View, run_colour: str, *, is_compa
     dotted = is_of_evaluation(series.name) and len(values) <= MOST_DOTS
     as_logged = window == 1 or dotted or is_setting(series.name)
     smoothed = None if as_logged else trailing_mean(values, window)
-    x = axis.of(series)
+    x = _drawn(axis.of(series))
     placed = np.isfinite(x)
     return Curve(
         run=axis.log.name,
@@ -278,7 +278,13 @@ def _seen(series: Series, view: View) -> Floats:
     if view.perplexity and _is_loss(series.name):
         with np.errstate(over="ignore"):
             values = np.exp(values)
-    return np.where(np.abs(values) > HUGE, np.copysign(np.inf, values), values)
+    return _drawn(values)
+
+
+def _drawn(values: Floats) -> Floats:
+    """Of a size that an axis can show: an axis needs room around its ends, and a scale between them."""
+    far, near = np.abs(values) > HUGE, np.abs(values) < 1 / HUGE
+    return np.where(far, np.copysign(np.inf, values), np.where(near, 0.0, values))
 
 
 def _title(logs: Sequence[Log]) -> str:

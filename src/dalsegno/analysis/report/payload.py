@@ -162,8 +162,9 @@ def _heatmap(series: ParameterSeries) -> dict[str, Any]:
     values = np.maximum.reduceat(values, np.arange(0, values.shape[0], down), axis=0)
     known = values[values > 0]
     low, high = (float(known.min()), float(known.max())) if len(known) else (0.1, 1.0)
-    span = np.log(high / low) or 1.0
-    levels = np.round(np.log(np.where(values > 0, values, low) / low) / span * (len(LEVELS) - 1)).astype(int)
+    span = np.log(high) - np.log(low) or 1.0
+    heights = (np.log(np.where(values > 0, values, low)) - np.log(low)) / span
+    levels = np.round(heights * (len(LEVELS) - 1)).astype(int)
     rows = [
         "".join(LEVELS[level] if value > 0 else "." for level, value in zip(*row, strict=True))
         for row in zip(levels.tolist(), values.tolist(), strict=True)
