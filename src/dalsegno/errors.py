@@ -56,6 +56,8 @@ def nearest(name: str, known: list[str]) -> str | None:
 
     Half of the letters of two long names are often the same by chance; of three letters one may be wrong.
     """
+    if same := [each for each in known if each.lower() == name.lower()]:
+        return same[0]
     similar = difflib.get_close_matches(name, known, n=1, cutoff=0.75 if len(name) > 4 else 0.65)
     longer = [each for each in known if each.startswith(name) or each.rpartition("_")[2].startswith(name)]
     return next(iter(similar or sorted(longer, key=len)), None)

@@ -415,6 +415,20 @@ def test_an_optimizer_that_trains_what_is_not_saved_is_refused(tmp_path: Path, n
             ds.Run(arguments(tmp_path), model=model, optimizer=optimizer_of(model), loader=[BATCH])
 
 
+def test_an_optimizer_in_state_without_its_module_is_told_apart(tmp_path: Path) -> None:
+    model, other = Line(), Line()
+    with pytest.raises(
+        ConfigurationError, match=r"^state=\{'od': …\}: it trains what no checkpoint .* Pass the module"
+    ):
+        ds.Run(
+            arguments(tmp_path),
+            model=model,
+            optimizer=SGD(model.parameters(), lr=0.1),
+            loader=[BATCH],
+            state={"od": SGD(other.parameters(), lr=0.1)},
+        )
+
+
 class Holder:
     """Has a parameter in its state."""
 

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -43,6 +44,22 @@ def test_no_other_user_can_lock_it(tmp_path: Path) -> None:
     (tmp_path / ".lock").touch(0o644)  # as a former version left it
     with DirectoryLock(tmp_path):
         assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_user_whose_lock_it_is_is_named() -> None:
+    """Root may open every file, so here root becomes nobody for a moment."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, lock, is_root = Path(name), Path(name) / ".lock", os.geteuid() == 0
+        lock.touch(0o600 if is_root else 0)
+        folder.chmod(0o777)
+        if is_root:
+            os.seteuid(65534)
+        try:
+            with pytest.raises(Locked, match=f"user {lock.owner()} has trained here, and alone may open"):
+                DirectoryLock(folder).acquire()
+        finally:
+            if is_root:
+                os.seteuid(0)
 
 
 def test_a_program_that_names_nobody_is_told_apart(tmp_path: Path) -> None:

@@ -177,6 +177,7 @@ class NotAnOptimizer(nn.Module):
             "optim= 'adamw_torch_fused'; did you mean 'adamw_fused'?",
         ),
         ({"optim": "sgdd"}, "'sgdd'; did you mean 'sgd'?"),
+        ({"optim": "AdamW"}, "unknown optimizer in optim= 'AdamW'; did you mean 'adamw'"),
         ({"optim": "torch.optim:RMSpropp"}, "unknown optimizer of torch.optim 'RMSpropp'; did you mean 'RMSprop'"),
         ({"optim": "no_such_package:Adam"}, "no module 'no_such_package'"),
         ({"optim": "sgd", "optim_args": {"momentun": 0.9}}, "optim='sgd' with .*momentun"),

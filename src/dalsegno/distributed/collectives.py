@@ -6,12 +6,14 @@ during exception handling: if other ranks are gone, the call would hang.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import os
 import struct
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar, cast
 
@@ -113,9 +115,23 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+_this_thread = threading.local()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside, on this thread, this process is a single one: for work of one rank by the code that all ranks share."""
+    _this_thread.is_alone = True
+    try:
+        yield
+    finally:
+        _this_thread.is_alone = False
+
+
 def initialized() -> bool:
     """Whether this process is in a process group of more than one rank."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    is_several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return is_several and not getattr(_this_thread, "is_alone", False)
 
 
 def rank() -> int:

@@ -108,7 +108,15 @@ class DirectoryLock:
             raise NotSupported(f"{place}: training needs Linux or macOS; on Windows, train in WSL")
         if self._path in self._held_here:
             raise Locked(f"{place}: already in use by another run in this process ({os.getpid()})")
-        descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT, _MODE)
+        try:
+            descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT, _MODE)
+        except PermissionError as error:
+            if not self._path.exists():
+                raise
+            raise Locked(
+                f"{place}: user {_user(self._path)} has trained here, and alone may open {LOCK}; that user resumes the "
+                f"run, or removes {self._path} once it is not in use; or use another output_dir"
+            ) from error
         with contextlib.suppress(PermissionError):  # another user's file, which its group may write
             os.fchmod(descriptor, _MODE)
         files = _DirectoryFiles(self._path.parent, descriptor)
@@ -264,6 +272,13 @@ def is_visible(directory: Path, token: str) -> bool:
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.1)
+
+
+def _user(path: Path) -> str:
+    try:
+        return path.owner()
+    except KeyError:  # without a name on this host
+        return str(path.stat().st_uid)
 
 
 def _file_of(directory: Path) -> Path:

@@ -63,9 +63,9 @@ class CheckpointContents:
         }
         _check_state(others, reserved=[self.model.key, OptimizerState.key, *own])
         names = names_of_others(parts.optimizer, self.model, self._loss, others)
-        for each in others.values():
+        for name, each in others.items():
             if isinstance(each, Optimizer):
-                names_of_others(each, self.model, self._loss, others)
+                names_of_others(each, self.model, self._loss, others, f"state={{{name!r}: …}}")
         self._optimizer = OptimizerState(parts.model, parts.optimizer, parts.loss_fn, names)
         own |= {f"{_SCHEDULER}{index}": each for index, each in enumerate(parts.schedulers)}
         self._targets = {**own, **others}
@@ -146,11 +146,15 @@ def _check_state(others: Mapping[str, object], *, reserved: Sequence[str]) -> No
 
 
 def names_of_others(
-    optimizer: Optimizer, model: ModelState, loss_fn: Sequence[ModelState], others: Mapping[str, Stateful]
+    optimizer: Optimizer,
+    model: ModelState,
+    loss_fn: Sequence[ModelState],
+    others: Mapping[str, Stateful],
+    argument: str = "optimizer",
 ) -> dict[int, str]:
     """Names of the parameters that are neither the model's nor the loss function's, but in ``others``, by ``id``:
-    ``head/layer.weight``. Raises ConfigurationError if the optimizer trains a parameter that none of these contains, or
-    none of the model's."""
+    ``head/layer.weight``. Raises ConfigurationError if the optimizer, which is given as ``argument``, trains a
+    parameter that none of these contains; or none of the model's, if it is the run's own."""
     of_model = model.held()
     known = of_model | {each for state in loss_fn for each in state.held()}
     foreign = {
@@ -166,17 +170,23 @@ def names_of_others(
     }
     unsaved = [place for place, parameter in foreign.items() if id(parameter) not in names]
     is_built_on_model = any(id(each) in of_model for group in optimizer.param_groups for each in group["params"])
-    if model.is_trained() and not is_built_on_model and len(unsaved) == len(foreign):
+    is_own = argument == "optimizer"
+    if is_own and model.is_trained() and not is_built_on_model and len(unsaved) == len(foreign):
         raise ConfigurationError(
             f"optimizer: none of the parameters of this {type(optimizer).__name__} is the model's, so the model would "
             "not be trained; build it on model.parameters(), after whatever replaces them (fully_shard, a new head)"
         )
     if unsaved:
         more = f", and {len(unsaved) - 1} more" if unsaved[1:] else ""
+        remedy = (
+            "If the model has replaced that parameter, build the optimizer afterwards. Else a Trainer saves the model "
+            "and, if it is a module, loss_fn=: put the parameter into one of them; dalsegno.Run also saves "
+            'state={"name": module}'
+            if is_own
+            else "Pass the module with that parameter, too: state={…, 'name': module}"
+        )
         raise ConfigurationError(
-            f"optimizer: it trains what no checkpoint of this run would contain ({unsaved[0]}{more}). If the model has "
-            "replaced that parameter, build the optimizer afterwards. Else a Trainer saves the model and, if it is a "
-            'module, loss_fn=: put the parameter into one of them; dalsegno.Run also saves state={"name": module}'
+            f"{argument}: it trains what no checkpoint of this run would contain ({unsaved[0]}{more}). {remedy}"
         )
     return names
 

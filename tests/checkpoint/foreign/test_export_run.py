@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.utils.data import DataLoader, Subset
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Subset
 import dalsegno as ds
 from cli.command import dalsegno
 from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.testing import run_ranks
 
 from .other_programs import BATCH, BEGUN, SAMPLES, STEPS, Loop, Sentences, losses_here, model, one_group, trainer_here
 from .test_import_hf import hf_losses, hf_trainer
@@ -94,11 +96,12 @@ def test_hf_trains_on(tmp_path: Path) -> None:
             trained.check_loaded(kwargs["model"], kwargs["optimizer"].optimizer, kwargs["lr_scheduler"])
             assert (state.global_step, state.epoch) == (BEGUN, BEGUN * BATCH / SAMPLES)
 
-    trainer = hf_trainer(tmp_path / "out", model(seed=7), save_strategy="no", optim="adamw_torch")
+    trainer = hf_trainer(tmp_path / "out", model(seed=7), save_total_limit=1, optim="adamw_torch")
     trainer.add_callback(Check())
     trainer.train(resume_from_checkpoint=place)
     losses = hf_losses(trainer)[-(STEPS - BEGUN) :]
     np.testing.assert_allclose(losses, losses_here(trained.folder)[BEGUN:], rtol=1e-4)
+    assert (tmp_path / f"out/checkpoint-{STEPS}/trainer_state.json").is_file(), "and saves"
 
 
 def test_a_plain_loop_trains_on_from_a_file_of_torch_save(trained: Trained, tmp_path: Path) -> None:
@@ -132,7 +135,9 @@ def test_accelerate_trains_on(trained: Trained, tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     loop = Loop.new()
     loop.net, loop.optimizer, loop.schedule = accelerator.prepare(loop.net, loop.optimizer, loop.schedule)
+    accelerator.scaler = torch.amp.GradScaler("cpu")  # as with fp16, which needs a GPU
     accelerator.load_state(str(folder))
+    accelerator.scaler = None
     trained.check_loaded(loop.net, loop.optimizer.optimizer, loop.schedule.scheduler)  # type: ignore[attr-defined]
     trained.check_losses(loop.run(BEGUN, STEPS).losses)
 
@@ -187,6 +192,18 @@ class InTheMiddle(DataLoader[Any]):
         first = 0 if self.begun else BEGUN * BATCH
         self.begun = True
         return iter(DataLoader(Subset(Sentences(), range(first, SAMPLES)), batch_size=BATCH))
+
+
+def export_on_rank_zero(checkpoint: Path, target: Path) -> None:
+    if dist.get_rank() == 0:
+        ds.export_checkpoint(checkpoint, target / "last.pt", program="torch")
+        ds.import_checkpoint(target / "last.pt", target / "run", optimizer="torch.optim.AdamW")
+    dist.barrier()
+
+
+def test_one_rank_of_several_exports_and_imports(trained: Trained, tmp_path: Path) -> None:
+    run_ranks(export_on_rank_zero, 2, trained.checkpoint, tmp_path)
+    assert (tmp_path / f"run/checkpoints/step-{BEGUN:08d}/manifest.json").is_file()
 
 
 def test_what_cannot_be_exported_is_refused(trained: Trained, tmp_path: Path) -> None:

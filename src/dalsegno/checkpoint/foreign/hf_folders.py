@@ -4,7 +4,7 @@
 
     model.safetensors, or several with model.safetensors.index.json    (pytorch_model.bin in older ones)
     optimizer.pt   scheduler.pt   trainer_state.json                   of the Trainer: state_dicts, pickled; progress
-    optimizer.bin  scheduler.bin  random_states_0.pkl …                of Accelerate; the last ones of each rank
+    optimizer.bin  scheduler.bin  scaler.pt  random_states_0.pkl …     of Accelerate; the last ones of each rank
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dalsegno.checkpoint.foreign.run_state import Files, Program, Source
 from dalsegno.errors import DamagedCheckpoint
@@ -31,6 +33,7 @@ _SETTINGS = {
 """Those in its state, which win over the arguments of a trainer that resumes, by their names here. Hugging Face's
 trainer divides by them: 0, which turns a schedule off here, is left out."""
 _RANDOM = "random_states_"
+_SCALER = "scaler.pt"
 
 
 def _read_trainer(source: Source) -> RunState:
@@ -59,7 +62,7 @@ def _trainer_state(path: Path) -> dict[str, Any]:
 
 def _read_accelerate(source: Source) -> RunState:
     optimizer, schedulers = _states(source.path, "bin")
-    known = ("model.", "model-", "pytorch_model.bin", "optimizer.bin", "scheduler.bin", _RANDOM)
+    known = ("model.", "model-", "pytorch_model.bin", "optimizer.bin", "scheduler.bin", _RANDOM, _SCALER)
     names = sorted(each.name for each in source.path.iterdir())
     unknown = [name for name in names if not name.startswith(known)]
     run = source.run_state(
@@ -87,7 +90,12 @@ def _write_trainer(run: RunState, target: Path, prefix: str) -> Files:
     """The folder from which a trainer with the same parameter groups resumes (``resume_from_checkpoint=``)."""
     files, left_out = _write_folder(HUGGING_FACE.name, run, target, "pt")
     settings = {theirs: run.settings[ours] for theirs, ours in _SETTINGS.items() if run.settings.get(ours)}
-    progress = {"global_step": run.step, "epoch": run.place.position, **settings}
+    progress = {
+        "global_step": run.step,
+        "epoch": run.place.position,
+        **settings,
+        "stateful_callbacks": {"TrainerControl": {"args": {}, "attributes": {}}},  # which its next save replaces
+    }
     filesystem.replace_durably(target / _STATE, json.dumps(progress, indent=2).encode())
     return [*files, target / _STATE], left_out
 
@@ -96,10 +104,11 @@ def _write_accelerate(run: RunState, target: Path, prefix: str) -> Files:
     """The folder that ``accelerator.load_state`` loads, with as many processes as the run had."""
     schedulers = [_at(each.get("last_epoch", 0) * run.world_size, each) for each in run.schedulers]
     files, left_out = _write_folder(ACCELERATE.name, replace(run, schedulers=schedulers), target, "bin")
+    files.append(pickles.save(torch.amp.GradScaler("cpu").state_dict(), target / _SCALER))  # which fp16 asks for
     return files, {"step, epoch and place in the data": "no file for it: your loop counts them", **left_out}
 
 
-def _write_folder(program: str, run: RunState, target: Path, suffix: str) -> Files:
+def _write_folder(program: str, run: RunState, target: Path, suffix: str) -> tuple[list[Path], Mapping[str, str]]:
     files = [pickles.save(run.expect_optimizer(program).numbered(), target / f"optimizer.{suffix}")]
     if run.schedulers:
         files.append(pickles.save(run.schedulers[0], target / f"scheduler.{suffix}"))

@@ -37,12 +37,30 @@ class _Kind:
 
 
 class _Array:
-    """What a file names ``numpy.ndarray``, of which nothing is taken. NumPy's own accepts any bytes as addresses of
-    objects."""
+    """What a file names ``numpy.ndarray``. NumPy's own accepts any bytes as addresses of objects."""
 
-    def __init__(self, *_: object) -> None: ...
+    def __init__(self, *_: object) -> None:
+        self._state: Any = None
 
-    def __setstate__(self, state: object) -> None: ...
+    def __setstate__(self, state: object) -> None:
+        self._state = state
+
+    def value(self) -> np.ndarray[Any, Any]:
+        """The array, if it is one of numbers. Raises TypeError or ValueError if not."""
+        _, shape, kind, is_fortran, raw = self._state
+        if not isinstance(kind, _Kind):
+            raise TypeError("an array of no kind of numbers")
+        return np.frombuffer(raw, kind.dtype).reshape(shape, order="F" if is_fortran else "C").copy()
+
+
+def with_arrays(content: Any) -> Any:
+    """A part of what :func:`load` returns, with NumPy's arrays in their places. Raises ValueError or TypeError for one
+    that is not an array of numbers; RecursionError if a part contains itself."""
+    if isinstance(content, _Array):
+        return content.value()
+    if type(content) in (list, tuple):
+        return type(content)(map(with_arrays, content))
+    return {key: with_arrays(each) for key, each in content.items()} if isinstance(content, dict) else content
 
 
 def _scalar(kind: _Kind, raw: bytes) -> Any:
@@ -61,7 +79,7 @@ _SAFE: list[Any] = [
     (dict, "pytorch_lightning.utilities.parsing.AttributeDict"),
     (dict, "lightning.pytorch.utilities.parsing.AttributeDict"),
 ]
-"""What files may name beyond what torch allows: NumPy's numbers, arrays that nobody reads, and plain dicts."""
+"""What files may name beyond what torch allows: NumPy's numbers, arrays as far as they are needed, and plain dicts."""
 
 
 def load(path: Path) -> Any:

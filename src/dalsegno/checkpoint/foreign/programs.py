@@ -9,6 +9,7 @@ from pathlib import Path
 from dalsegno.checkpoint import checkpoint_dir, names
 from dalsegno.checkpoint.export import checkpoint_to_export, export_model
 from dalsegno.checkpoint.foreign.run_state import Program, Source
+from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, DalsegnoError, NotFound, StateMismatch, UnknownName
 from dalsegno.system import filesystem
 from dalsegno.system.lock import DirectoryLock
@@ -50,6 +51,7 @@ class Imported:
         return self.run.optimizer is not None
 
 
+@collectives.alone()
 def import_checkpoint(
     source: str | Path,
     output_dir: str | Path,
@@ -62,7 +64,8 @@ def import_checkpoint(
 ) -> Imported:
     """Turn a checkpoint of another program into one of a new run, which ``Trainer.train()`` resumes.
 
-    Pickled files are read as data, with ``torch.load(weights_only=True)``. Memory holds all tensors.
+    Pickled files are read as data, with ``torch.load(weights_only=True)``. Memory holds all tensors. In one process: of
+    several ranks, rank 0 calls it, and the others wait for it.
 
     Args:
         source: the other program's folder or file.
@@ -92,7 +95,7 @@ def import_checkpoint(
         raise ConfigurationError(f"{place}: not recognized as a checkpoint of {known}")
     try:
         run = layout.read(Source(place, step, epoch, strip_prefix, optimizer))
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, DalsegnoError):
             raise
         raise StateMismatch(f"{place}: is not as {layout.name} writes it ({error!r}); nothing was imported") from error
@@ -134,6 +137,7 @@ class ExportedRun:
     left_out: Mapping[str, str]
 
 
+@collectives.alone()
 def export_checkpoint(
     checkpoint: str | Path,
     target: str | Path,

@@ -211,6 +211,7 @@ _WRAPPERS = ("module.", "_orig_mod.")
 _PICKLED_WEIGHTS = "pytorch_model.bin"
 _ADAPTER = "adapter_model.safetensors"
 _CALLBACK = "its state has no meaning for a callback here"
+_MOST = 2**53
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +230,11 @@ class Source:
     epoch: float | None = None
     strip_prefix: str = ""
     optimizer: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in ("step", self.step), ("epoch", self.epoch):
+            if value is not None and not 0 <= value < _MOST:  # which NaN is not, either
+                raise ConfigurationError(f"{name}={value!r}; needs a finite number of at least 0")
 
     def load_weights(self) -> Mapping[str, Any]:
         """The model's tensors in a folder, as safetensors or else pickled. Raises ConfigurationError if there is no
@@ -274,7 +280,7 @@ class Source:
             unknown: names of other parts.
             callbacks: names of callbacks with a state.
         """
-        saved, where = optimizer
+        saved, where = pickles.with_arrays(optimizer)
         contents = (
             OptimizerContents.of_state_dict(saved, self.optimizer, self._renamed, where) if saved is not None else None
         )
@@ -286,14 +292,19 @@ class Source:
                 f"strip_prefix={self.strip_prefix!r}: no tensor has such a name; they are {first} …"
             )
         tied = _tied_names(own)
+        place = Place.at(self.epoch) if self.epoch is not None else place or Place()
+        finished = self._step(step, contents)
+        for what, value in ("step", finished), ("epoch", place.epoch), ("batches", place.microbatches or 0):
+            if not (isinstance(value, int) and 0 <= value < _MOST):
+                raise StateMismatch(f"{self.path}: {what}={value!r}; needs a count of at least 0; nothing was imported")
         return RunState(
             program=program,
-            step=self._step(step, contents),
+            step=finished,
             model={self._renamed(name): each.contiguous() for name, each in own.items() if name not in tied},
             tied={self._renamed(alias): self._renamed(name) for alias, name in tied.items()},
             optimizer=contents,
-            schedulers=schedulers,
-            place=Place.at(self.epoch) if self.epoch is not None else place or Place(),
+            schedulers=[pickles.with_arrays(each) for each in schedulers],
+            place=place,
             left_out={
                 **{str(name): "unknown to a run here" for name in unknown},
                 **{f"callback {name}": _CALLBACK for name in callbacks},
