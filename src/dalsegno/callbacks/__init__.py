@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .norms.parameter_norms import WeightNormLogger as WeightNormLogger
     from .profiling.durations import DurationProfiler as DurationProfiler
     from .profiling.durations import RateProfiler as RateProfiler
+    from .profiling.memory import GPUMonitor as GPUMonitor
     from .profiling.memory import MemoryMonitor as MemoryMonitor
     from .profiling.memory import PeakMemory as PeakMemory
     from .profiling.memory import TraceMalloc as TraceMalloc
@@ -91,7 +92,7 @@ _HOMES = {
     "norms.learning_dynamics": ("LearningDynamics",),
     "norms.parameter_norms": ("ComputeNorm", "ParameterNormLogger", "WeightNormLogger"),
     "profiling.durations": ("DurationProfiler", "RateProfiler"),
-    "profiling.memory": ("MemoryMonitor", "PeakMemory", "TraceMalloc"),
+    "profiling.memory": ("GPUMonitor", "MemoryMonitor", "PeakMemory", "TraceMalloc"),
     "profiling.profiler_callback": ("ProfilerCallback",),
     "profiling.speed": ("ComputeBudget", "DefaultMetrics", "FlopUtilization"),
     "trackers.mlflow_logger": ("MLflowLogger",),

@@ -113,6 +113,26 @@ def memory_summary(device: torch.device) -> str | None:
     return None if summary is None else str(summary(device))
 
 
+def is_nvidia(device: torch.device) -> bool:
+    """Whether NVIDIA's driver knows ``device``."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def utilization(device: torch.device) -> float:
+    """Percent of the newest sample period, up to a second, in which an NVIDIA GPU was busy."""
+    return float(torch.cuda.utilization(device))
+
+
+def power(device: torch.device) -> float:
+    """Watts that an NVIDIA GPU draws."""
+    return torch.cuda.power_draw(device) / 1000
+
+
+def temperature(device: torch.device) -> float:
+    """Degrees Celsius of an NVIDIA GPU."""
+    return float(torch.cuda.temperature(device))
+
+
 def can_record_allocations(device: torch.device) -> bool:
     """Whether torch can record the allocations on ``device``: only on CUDA."""
     return device.type == "cuda"

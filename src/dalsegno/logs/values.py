@@ -88,13 +88,13 @@ def _refuse_key(key: object, where: str) -> NoReturn:
 
 
 WALL_CLOCK = ("timestamp", "tok_per_sec", "mfu", "peak_mem", "rank_peak_mem", "data_share")
-WALL_CLOCK_BEGINNING = "memory/"
+WALL_CLOCK_BEGINNINGS = ("memory/", "gpu/")
 WALL_CLOCK_ENDINGS = ("_runtime", "_per_second")
 
 
 def is_wall_clock(key: str) -> bool:
     """Whether this field may differ between two equal runs."""
-    return key in WALL_CLOCK or key.startswith(WALL_CLOCK_BEGINNING) or key.endswith(WALL_CLOCK_ENDINGS)
+    return key in WALL_CLOCK or key.startswith(WALL_CLOCK_BEGINNINGS) or key.endswith(WALL_CLOCK_ENDINGS)
 
 
 _MEASURED = re.compile(

@@ -225,11 +225,19 @@ def test_a_save_is_booked_as_one_whenever_it_comes(tmp_path: Path, monkeypatch: 
     assert sums["data"] == sums["other"] == 0.0
 
 
-@pytest.mark.parametrize("every", [{"eval_steps": 3}, {"eval_strategy": "epoch", "eval_steps": 1}])
+@pytest.mark.parametrize(
+    ("every", "evaluated"),
+    [
+        ({"eval_steps": 3}, [3, 6, 9, 12]),
+        ({"eval_strategy": "epoch", "eval_steps": 1}, [3, 6, 9, 12]),
+        ({"eval_steps": 3, "eval_on_save": True, "save_steps": 5}, [3, 5, 6, 9, 10, 12]),
+        ({"eval_on_save": True, "save_strategy": "epoch", "save_steps": 1}, [3, 6, 9, 12]),
+    ],
+)
 def test_the_time_left_is_what_it_then_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: dict[str, Any], evaluated: list[int]
 ) -> None:
-    """Twelve steps in four epochs; each set is evaluated four times, the last time behind the last step."""
+    """Twelve steps in four epochs; two sets are evaluated behind some of them, the last one among them."""
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
     foreseen: list[tuple[float, float]] = []  # the end of the run, and the share of reading
@@ -256,11 +264,10 @@ def test_the_time_left_is_what_it_then_takes(
     parts = {"train_dataset": None, "train_dataloader": Reads(clock), "eval_dataset": sets}
     callbacks = DurationProfiler(), Listener(handlers)
     small_trainer(tmp_path, *callbacks, parts=parts, max_steps=12, logging_steps=1, **every).train()
-    assert clock.now == 12 * 10.0 + 4 * 200.0
+    assert clock.now == 12 * 10.0 + len(evaluated) * 200.0
     assert [end for end, _ in foreseen] == pytest.approx([120.0] * 3 + [clock.now] * 9)
-    assert [share for _, share in foreseen] == pytest.approx(
-        [1 / 210 if step in (3, 6, 9) else 0.1 for step in range(12)]
-    )
+    shares = [1 / 210 if step in evaluated else 0.1 for step in range(12)]  # since the record before
+    assert [share for _, share in foreseen] == pytest.approx(shares)
 
 
 # --- RateProfiler -----------------------------------------------------------------------------------------------------

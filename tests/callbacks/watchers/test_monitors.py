@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import math
+import os
 import statistics
+import subprocess
 import tracemalloc
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import dalsegno as ds
 from callbacks.scripted import Kept, trainer
-from dalsegno.callbacks import MemoryMonitor, ProfilerCallback, StabilityMonitor, TraceMalloc
+from dalsegno.callbacks import GPUMonitor, MemoryMonitor, ProfilerCallback, StabilityMonitor, TraceMalloc
+from dalsegno.callbacks.profiling import memory
 from dalsegno.callbacks.watchers.stability_monitor import FEWEST, SpikeScore
+from dalsegno.distributed import collectives
 from dalsegno.errors import StateMismatch
 from dalsegno.testing import run_ranks
 from support.listeners import Listener
@@ -115,6 +122,56 @@ def test_memory_is_that_of_the_process_and_the_same_on_all_ranks(tmp_path: Path)
     for record in one:
         assert record.keys() == {"memory/resident", "memory/resident_peak"}
         assert 10 << 20 < record["memory/resident"] <= record["memory/resident_peak"]
+
+
+DRIVER = """
+typedef struct { unsigned int gpu, memory; } Rates;
+static unsigned int number(void *gpu) { return (unsigned int)(unsigned long)gpu; }
+int nvmlInit_v2(void) { return 0; }
+int nvmlInitWithFlags(unsigned int flags) { return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **gpu) { *gpu = (void *)(index + 1ul); return 0; }
+int nvmlDeviceGetUtilizationRates(void *gpu, Rates *rates) { rates->gpu = 10 * number(gpu); return 0; }
+int nvmlDeviceGetPowerUsage(void *gpu, unsigned int *milliwatts) { *milliwatts = 250500 * number(gpu); return POWER; }
+int nvmlDeviceGetTemperature(void *gpu, int sensor, unsigned int *celsius) { *celsius = 90 - number(gpu); return 0; }
+"""
+"""Stands for NVIDIA's, which no machine has without a GPU. POWER is an error, such as 3 for "not supported"."""
+
+
+def load_of_a_rank(output_dir: Path, driver: Path | None) -> tuple[list[dict[str, float]], list[str]]:
+    """As if the model, which is on the CPU, were on the rank's GPU; the numbers, and the warnings."""
+    said: list[str] = []
+    watching = logging.Handler(logging.WARNING)
+    watching.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dalsegno").addHandler(watching)
+    if driver is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "2,0"  # of which the driver knows nothing
+        ctypes.CDLL(str(driver))  # under the name by which the library then finds it
+        memory.device_of = lambda model: torch.device("cuda", collectives.rank())
+    kept = Kept()
+    trainer(output_dir, [1.0] * 2, GPUMonitor(), kept).train()
+    load = [{name: value for name, value in logs.items() if "gpu" in name} for logs in kept.of("train").values()]
+    return load, [text for text in said if "GPUMonitor" in text]
+
+
+@pytest.mark.parametrize("power", [0, 3], ids=["all", "without power"])
+def test_what_the_driver_measures_is_logged_over_all_ranks(tmp_path: Path, power: int) -> None:
+    pytest.importorskip("pynvml")
+    (tmp_path / "driver.c").write_text(DRIVER)
+    name, options = "libnvidia-ml.so.1", ["-shared", "-fPIC", f"-DPOWER={power}"]
+    command = ["cc", *options, f"-Wl,-soname,{name}", "-o", tmp_path / name, tmp_path / "driver.c"]
+    subprocess.run(command, check=True)
+    (load, said), other = run_ranks(load_of_a_rank, 2, tmp_path / "run", tmp_path / name)
+    assert load == other[0]
+    known = {} if power else {"gpu/power": (3 * 250.5 + 250.5) / 2}
+    assert load == [{"gpu/utilization": 20.0, "gpu/temperature": 89.0, **known}] * 2
+    missing = ["GPUMonitor: the driver of cuda:0 does not report gpu/power"]
+    assert said == (missing if power else [])
+
+
+def test_without_a_gpu_its_load_is_not_logged(tmp_path: Path) -> None:
+    [(load, said)] = run_ranks(load_of_a_rank, 1, tmp_path, None)
+    assert load == [{}, {}]
+    assert said == ["GPUMonitor: logs nothing, since the model is on cpu, not on an NVIDIA GPU"]
 
 
 def test_the_line_that_keeps_memory_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

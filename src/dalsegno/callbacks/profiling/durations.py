@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -13,6 +15,7 @@ from dalsegno.callbacks.argument_checks import whole
 from dalsegno.distributed import collectives
 from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import Context, EvaluateContext, LogContext, MicrobatchEndContext
+from dalsegno.policies.triggers import SaveTrigger
 from dalsegno.state import Clock
 from dalsegno.stateful.schema import Count
 
@@ -181,26 +184,35 @@ class DurationProfiler(FlaglessCallback):
         if ctx.state.max_steps > 0 and steps:
             pace = (interval - of_section["evaluate"]) / steps
             evaluation = self._evaluated_for / self._evaluations if self._evaluations else 0.0
-            ctx.logs["remaining_runtime"] = pace * (
-                ctx.state.max_steps - ctx.state.global_step
-            ) + evaluation * self._evaluations_left(ctx)
+            steps_left = ctx.state.max_steps - ctx.state.global_step
+            ctx.logs["remaining_runtime"] = pace * steps_left + evaluation * self._evaluations_left(ctx)
         self._seconds.clear()
         self._last_log, self._last_step = now, ctx.state.global_step
 
     def _evaluations_left(self, ctx: LogContext) -> int:
         """Number of evaluations that are due from this record on, which those of its step follow."""
-        state, due = ctx.state, ctx.args.evaluation
-        left = int(state.will_evaluate and self._evaluated_at != state.global_step)
-        if due.steps:
-            left += state.max_steps // due.steps - state.global_step // due.steps
-        if due.epochs:
-            last = state.epoch * state.max_steps / state.global_step  # at the present number of steps in an epoch
-            now, end = (math.floor(epoch / due.epochs + 1e-6) for epoch in (state.epoch, last))
-            left += end - now
-        return left
+        state, args = ctx.state, ctx.args
+        triggers = (args.evaluation, args.saving) if args.eval_on_save else (args.evaluation,)
+        steps_in_epoch = round(state.global_step / state.epoch, 2) if state.epoch else math.inf
+        due = _steps_due(triggers, state.max_steps, steps_in_epoch)
+        is_ahead = state.will_evaluate and self._evaluated_at != state.global_step
+        return is_ahead + len(due) - bisect_right(due, state.global_step)
 
     def _account(self, section: str) -> None:
         """Add the time since the last measurement to this section."""
         now = self._clock.seconds()
         self._seconds["save" if self._is_saving else section] += now - self._since
         self._since, self._is_saving = now, False
+
+
+@lru_cache(maxsize=4)
+def _steps_due(triggers: tuple[SaveTrigger, ...], last: int, steps_in_epoch: float) -> list[int]:
+    """The steps up to ``last`` with which one of them is due; a save, the second one, is at the end, too."""
+    steps, step = {last} if any(triggers[1:]) else set[int](), 0.0
+    while (step := min(each.next_step(int(step)) for each in triggers)) <= last:
+        if any(each.at_step(int(step)) for each in triggers):
+            steps.add(int(step))
+    for epoch in range(1, int(last / steps_in_epoch + 1e-6) + 1):
+        if any(each.at_epoch(epoch) for each in triggers):
+            steps.add(round(epoch * steps_in_epoch))
+    return sorted(steps)

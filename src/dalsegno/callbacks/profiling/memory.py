@@ -1,10 +1,13 @@
-"""PeakMemory, MemoryMonitor, TraceMalloc: memory of a rank's process and device."""
+"""PeakMemory, MemoryMonitor, GPUMonitor, TraceMalloc: what a rank uses of its process's memory and of its device."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
+import statistics
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import LogContext, StepDoneContext, TrainBeginContext, TrainEndContext
+from dalsegno.system.imports import require_extra
 from dalsegno.system.machine import peak_resident_memory
 
 logger = logging.getLogger("dalsegno")
@@ -169,6 +173,63 @@ def _resident() -> int:
     except OSError:
         return peak_memory(torch.device("cpu"))
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+_OF_GPU: dict[str, tuple[Callable[[torch.device], float], Callable[[list[float]], float]]] = {
+    "gpu/utilization": (accelerator.utilization, statistics.fmean),
+    "gpu/power": (accelerator.power, statistics.fmean),
+    "gpu/temperature": (accelerator.temperature, max),
+}
+"""How a rank measures each, and how those of all ranks become one."""
+
+
+class GPUMonitor(FlaglessCallback):
+    """Logs how busy and how hot the GPUs are, and what they draw, in each training record:
+
+    - ``gpu/utilization``: percent of the time in which a kernel ran, the mean over ranks.
+    - ``gpu/power``: watts of a GPU, the mean over ranks.
+    - ``gpu/temperature``: degrees Celsius of the hottest one.
+
+    They are what NVIDIA's driver has measured last, over up to a second, as ``nvidia-smi`` shows it. What it does not
+    report is left out. On other devices nothing is logged, which a warning says.
+
+    Raises:
+        ConfigurationError: when training begins on NVIDIA's GPUs, if ``nvidia-ml-py`` is not installed.
+    """
+
+    def __init__(self) -> None:
+        self._device = torch.device("cpu")
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._device = device_of(ctx.model)
+        if not accelerator.is_nvidia(self._device):
+            logger.warning("GPUMonitor: logs nothing, since the model is on %s, not on an NVIDIA GPU", self._device)
+            return
+        require_extra("nvidia", "pynvml", "GPUMonitor")
+        if missing := [name for name, number in zip(_OF_GPU, self._measure(), strict=True) if math.isnan(number)]:
+            logger.warning("GPUMonitor: the driver of %s does not report %s", self._device, ", ".join(missing))
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        if ctx.kind == "train":
+            by_rank = collectives.gather_floats(self._measure(), "GPUMonitor")
+            for (name, (_, together)), numbers in zip(_OF_GPU.items(), zip(*by_rank, strict=True), strict=True):
+                if known := [number for number in numbers if not math.isnan(number)]:
+                    ctx.logs[name] = together(known)
+
+    def _measure(self) -> list[float]:
+        """NaN for what the driver does not report."""
+        if not accelerator.is_nvidia(self._device):
+            return [math.nan] * len(_OF_GPU)
+        return [_reported(measure, self._device) for measure, _ in _OF_GPU.values()]
+
+
+def _reported(measure: Callable[[torch.device], float], device: torch.device) -> float:
+    from pynvml import NVMLError
+
+    try:
+        return measure(device)
+    except (NVMLError, RuntimeError):  # the latter is torch's, of a part of a GPU
+        return math.nan
 
 
 class TraceMalloc(FlaglessCallback):

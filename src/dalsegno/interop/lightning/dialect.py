@@ -166,7 +166,7 @@ class Lightning(TableAdapter):
         "LearningRateFinder": "search with Lightning's own Trainer",
         "ProgressBar": "use dalsegno.callbacks.ProgressCallback, which every run has",
         "ModelSummary": "use dalsegno.callbacks.CountParams",
-        "DeviceStatsMonitor": "use dalsegno.callbacks.MemoryMonitor",
+        "DeviceStatsMonitor": "use dalsegno.callbacks.MemoryMonitor and GPUMonitor",
         "ThroughputMonitor": "use dalsegno.callbacks.RateProfiler",
         "SpikeDetection": "use dalsegno.callbacks.StabilityMonitor",
         "BasePredictionWriter": "write predictions in on_prediction_step of a dalsegno.Callback",
