@@ -138,9 +138,13 @@ class DurationProfiler(FlaglessCallback):
     on_rollback = on_train_begin
 
     def on_microbatch_begin(self, ctx: Context) -> None:
+        if self._is_saving:  # until the reading began
+            self._seconds["data"] += ctx.state.data_seconds
+            self._since += ctx.state.data_seconds
         self._account("data")
 
-    on_epoch_end = on_microbatch_begin
+    def on_epoch_end(self, ctx: Context) -> None:
+        self._account("data")
 
     def on_before_backward(self, ctx: Context) -> None:
         self._account("forward")
