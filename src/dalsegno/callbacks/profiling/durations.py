@@ -117,9 +117,8 @@ class DurationProfiler(FlaglessCallback):
       left at the leg's mean duration of one, from the first one on. Only where the number of steps is known.
     """
 
-    _clock: Clock  # the context of on_save has a past one
-
     def __init__(self) -> None:
+        self._clock = Clock()  # the run's, kept since the context of on_save has a past one
         self._seconds: dict[str, float] = defaultdict(float)
         self._since = 0.0
         self._is_saving = False  # since the last measurement
