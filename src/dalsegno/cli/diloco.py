@@ -79,6 +79,12 @@ DEFAULT_PORT = 8512
         help="rounds do not wait for a worker silent for this long; 0: they always wait (default: 120)",
     ),
     option("--min-workers", metavar="N", default=1, help="submissions that a round needs (default: 1)"),
+    option(
+        "--from-checkpoint",
+        metavar="PATH",
+        type=Path,
+        help="begin with the weights of a checkpoint, a run (its newest), or safetensors (default: the first worker's)",
+    ),
     option("--save-every", metavar="N", default=10, help="outer steps between checkpoints (default: 10)"),
     option("--outer-lr", metavar="LR", default=0.7, help="outer learning rate (default: 0.7)"),
     option("--outer-momentum", metavar="M", default=0.9, help="default: 0.9"),
@@ -94,8 +100,9 @@ def _serve(arguments: argparse.Namespace) -> int:
 
         dalsegno diloco serve -o runs/outer -n 2 --host 0.0.0.0 --certfile cert.pem --keyfile key.pem
 
-    The first worker sends the parameters. Everything that the server has acknowledged is in FOLDER: a server that is
-    started again, also after a kill, continues from there. Workers need the token in FOLDER/auth_token.
+    The first worker sends the parameters, unless --from-checkpoint has them. Everything that the server has
+    acknowledged is in FOLDER: a server that is started again, also after a kill, continues from there. Workers need the
+    token in FOLDER/auth_token.
     """
     import logging
 
@@ -132,6 +139,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         disable_auth=arguments.disable_auth,
         certfile=arguments.certfile,
         keyfile=arguments.keyfile,
+        from_checkpoint=arguments.from_checkpoint,
     )
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     arrived = _signals_arrive()

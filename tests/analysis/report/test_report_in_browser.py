@@ -138,6 +138,11 @@ def test_smoothing_is_the_mean_of_what_was_logged(browser: Chromium) -> None:
     assert browser.run(f"smoothed({curve})") is None
 
 
+@pytest.mark.parametrize(("low", "high"), [(0.1, 0.1 + 2**-55), (-1e300, -1e300)])
+def test_values_that_differ_in_their_last_bits_have_ticks(browser: Chromium, low: float, high: float) -> None:
+    assert 1 <= browser.run(f"ticks({low!r}, {high!r}, 5).length") <= 20
+
+
 def test_other_axes_and_the_log_scale(browser: Chromium) -> None:
     options = browser.run("[...document.querySelectorAll('#axis option')].map((option) => option.value)")
     assert options[:3] == ["step", "epoch", "time"]

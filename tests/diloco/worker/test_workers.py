@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from functools import partial
 from pathlib import Path
@@ -9,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+import dalsegno as ds
 from dalsegno.diloco import DiLoCoServer, DiLoCoWorker, WorkerOptions, delayed_nesterov, nesterov
 from dalsegno.diloco.server.coordinator import Coordinator
 from dalsegno.diloco.wire.messages import Result
 from dalsegno.diloco.wire.signature import Specs
 from dalsegno.diloco.worker.exchange import Exchange, Verdict
-from dalsegno.errors import NotRunning, StateMismatch
+from dalsegno.errors import NotFound, NotRunning, StateMismatch
 from dalsegno.logs import RunFile, drop_wall_clock, read_records
 from dalsegno.testing import run_ranks, start_ranks
 from diloco.scenes import (
@@ -87,6 +90,57 @@ def test_a_worker_continues_from_its_state(tmp_path: Path, options: dict[str, An
     whole = run(tmp_path / "whole", killed_after=None)
     assert same(run(tmp_path / "parts", killed_after=6), whole)
     assert same(run(tmp_path / "in-flight", killed_after=7), whole)  # a submission is on its way, if they may be
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Line]:
+    """A run that has trained alone, and its model."""
+    model, folder = Line(seed=3), tmp_path_factory.mktemp("alone") / "run"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.randn(4, 8, 6), batch_size=None)
+    args = ds.TrainingArguments(folder, max_steps=4, save_steps=2)
+    with ds.Run(args, model=model, optimizer=optimizer, loader=loader) as run:
+        for x in run.batches():
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step_end(loss=loss)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    return folder, model
+
+
+@pytest.mark.parametrize("part", ["", "checkpoints/step-00000004", "model.safetensors"])
+def test_a_server_begins_with_saved_weights(tmp_path: Path, trained: tuple[Path, Line], part: str) -> None:
+    """Every worker gets them, the first one too; a server that continues does not look for them again."""
+    folder, model = trained
+    with DiLoCoServer(tmp_path, 2, rules=rules(2), from_checkpoint=folder / part) as server:
+        workers = all_together([lambda number=number: train_by_hand(server, number, 0) for number in range(2)])
+    assert all(same(worker, model) for worker in workers)
+    with DiLoCoServer(tmp_path, 2, rules=rules(2), from_checkpoint=tmp_path / "gone") as server:
+        assert same(train_by_hand(server, 2, 0), model)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"second": None}, "has no second; start the server with weights of the workers' model"),
+        ({"second": torch.ones(2, 5)}, r"second has the shape \[2, 5\], in the worker \[5, 2\]"),
+        ({"second": torch.full((5, 2), float("nan"))}, "second contains NaN or infinity"),
+        ({}, None),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    tmp_path: Path, changed: dict[str, torch.Tensor | None], message: str | None
+) -> None:
+    tensors = {name: each for name, each in {**Line().state_dict(), **changed}.items() if each is not None}
+    path = tmp_path / "w.safetensors"
+    with pytest.raises(NotFound):
+        DiLoCoServer(tmp_path / "outer", 1, from_checkpoint=path).start()
+    save_file(tensors, path)
+    refused = contextlib.nullcontext() if message is None else pytest.raises(StateMismatch, match=message)
+    with DiLoCoServer(tmp_path / "outer", 1, from_checkpoint=path) as server, refused:
+        train_by_hand(server, 0, 0)
 
 
 @pytest.mark.parametrize("fragments", [1, 2])

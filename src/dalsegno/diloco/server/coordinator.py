@@ -28,6 +28,7 @@ from .files import Growth, SpooledTensors, Version
 from .rounds import Rounds, Rules
 from .run import OuterRun
 from .state import Applied, Joined, Left, Member, Returned, ServerState
+from .store import InitialWeights
 
 logger = logging.getLogger("dalsegno")
 
@@ -94,12 +95,19 @@ class Coordinator:
         changed: called on any thread when a result may have become available.
     """
 
-    def __init__(self, run: OuterRun, rules: Rules, changed: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        run: OuterRun,
+        rules: Rules,
+        changed: Callable[[], object] = lambda: None,
+        weights: InitialWeights | None = None,
+    ) -> None:
         self.rules = rules
         self.failure: BaseException | None = None
         """Why no submission is applied any more."""
         self._run = run
         self._changed = changed
+        self._weights = weights
         self._lock = threading.Condition(threading.RLock())
         self._rounds = Rounds(rules)
         self._is_closing = False
@@ -156,7 +164,10 @@ class Coordinator:
                 settings.fragments()
                 if run_id is not None:
                     raise StateMismatch(f"the worker's checkpoint is of DiLoCo run {run_id}, this server has none yet")
-                return {"needs_parameters": True}
+                if self._weights is None:
+                    return {"needs_parameters": True}
+                with self._failing():
+                    self._run.begin_with(specs, settings.num_fragments, self._weights.fill)
             state = self._run.state
             check_same(state.settings.specs(), specs)
             if settings.num_fragments != state.settings.num_fragments:

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from dalsegno.diloco.wire.messages import Result, Settings, Submission
-from dalsegno.diloco.wire.signature import Specs
+from dalsegno.diloco.wire.signature import Specs, TensorSpec
 from dalsegno.errors import NotFound, SaveFailed, StateMismatch
 from dalsegno.system.durability import NotDurable
 
@@ -65,15 +67,22 @@ class OuterRun:
     def begin(self, arrived: SpooledTensors, num_fragments: int = 1) -> None:
         """Take a worker's parameters as the first version, and save them. The run has not begun if this raises:
         ConfigurationError for a parameter with an impossible name, SaveFailed, or OSError of the journal."""
-        specs = arrived.specs
-        settings = Settings([spec.to_json() for spec in specs], num_fragments)
-        parts = Globals.of(specs, self._make_optimizer)
-        file, scratch = TensorFile(arrived.path, specs), Scratch()
-        for spec in specs:
-            flat = parts.model.by_name[spec.name].data.view(-1)
+        file, scratch = TensorFile(arrived.path, arrived.specs), Scratch()
+
+        def fill(spec: TensorSpec, parameter: Tensor) -> None:
+            flat = parameter.view(-1)
             for begin in range(0, spec.count, BLOCK):
                 part = flat[begin : begin + BLOCK]
                 part.copy_(file.block(spec.name, begin, len(part), scratch))
+
+        self.begin_with(arrived.specs, num_fragments, fill)
+
+    def begin_with(self, specs: Specs, num_fragments: int, fill: Callable[[TensorSpec, Tensor], object]) -> None:
+        """As :meth:`begin`, with the parameters that ``fill`` writes, one after the other. Raises what that raises."""
+        settings = Settings([spec.to_json() for spec in specs], num_fragments)
+        parts = Globals.of(specs, self._make_optimizer)
+        for spec in specs:
+            fill(spec, parts.model.by_name[spec.name].data)
         state = ServerState(uuid.uuid4().hex, settings, describe(parts.optimizer))
         self.store.journal.clear()
         self.store.save(state, parts)

@@ -28,6 +28,7 @@ from .coordinator import Coordinator
 from .outer import MakeOptimizer, nesterov
 from .rounds import Rules
 from .run import OuterRun
+from .store import InitialWeights
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -55,6 +56,8 @@ class DiLoCoServer:
         disable_auth: answer without a token; only on addresses of this machine.
         certfile: TLS certificate in PEM; None: plain HTTP.
         keyfile: its key.
+        from_checkpoint: weights with which a new run begins: a checkpoint, a run (its newest one), or safetensors of
+            another program. None: the first worker brings them.
 
     Raises:
         ConfigurationError: for a value that cannot work, or if a library of the extra ``diloco`` is missing.
@@ -73,6 +76,7 @@ class DiLoCoServer:
         disable_auth: bool = False,
         certfile: str | os.PathLike[str] | None = None,
         keyfile: str | os.PathLike[str] | None = None,
+        from_checkpoint: str | os.PathLike[str] | None = None,
     ) -> None:
         check_installed()
         check_access(host, auth_token, disable_auth)
@@ -86,6 +90,7 @@ class DiLoCoServer:
         self._host, self._port = host, port
         self._token, self._disable_auth = auth_token, disable_auth
         self._tls = None if certfile is None or keyfile is None else tls_context(certfile, keyfile)
+        self._from_checkpoint = from_checkpoint
         self._held = ExitStack()
         self._coordinator: Coordinator | None = None
         self._ended = threading.Event()
@@ -128,6 +133,8 @@ class DiLoCoServer:
             Locked: if another server, or a training, uses the folder.
             OSError: if the port is in use.
             StateMismatch: if the folder is another kind of run's, or was trained by another optimizer.
+            NotFound: if there are no weights in ``from_checkpoint``.
+            DamagedCheckpoint: if they are damaged.
         """
         filesystem.make_directory(self.folder)
         with ExitStack() as held:
@@ -138,7 +145,9 @@ class DiLoCoServer:
 
             bell = Bell()
             run = OuterRun(self.folder, self._make_optimizer, self._rules.save_every)
-            coordinator = self._coordinator = Coordinator(run, self._rules, self._changed(bell.ring))
+            begins_with = None if run.has_begun else self._from_checkpoint
+            weights = None if begins_with is None else InitialWeights(Path(begins_with))
+            coordinator = self._coordinator = Coordinator(run, self._rules, self._changed(bell.ring), weights)
             held.callback(self._close, coordinator)
             listener = listen(self._host, self._port)
             self._bound = self._host, listener.getsockname()[1]

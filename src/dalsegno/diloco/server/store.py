@@ -33,9 +33,14 @@ import torch
 from torch.optim import Optimizer
 
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, OptimizerState, saved_states
+from dalsegno.checkpoint.index import Index
+from dalsegno.checkpoint.listing import newest_verified
+from dalsegno.checkpoint.names import MODEL
 from dalsegno.checkpoint.tensor_files import StoredFile
+from dalsegno.checkpoint.tensor_reader import ChunkReader, Files
+from dalsegno.checkpoint.weights import Weights, naming_hint, weights_are_at
 from dalsegno.diloco.wire.messages import FrameReader, Submission
-from dalsegno.diloco.wire.signature import GROUP, Specs, dequantize, element_count, file_layout
+from dalsegno.diloco.wire.signature import GROUP, Specs, TensorSpec, dequantize, element_count, file_layout
 from dalsegno.errors import NotRunning, SaveFailed, StateMismatch
 from dalsegno.logs import RecordLog, read_records
 from dalsegno.logs.line_file import LineFile
@@ -355,6 +360,40 @@ class TensorFile:
         coded = scales.view(spec.dtype)
         self._file.fill(coded, span, spec.dtype, (spec.count,), [(first, len(coded))])
         return scales
+
+
+class InitialWeights:
+    """Weights at ``path``, with which a run may begin: a checkpoint, the newest one of a run, or safetensors of another
+    program. Raises NotFound if there are none, DamagedCheckpoint if they are damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        files, index = self._open(path)
+        self._reader, self._stored = ChunkReader(files), index.of(MODEL)
+
+    @staticmethod
+    def _open(path: Path) -> tuple[Files, Index]:
+        if weights_are_at(path):
+            weights = Weights.open(path)
+            return weights, weights.index
+        checkpoint = newest_verified(path)
+        return checkpoint, Index.of_checkpoint(checkpoint)
+
+    def fill(self, spec: TensorSpec, parameter: torch.Tensor) -> None:
+        """Read a parameter, cast if it is stored in another dtype. Raises StateMismatch if it is not there, has another
+        shape, or values that are not finite."""
+        stored = self._stored.get(spec.name)
+        if stored is None:
+            hint = naming_hint(self._stored, [spec.name]) or "start the server with weights of the workers' model"
+            raise StateMismatch(f"{self._path}, with which the server begins, has no {spec.name}; {hint}")
+        if tuple(stored.shape) != spec.shape:
+            raise StateMismatch(
+                f"{self._path}, with which the server begins: {spec.name} has the shape {list(stored.shape)}, in the "
+                f"worker {list(spec.shape)}"
+            )
+        parameter.copy_(self._reader.full_tensor(stored))
+        if not parameter.isfinite().all():
+            raise StateMismatch(f"{self._path}, with which the server begins: {spec.name} contains NaN or infinity")
 
 
 @dataclass(frozen=True, slots=True)
