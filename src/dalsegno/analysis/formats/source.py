@@ -193,40 +193,40 @@ def named(
     and values that are none of this are left out, and noted. Integers beyond the range of floats become infinite.
     """
     for number, record in records:
-        where = f"{what} {number}"
-        renamed = naming.apply(_sound(record, where, skipped))
+        renamed = naming.apply(_sound(record, what, number, skipped))
         if renamed is None:
-            skipped.note(f"{where}: no number under {naming.step!r}")
+            skipped.note(f"{what} {number}: no number under {naming.step!r}")
             continue
         for name, (low, high) in BOUNDS.items():
             value: Any = renamed.get(name)
             if not (low < value < high if is_number(value) else value is None or isinstance(value, str)):
-                skipped.note(f"{where}: {name} {value!r:.40} is left out")
+                skipped.note(f"{what} {number}: {name} {value!r:.40} is left out")
                 renamed = {other: value for other, value in renamed.items() if other != name}
         yield renamed
 
 
-def _sound(record: Record, where: str, skipped: Skipped) -> Record:
+def _sound(record: Record, what: str, number: int, skipped: Skipped) -> Record:
     """The record without what JSON in UTF-8 cannot hold; itself if it contains no such name or value."""
-    wrong = [name for name in record if not name.isascii() and not _is_json(name)]
+    wrong = [] if "".join(record).isascii() else [name for name in record if not _is_json(name)]
     huge: Record = {}
     for name, value in record.items():
-        if type(value) is int and abs(value) >= BEYOND_FLOATS:
+        kind = type(value)
+        if kind is int and not -BEYOND_FLOATS < value < BEYOND_FLOATS:
             huge[name] = math.inf if value > 0 else -math.inf
-        elif type(value) not in _PLAIN and not _is_json(value):
+        elif kind not in _PLAIN and not _is_json(value):
             wrong.append(name)
     for name in wrong:
-        skipped.note(f"{where}: the {type(record[name]).__name__} under {name!r:.40} is left out")
+        skipped.note(f"{what} {number}: the {type(record[name]).__name__} under {name!r:.40} is left out")
     return {name: value for name, value in {**record, **huge}.items() if name not in wrong} if wrong or huge else record
 
 
 def _is_json(value: object, levels: int = DEEPEST) -> bool:
     """Whether the value is one of JSON, no deeper than ``levels``."""
+    if isinstance(value, str):
+        return value.isascii() or not _SURROGATE.search(value)
     if isinstance(value, (list, dict)):
         inside = value.values() if isinstance(value, dict) else value
         return levels > 0 and all(_is_json(each, levels - 1) for each in inside)
-    if isinstance(value, str):
-        return value.isascii() or not _SURROGATE.search(value)
     return value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < BEYOND_FLOATS)
 
 
