@@ -417,3 +417,17 @@ def test_the_counting_of_flops_is_not_timed_as_training(tmp_path: Path, world_si
             assert record["flops_per_second"] == of_a_token * tokens
             assert record["mfu"] == pytest.approx(of_a_token * tokens / (world_size * 1e9))
         assert records[-1]["train_runtime"] == 4.0
+
+
+def test_who_is_added_in_the_middle_of_a_leg_measures_too(tmp_path: Path) -> None:
+    records: list[dict[str, Any]] = []
+
+    def add(ctx: Any) -> None:
+        if ctx.state.global_step == 1:
+            for each in (DefaultMetrics(), DurationProfiler(), RateProfiler()):
+                ctx.trainer.add_callback(each)
+
+    handlers = {"on_step_done": add, "on_log": lambda ctx: records.append(dict(ctx.logs))}
+    small_trainer(tmp_path, Listener(handlers), max_steps=4, logging_steps=1).train()
+    for record in records[2:4]:
+        assert min(record[name] for name in ("steps_per_second", "samples_per_second", "forward_runtime")) > 0

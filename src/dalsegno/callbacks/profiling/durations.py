@@ -137,6 +137,7 @@ class DurationProfiler(FlaglessCallback):
     on_rollback = on_train_begin
 
     def on_microbatch_begin(self, ctx: Context) -> None:
+        self._clock = ctx.state.clock  # it may have been added in the middle of a leg
         if self._is_saving:  # until the reading began
             self._seconds["data"] += ctx.state.data_seconds
             self._since += ctx.state.data_seconds

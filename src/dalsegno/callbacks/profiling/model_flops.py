@@ -56,7 +56,8 @@ class ModelFlops(FlaglessCallback):
         self._batch: Any = None  # the last step's first micro-batch, if it must be counted
         self._known: dict[Any, int] = {}  # FLOPs by shapes
         self._has_stepped = False
-        self._clock = context.state.clock
+        self.clock = context.state.clock
+        """Of the training, by which rates are measured."""
         self._began = 0.0  # by the clock
         self._tokens = self._samples = 0
         self._of_ranks = Gathered(self._measure, "ModelFlops")
@@ -96,7 +97,7 @@ class ModelFlops(FlaglessCallback):
         self._begin_interval(ctx)
 
     def _begin_interval(self, ctx: Context) -> None:
-        self._began = self._clock.seconds()
+        self._began = self.clock.seconds()
         self._tokens, self._samples = ctx.state.num_input_tokens_seen, ctx.state.samples_seen
 
     def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
@@ -114,7 +115,7 @@ class ModelFlops(FlaglessCallback):
             return
         seconds, tokens_before, samples_before = map(max, zip(*self._of_ranks.by_rank(), strict=True))
         if self._counts_each_record or not self._has_counted:
-            with self._clock.paused():
+            with self.clock.paused():
                 self._count(collectives.gather_floats([*map(float, self._of_batch(ctx))], "ModelFlops"))
         tokens = max(0, ctx.state.num_input_tokens_seen - int(tokens_before))
         done = self.flops(tokens, ctx.state.samples_seen - int(samples_before))
@@ -124,7 +125,7 @@ class ModelFlops(FlaglessCallback):
 
     def _measure(self) -> list[float]:
         """Seconds since the last record, and what was read before it: each rank's own estimate, maybe too high."""
-        return [self._clock.seconds() - self._began, float(self._tokens), float(self._samples)]
+        return [self.clock.seconds() - self._began, float(self._tokens), float(self._samples)]
 
     def _count(self, of_ranks: Sequence[Sequence[float]]) -> None:
         """Take each rank's FLOPs, tokens and samples; 0 per token and per sample if a rank cannot count."""

@@ -16,7 +16,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Binder, FlaglessCallback
 from dalsegno.events.contexts import Context, LogContext, RollbackContext, TrainBeginContext
 from dalsegno.events.table import Event
-from dalsegno.state import Clock, Handler
+from dalsegno.state import Handler
 from dalsegno.stateful.schema import Count, Finite, Must
 
 
@@ -103,7 +103,6 @@ class DefaultMetrics(UtilizationCallback):
     _began = _measured_at = 0.0  # seconds of training
     _tokens_before = _steps_before = 0
     _of_ranks: Gathered
-    _clock: Clock
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
         self._of_ranks = Gathered(self._measure, "DefaultMetrics")
@@ -119,14 +118,14 @@ class DefaultMetrics(UtilizationCallback):
         self._begin_interval(ctx)
 
     def _begin_interval(self, ctx: Context) -> None:
-        self._clock = ctx.state.clock
-        self._began, self._tokens_before = self._clock.seconds(), ctx.state.num_input_tokens_seen
+        self._began, self._tokens_before = ctx.state.elapsed(), ctx.state.num_input_tokens_seen
         self._steps_before = ctx.state.global_step
         self._of_ranks.forget()
 
     def _measure(self) -> list[float]:
         """Seconds since the last record, and peak memory, of this rank."""
-        self._measured_at = self._clock.seconds()
+        assert self._flops is not None, "it is bound"
+        self._measured_at = self._flops.clock.seconds()
         return [self._measured_at - self._began, float(peak_memory(self._device))]
 
     def on_log_step(self, ctx: LogContext) -> None:
