@@ -15,7 +15,7 @@ _DDP = "wrap the model in DDP with this option, in a loop of your own around dal
 _GROUP = "call torch.distributed.init_process_group(…) with it before you build the trainer, which uses that group"
 _METRICS = "callbacks=[ModelEvalMetrics(…)] computes metrics batch by batch and keeps no outputs"
 _KERNELS = "apply these kernels to the model before you build the trainer"
-_HUB = "upload in on_save of a callback; `dalsegno checkpoints export` writes the model in Hugging Face's layout"
+_HUB = "upload in on_save of a callback; save_pretrained=True makes its path a model in Hugging Face's format"
 _TRACKER = "configure the tracker itself, by its environment variables or its callback's arguments"
 _BATCHES = "pass a part of the dataset: torch.utils.data.Subset(dataset, range(n))"
 _OUTPUT_DIR = "checkpoints and logs are in output_dir, which all hosts must see; rank 0 writes the logs"
