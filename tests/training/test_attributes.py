@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import time
 from collections import Counter, deque
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -117,6 +118,71 @@ def test_the_next_leg_of_the_same_process_and_a_rollback(tmp_path: Path) -> None
 
     rolling(tmp_path / "rolled", Listener({"on_step_end": once}, name="once"), counts, max_steps=10).train()
     assert back == [6] and counts.steps == 10 == len(counts.losses)
+
+
+def test_a_rollback_to_before_the_first_change(tmp_path: Path) -> None:
+    class Counts(ds.Callback):
+        steps = 0
+
+        def on_step_end(self, ctx: Any) -> None:
+            self.steps += 1
+            if ctx.state.global_step == 3 and len(seen) == 0:
+                seen.append(self.steps)
+                ctx.control.roll_back("again")
+
+    seen: list[int] = []
+    counts = Counts()
+    rolling(tmp_path, counts, max_steps=6).train()
+    assert seen == [3] and counts.steps == 6
+
+
+class Odd(ds.Callback):
+    """With what a save must not stumble over."""
+
+    class Level(enum.IntEnum):
+        LOW = 1
+        HIGH = 2
+
+    class Pair(NamedTuple):
+        a: int
+        b: int
+
+    __slots__ = ("slotted",)
+    total = 0
+
+    def __init__(self) -> None:
+        self.level = self.Level.LOW
+        self.pair = self.Pair(0, 0)
+        self.loop: list[Any] = []
+        self.loop.append(self.loop)
+        self.wide: list[list[int]] = []
+        self.writer: Any = None
+        self.is_open = False
+        self.day = np.datetime64("2026-01-01")
+        self._hidden = 0
+
+    @property
+    def hidden(self) -> int:
+        return self._hidden
+
+    def on_step_end(self, ctx: Any) -> None:
+        self.level, self.pair, self.slotted = self.Level.HIGH, self.Pair(1, 2), 3
+        self.day += np.timedelta64(1, "D")
+        self.wide.append([*range(200)])
+        self.total += 1
+        vars(self)["hidden"] = self.total
+        if not self.is_open:
+            self.writer, self.is_open = object(), True
+
+
+def test_what_is_not_plain_is_left_to_the_callback(tmp_path: Path) -> None:
+    """Also that it has made an object, which a resumed leg has to make again."""
+    watched(tmp_path, stop_after(4), watcher=Odd()).train()
+    rows = [[*range(200)]] * 4
+    assert of(tmp_path, 4) == {"Odd": {"wide": rows, "total": 4, "hidden": 4}}
+    again = Odd()
+    watched(tmp_path, watcher=again, max_steps=6).train()
+    assert again.is_open and again.writer is not None and again.total == 6 and len(again.wide) == 6
 
 
 def test_more_items_than_are_saved_are_named_once(

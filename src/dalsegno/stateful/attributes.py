@@ -2,14 +2,15 @@
 
 A callback that counts steps in ``self.count`` and has no ``state_dict`` would begin anew in a resumed leg, and nothing
 would show it until it stops the run somewhere else. So what differs from what the script built is saved: numbers,
-texts, None, small tensors, and lists, tuples, dicts, deques and sets of them.
+texts, None, small tensors, and lists, tuples, dicts, deques and sets of them. Attributes are read and set in the
+object's ``__dict__``, past its properties.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -20,11 +21,13 @@ from torch import Tensor
 logger = logging.getLogger("dalsegno")
 
 MOST_ITEMS = 10_000
-"""Items of a list, tuple, dict, deque or set that is saved."""
-LARGEST_TENSOR = 1 << 20
-"""Bytes of a tensor that is saved."""
+"""Items of an attribute that is saved, those within its items included."""
+LARGEST = 1 << 20
+"""Bytes of a tensor, or characters of a text, that is saved."""
 
-_PLAIN = (bool, int, float, str, bytes, type(None), np.generic, torch.dtype, torch.device)
+_DEEPEST = 20
+_PLAIN = {bool, int, float, str, bytes, type(None), torch.dtype, torch.device}
+_DICTS = (dict, Counter, OrderedDict, defaultdict)
 _CLOCKS = (time.time, time.perf_counter, time.monotonic)
 
 Values = dict[str, Any]
@@ -35,7 +38,8 @@ class Attributes:
     """Those of ``objects()``, by key. A component of a checkpoint.
 
     What an object sets until training begins, in its constructor or in ``on_train_begin``, it sets in the next leg too:
-    that is what the script built. What it reads from a clock means nothing to another process, and is not saved.
+    that is what the script built. What it reads from a clock means nothing to another process, and is not saved. Nor
+    are True, False, None and texts of an object that has also made another one while it trained: they may say so.
     """
 
     state_scope = "per_rank"
@@ -85,16 +89,17 @@ class Attributes:
             changed = {
                 name: value for name, value in values.items() if name in loaded or not _same(built.get(name), value)
             }
-            self._warn([f"{key}.{name}" for name, value in changed.items() if isinstance(value, _TooMany)])
-            if kept := {name: value for name, value in changed.items() if not isinstance(value, _TooMany)}:
+            self._warn([f"{key}.{name}" for name, value in changed.items() if value is _TOO_MANY])
+            has_made = any(value is _OTHER and built.get(name) is not _OTHER for name, value in values.items())
+            left_out = {object, *((bool, str, type(None)) if has_made else ())}
+            if kept := {name: value for name, value in changed.items() if type(value) not in left_out}:
                 state[key] = kept
         return state
 
     def load_state_dict(self, state: dict[str, Values]) -> None:
         former, self._loaded = self.state_dict(), state
         if self._trains:  # back to an older state of the same process
-            built = {key: {name: self._built[key].get(name) for name in values} for key, values in former.items()}
-            self._set(built)
+            self._set({key: {name: self._built[key].get(name, _ABSENT) for name in former[key]} for key in former})
             self._set(state)
 
     @classmethod
@@ -107,17 +112,16 @@ class Attributes:
         for key, each in self._objects().items():
             found[key] = {}
             for name, held in [*getattr(each, "__dict__", {}).items()]:
-                value = _read(held)
-                is_time = type(value) is float and any(a <= value <= b for a, b in zip(self._since, now, strict=True))
-                if value is not _OTHER and not is_time:
-                    found[key][name] = value
+                is_time = type(held) is float and any(a <= held <= b for a, b in zip(self._since, now, strict=True))
+                if not is_time:
+                    found[key][name] = _read(held)
         return found
 
     def _set(self, state: Mapping[str, Values]) -> None:
         objects = self._objects()
         for key in state.keys() & objects.keys():
             for name, value in state[key].items():
-                _set(objects[key], name, value)
+                _set(vars(objects[key]), name, value)
 
     def _warn(self, names: Sequence[str]) -> None:
         if new := [name for name in names if name not in self._named]:
@@ -130,45 +134,55 @@ class Attributes:
             )
 
 
-class _TooMany(int):
-    """Stands for a value with so many items."""
-
-
+_ABSENT: Final = object()
+"""Stands for an attribute that is not there: the class may have one."""
 _OTHER: Final = object()
 """Stands for a value that is not plain."""
+_TOO_MANY: Final = object()
+"""Stands for one with too many items."""
 
 
 def _read(value: Any) -> Any:
-    """A copy of a plain value, with a list for a deque or set; :data:`_OTHER` for another."""
-    if isinstance(value, _PLAIN):
+    """A copy of a plain value, with a list for a deque or set."""
+    try:
+        return _copy(value, [MOST_ITEMS], _DEEPEST)
+    except _NotPlain as error:
+        return error.stands_for
+
+
+class _NotPlain(Exception):
+    def __init__(self, stands_for: object) -> None:
+        self.stands_for = stands_for
+
+
+def _copy(value: Any, room: list[int], deepest: int) -> Any:
+    kind = type(value)
+    if kind in _PLAIN or isinstance(value, np.number | np.bool_):
+        if kind in (str, bytes) and len(value) > LARGEST:
+            raise _NotPlain(_OTHER)
         return value
-    if type(value) is Tensor:
-        is_small = value.nbytes <= LARGEST_TENSOR and value.layout == torch.strided and not value.requires_grad
-        return value.detach().clone() if is_small else _OTHER
-    if not isinstance(value, list | tuple | dict | deque | set):
-        return _OTHER
-    if len(value) > MOST_ITEMS:
-        first = next(iter(value.values() if isinstance(value, dict) else value))
-        return _OTHER if _read(first) is _OTHER else _TooMany(len(value))
-    if isinstance(value, dict):
-        if not all(type(name) in (str, int) for name in value):
-            return _OTHER
-        read = {name: _read(each) for name, each in value.items()}
-        return _OTHER if _is_unread(read.values()) else read
-    items = [_read(each) for each in (sorted(value, key=repr) if isinstance(value, set) else value)]
-    return _OTHER if _is_unread(items) else tuple(items) if type(value) is tuple else items
-
-
-def _is_unread(items: Any) -> bool:
-    return any(each is _OTHER or isinstance(each, _TooMany) for each in items)
+    if kind is Tensor and value.nbytes <= LARGEST and value.layout == torch.strided and not value.requires_grad:
+        return value.detach().clone()
+    if kind not in (list, tuple, deque, set, *_DICTS) or not deepest:
+        raise _NotPlain(_OTHER)
+    items = list(value.items() if kind in _DICTS else value)  # at once: another thread may add to it meanwhile
+    room[0] -= len(items)
+    if room[0] < 0:
+        _copy(items[0], [MOST_ITEMS], deepest - 1)
+        raise _NotPlain(_TOO_MANY)
+    if kind in _DICTS:
+        if not all(type(name) in (str, int) for name, _ in items):
+            raise _NotPlain(_OTHER)
+        return {name: _copy(each, room, deepest - 1) for name, each in items}
+    copies = [_copy(each, room, deepest - 1) for each in (sorted(items, key=repr) if kind is set else items)]
+    return tuple(copies) if kind is tuple else copies
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        both = isinstance(one, Tensor) and isinstance(other, Tensor) and one.dtype == other.dtype
-        return both and torch.equal(one, other)
     if type(one) is not type(other):
         return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other.to(one.device))
     if isinstance(one, dict):
         return list(one) == list(other) and all(_same(one[name], other[name]) for name in one)
     if isinstance(one, list | tuple):
@@ -176,17 +190,18 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other or (one != one and other != other))
 
 
-def _set(holder: object, name: str, value: Any) -> None:
+def _set(held: dict[str, Any], name: str, value: Any) -> None:
     """Into the container that is there, if its type is to stay: others may hold it."""
-    here = getattr(holder, name, None)
-    copy = _read(value)
+    if value is _ABSENT:
+        held.pop(name, None)
+    if value is _ABSENT or value is _OTHER or value is _TOO_MANY:
+        return
+    here, copy = held.get(name), _read(value)
     if (isinstance(here, dict) and isinstance(copy, dict)) or (isinstance(here, set) and isinstance(copy, list)):
         here.clear()
         here.update(copy)
     elif isinstance(here, deque | list) and isinstance(copy, list):
         here.clear()
         here.extend(copy)
-    elif isinstance(copy, Tensor) and isinstance(here, Tensor):
-        setattr(holder, name, copy.to(here.device))
     else:
-        setattr(holder, name, copy)
+        held[name] = copy.to(here.device) if isinstance(copy, Tensor) and isinstance(here, Tensor) else copy
