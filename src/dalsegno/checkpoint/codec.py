@@ -150,8 +150,12 @@ def _key_as_json(key: str | int) -> Json:
 
 
 def _encode_list(value: list[Any], where: str, found: _Found, depth: int) -> Json:
-    kinds = {*map(type, value)}  # fast paths for thousands of names, and for the numbers of a random generator
-    if (kinds == {str} and "".join(value).isascii()) or (kinds == {int} and 0 <= min(value) <= max(value) < 1 << 64):
+    kinds = {*map(type, value)}  # fast paths for thousands of names or numbers
+    if (
+        (kinds == {str} and "".join(value).isascii())
+        or (kinds == {int} and -(1 << 63) <= min(value) <= max(value) < 1 << 64)
+        or (kinds == {float} and all(map(math.isfinite, value)))
+    ):
         return value.copy()
     return [_encode(each, f"{where}[{number}]", found, depth + 1) for number, each in enumerate(value)]
 
