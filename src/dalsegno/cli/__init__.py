@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dalsegno.cli.command import FAILED, Command, parse, place
+from dalsegno.cli.console import complain
 from dalsegno.errors import DalsegnoError, UnknownName
 from dalsegno.system.exit_status import ExitStatus, exit_status_of
 
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
         return status
     except DalsegnoError as error:
-        print(f"dalsegno: {error}", file=sys.stderr)
+        complain(error)
         return exit_status_of(error) if words[0] in TRAINING else FAILED
     except BrokenPipeError:  # the reader has closed the pipe; Python's flush at exit must not fail as well
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # a file cannot be read or written
         if words[0] in RUN_USER_CODE:
             raise
-        print(f"dalsegno: {error}", file=sys.stderr)
+        complain(error)
         return FAILED
     except ModuleNotFoundError as error:  # logs are read, and jobs are asked, on machines without torch
         lacking = (error.name or "").partition(".")[0]
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         from dalsegno.system.imports import how_to_install
 
-        print(f"dalsegno: {words[0]} needs {lacking}, which is not installed; {how_to_install()}", file=sys.stderr)
+        complain(f"{words[0]} needs {lacking}, which is not installed; {how_to_install()}")
         return FAILED
     except KeyboardInterrupt:
         print("\ndalsegno: interrupted", file=sys.stderr)

@@ -51,6 +51,16 @@ def visible(text: str) -> str:
     return text if text.isprintable() else "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
+def visible_lines(text: str) -> str:
+    """As :func:`visible`, but with its line breaks."""
+    return "\n".join(map(visible, text.split("\n")))
+
+
+def complain(text: object) -> None:
+    """Say on standard error what is wrong. It may quote a file of strangers."""
+    print(f"dalsegno: {visible_lines(str(text))}", file=sys.stderr)
+
+
 def moment(seconds: float | None) -> str:
     """UTC seconds in local time."""
     return NOTHING if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
@@ -140,9 +150,7 @@ def rich_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def _cells(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    return [
-        ["\n".join(map(visible, column.show(row.get(column.key)).split("\n"))) for column in columns] for row in rows
-    ]
+    return [[visible_lines(column.show(row.get(column.key))) for column in columns] for row in rows]
 
 
 def _least_width(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> int:

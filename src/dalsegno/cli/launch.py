@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dalsegno.cli.command import OF_TRAINING, argument, option, parse, several
+from dalsegno.cli.console import complain
 from dalsegno.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     end = run_job(_target(arguments.what, arguments.arguments), options)
     if end.why:
-        print(f"dalsegno: {end.why}", file=sys.stderr)
+        complain(end.why)
     return end.status
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import termios
@@ -259,6 +260,26 @@ def test_a_pipe_gets_no_colours(tmp_path: Path) -> None:
     done = dalsegno("logs", "list", str(GOLDEN), folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
+
+
+EVIL = "\x1b]0;pwned\x07\x1b[2J=1+1"
+
+
+def test_a_strangers_run_does_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(GOLDEN / "killed", tmp_path / "run")
+    run = json.loads((tmp_path / "run/run.json").read_text())
+    for leg in run["legs"]:
+        leg |= {"why": EVIL, "cause": f"{EVIL}\nleg 9", "host": EVIL, "by": EVIL}
+    (tmp_path / "run/run.json").write_text(json.dumps(run))
+    assert main(["logs", "lineage", str(tmp_path / "run")]) == 0
+    assert main(["logs", "show", f"{tmp_path}/{EVIL}"]) == 2
+    printed = "".join(capsys.readouterr())
+    assert printed.count(r"\x1b]0;pwned\x07") > 3 and "\nleg 9" not in printed
+    assert not [each for each in printed if not each.isprintable() and each != "\n"]
+
+    (tmp_path / "train.jsonl").write_text(json.dumps({"step": 1, "note": EVIL}) + "\n")
+    shown = on_a_terminal(f"export {tmp_path}/train.jsonl --to csv", 80)
+    assert any(r"\x1b]0;pwned\x07\x1b[2J=1+1" in line for line in shown)
 
 
 def on_a_terminal(command: str, columns: int) -> list[str]:

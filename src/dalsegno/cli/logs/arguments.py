@@ -7,12 +7,12 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from dalsegno.cli.command import FAILED, METRICS, Arguments, argument, expect_directory_of, flag, option, place, several
+from dalsegno.cli.console import complain
 from dalsegno.errors import ConfigurationError, DalsegnoError
 
 if TYPE_CHECKING:
@@ -164,5 +164,5 @@ class PerRunResults(Generic[T]):
     def status(self) -> int:
         """The exit status. Prints the failures on stderr."""
         for log, error in self.failed:
-            print(f"dalsegno: {log.name}: {error}", file=sys.stderr)
+            complain(f"{log.name}: {error}")
         return FAILED if self.failed else 0

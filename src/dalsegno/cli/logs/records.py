@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import shutil
 import sys
@@ -13,7 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dalsegno.cli.command import JSON, argument, command, expect_directory_of, flag, one_of, option
-from dalsegno.cli.console import Column, fitted, in_words, number, print_json, print_json_line, print_table, visible
+from dalsegno.cli.console import (
+    Column,
+    complain,
+    fitted,
+    in_words,
+    number,
+    print_json,
+    print_json_line,
+    print_table,
+    visible,
+    visible_lines,
+)
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.logs.values import is_number
 
@@ -81,9 +93,9 @@ def show(arguments: argparse.Namespace) -> int:
     if not shown:
         known = f"{count:,}, of steps {low:,} to {high:,}" if count else "none"
         of_kind = f" of kind {arguments.kind}" if arguments.kind else ""
-        print(f"dalsegno: no record of {log.name} matches; records{of_kind} in the log: {known}", file=sys.stderr)
+        complain(f"no record of {log.name} matches; records{of_kind} in the log: {known}")
     if log.skipped:
-        print(f"dalsegno: skipped {log.skipped.count:,}: {log.skipped}", file=sys.stderr)
+        complain(f"skipped {log.skipped.count:,}: {log.skipped}")
     return 0 if shown else 1
 
 
@@ -357,9 +369,14 @@ def export(arguments: argparse.Namespace) -> int:
         if arguments.to != "tensorboard":
             expect_free(output, arguments)
     log = open_log(arguments.run_path, arguments.step_key)
-    export_log(log, arguments.to, sys.stdout.buffer if output is None else output)
+    if output is None and sys.stdout.isatty():
+        printed = io.BytesIO()
+        export_log(log, arguments.to, printed)
+        print(visible_lines(printed.getvalue().decode(errors="replace")), end="")
+    else:
+        export_log(log, arguments.to, sys.stdout.buffer if output is None else output)
     if output is not None:
         print(f"wrote {output}")
     if log.skipped:
-        print(f"dalsegno: skipped {log.skipped.count:,}: {log.skipped}", file=sys.stderr)
+        complain(f"skipped {log.skipped.count:,}: {log.skipped}")
     return 0

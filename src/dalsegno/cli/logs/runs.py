@@ -10,7 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dalsegno.cli.command import JSON, argument, command, expect_directory_of, flag, option
-from dalsegno.cli.console import NOTHING, Column, moment, number, numbers, print_facts, print_json, print_rows, span
+from dalsegno.cli.console import (
+    NOTHING,
+    Column,
+    moment,
+    number,
+    numbers,
+    print_facts,
+    print_json,
+    print_rows,
+    span,
+    visible,
+)
 from dalsegno.errors import ConfigurationError, NotFound
 
 from .arguments import FORCE, STEP_KEY, PerRunResults, expect_free, given_runs, run_paths
@@ -243,7 +254,7 @@ def lineage(arguments: argparse.Namespace) -> int:
         print_json([{"run": log.name, "path": str(log.path), "legs": legs} for log, legs in runs])
     else:
         for log, legs in logs:
-            print("\n".join(_tree(log, legs, tails)))
+            print("\n".join(map(visible, _tree(log, legs, tails))))
     return 0
 
 
