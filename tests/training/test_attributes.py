@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,6 +155,8 @@ class Odd(ds.Callback):
         self.pair = self.Pair(0, 0)
         self.loop: list[Any] = []
         self.loop.append(self.loop)
+        self.sets: dict[str, set[int]] = {"a": set()}
+        self.nested: defaultdict[str, set[int]] = defaultdict(set)
         self.wide: list[list[int]] = []
         self.writer: Any = None
         self.is_open = False
@@ -170,6 +172,8 @@ class Odd(ds.Callback):
         self.day += np.timedelta64(1, "D")
         self.wide.append([*range(200)])
         self.total += 1
+        self.sets["a"].add(1)
+        self.nested["b"].add(1)
         vars(self)["hidden"] = self.total
         if not self.is_open:
             self.writer, self.is_open = object(), True

@@ -27,6 +27,7 @@ _LOADERS = {
     ("litdata", "StreamingDataset"): "litdata.StreamingDataLoader(dataset, …)",
     ("litdata", "CombinedStreamingDataset"): "litdata.StreamingDataLoader(dataset, …)",
     ("torchdata", "BaseNode"): "torchdata.nodes.Loader(node)",
+    ("torchdata", "Loader"): "this Loader",
 }
 """Loaders that save the position in a stream, by library and class of the stream."""
 

@@ -112,7 +112,8 @@ class Attributes:
         for key, each in self._objects().items():
             found[key] = {}
             for name, held in [*getattr(each, "__dict__", {}).items()]:
-                is_time = type(held) is float and any(a <= held <= b for a, b in zip(self._since, now, strict=True))
+                times = zip(self._since, now, strict=True)
+                is_time = type(held) is float and held % 1 != 0 and any(a <= held <= b for a, b in times)
                 if not is_time:
                     found[key][name] = _read(held)
         return found
@@ -163,7 +164,8 @@ def _copy(value: Any, room: list[int], deepest: int) -> Any:
         return value
     if kind is Tensor and value.nbytes <= LARGEST and value.layout == torch.strided and not value.requires_grad:
         return value.detach().clone()
-    if kind not in (list, tuple, deque, set, *_DICTS) or not deepest:
+    is_outermost = deepest == _DEEPEST  # where it is set, a list goes into the deque or set that is there
+    if kind not in (list, tuple, dict, *((deque, set, *_DICTS) if is_outermost else ())) or not deepest:
         raise _NotPlain(_OTHER)
     items = list(value.items() if kind in _DICTS else value)  # at once: another thread may add to it meanwhile
     room[0] -= len(items)
@@ -203,5 +205,8 @@ def _set(held: dict[str, Any], name: str, value: Any) -> None:
     elif isinstance(here, deque | list) and isinstance(copy, list):
         here.clear()
         here.extend(copy)
+    elif isinstance(here, Tensor) and isinstance(copy, Tensor) and (here.shape, here.dtype) == (copy.shape, copy.dtype):
+        with torch.no_grad():
+            here.copy_(copy)
     else:
-        held[name] = copy.to(here.device) if isinstance(copy, Tensor) and isinstance(here, Tensor) else copy
+        held[name] = copy.to(here.device) if isinstance(here, Tensor) and isinstance(copy, Tensor) else copy

@@ -230,8 +230,9 @@ def _of_tokens(losses: Mapping[str, Tensor], model: Any) -> Tensor:
     loss = losses["loss"]
     for name, other in losses.items():
         for kind in ("aux_loss", "z_loss"):
-            if name.endswith(kind):
-                loss = loss - getattr(config, f"router_{kind}_coef", 0.0) * other
+            coefficient = getattr(config, f"router_{kind}_coef", 0.0)
+            if name.endswith(kind) and coefficient:  # one that is not part of it may be NaN
+                loss = loss - coefficient * other
     return loss
 
 
