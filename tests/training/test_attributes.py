@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 
 import dalsegno as ds
 from dalsegno.checkpoint import Checkpoint, saved_states
@@ -34,11 +33,10 @@ class Watcher(ds.Callback):
         self.seen: set[int] = set()
         self.kinds: Counter[str] = Counter()
         self.losses: list[tuple[int, float]] = []
-        self.mean = torch.zeros(())
+        self.mean = 0.0
         self.largest = np.float32(0)
         self.began = self.last = 0.0
         self.planned = 0
-        self.where: Path | None = None
 
     def on_train_begin(self, ctx: Any) -> None:
         self.planned = ctx.args.max_steps
@@ -55,7 +53,6 @@ class Watcher(ds.Callback):
         self.losses.append((self.steps, loss))
         self.mean = self.mean + (loss - self.mean) / self.steps
         self.largest = max(self.largest, np.float32(loss))
-        self.where = ctx.args.directory
         if self.steps == self.patience:
             ctx.control.stop("enough")
 
@@ -75,7 +72,7 @@ def of(folder: Path, step: int) -> dict[str, Any]:
 
 
 def plain(watcher: Watcher) -> dict[str, Any]:
-    varying = ("began", "last", "where", "construction")
+    varying = ("began", "last", "construction")
     return {name: value for name, value in vars(watcher).items() if name not in varying}
 
 
@@ -156,10 +153,8 @@ class Odd(ds.Callback):
         self.loop: list[Any] = []
         self.loop.append(self.loop)
         self.sets: dict[str, set[int]] = {"a": set()}
-        self.nested: defaultdict[str, set[int]] = defaultdict(set)
+        self.nested: defaultdict[str, set[int]] = defaultdict(set, b={0})
         self.wide: list[list[int]] = []
-        self.writer: Any = None
-        self.is_open = False
         self.day = np.datetime64("2026-01-01")
         self._hidden = 0
 
@@ -175,18 +170,75 @@ class Odd(ds.Callback):
         self.sets["a"].add(1)
         self.nested["b"].add(1)
         vars(self)["hidden"] = self.total
-        if not self.is_open:
-            self.writer, self.is_open = object(), True
 
 
 def test_what_is_not_plain_is_left_to_the_callback(tmp_path: Path) -> None:
-    """Also that it has made an object, which a resumed leg has to make again."""
     watched(tmp_path, stop_after(4), watcher=Odd()).train()
-    rows = [[*range(200)]] * 4
-    assert of(tmp_path, 4) == {"Odd": {"wide": rows, "total": 4, "hidden": 4}}
+    assert of(tmp_path, 4) == {"Odd": {"wide": [[*range(200)]] * 4, "total": 4, "hidden": 4}}
     again = Odd()
     watched(tmp_path, watcher=again, max_steps=6).train()
-    assert again.is_open and again.writer is not None and again.total == 6 and len(again.wide) == 6
+    assert again.total == 6 and len(again.wide) == 6
+
+
+def test_beside_an_object_that_it_makes_nothing_is_saved_but_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Opens(ds.Callback):
+        def __init__(self) -> None:
+            self.count = 0
+            self.file: Any = None
+            self.is_open = False
+
+        def on_step_end(self, ctx: Any) -> None:
+            self.count += 1
+            if not self.is_open:
+                self.file, self.is_open = object(), True
+
+    with caplog.at_level(logging.WARNING, "dalsegno"):
+        watched(tmp_path, stop_after(4), watcher=Opens()).train()
+    assert of(tmp_path, 4) == {}
+    (named,) = [each for each in caplog.messages if "no checkpoint contains" in each]
+    assert "the training changes Opens.count, Opens.is_open, which" in named
+    again = Opens()
+    watched(tmp_path, watcher=again, max_steps=6).train()
+    assert again.is_open and again.file is not None and again.count == 2
+
+
+def test_what_on_train_end_cleans_up_is_prepared_again(tmp_path: Path) -> None:
+    class Opens(ds.Callback):
+        number, steps = -1, 0
+
+        def on_train_begin(self, ctx: Any) -> None:
+            self.number = 5
+
+        def on_step_end(self, ctx: Any) -> None:
+            assert self.number == 5
+            self.steps += 1
+
+        def on_train_end(self, ctx: Any) -> None:
+            self.number = -1
+
+    opens, stopper = Opens(), stop_after(3)
+    trainer = watched(tmp_path, stopper, watcher=opens, max_steps=6)
+    trainer.train()
+    trainer.remove_callback(stopper)
+    assert trainer.train().global_step == 6 and opens.steps == 6
+
+
+def test_others_keep_the_lists_that_they_share(tmp_path: Path) -> None:
+    names = ["a"]
+
+    class Adds(ds.Callback):
+        def __init__(self) -> None:
+            self.names = names
+
+        def on_step_end(self, ctx: Any) -> None:
+            self.names = [*self.names, "x"]
+
+    watched(tmp_path, stop_after(2), watcher=Adds()).train()
+    again = Adds()
+    watched(tmp_path, watcher=again, max_steps=3).train()
+    assert names == ["a"] and again.names == ["a", "x", "x", "x"]
 
 
 def test_more_items_than_are_saved_are_named_once(
@@ -197,6 +249,7 @@ def test_more_items_than_are_saved_are_named_once(
         watched(tmp_path, save_steps=3).train()
     named = [each for each in caplog.messages if "no checkpoint contains" in each]
     assert named == [
-        "a resumed run will differ from an uninterrupted one: Watcher.losses: more than 5 items, which no checkpoint "
-        "contains. Give the class state_dict and load_state_dict"
+        "a resumed run will differ from an uninterrupted one: the training changes Watcher.losses, which no checkpoint "
+        "contains (more than 5 items, or beside other objects that the callback makes). Give the class state_dict and "
+        "load_state_dict"
     ]

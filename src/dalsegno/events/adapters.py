@@ -135,7 +135,8 @@ class CallbackAdapter(Callback):
 
     @property
     def saves_attributes(self) -> bool:
-        is_known = self.saves_states and self._is_theirs(type(self.__wrapped__))
+        theirs = [kind for kind in type(self.__wrapped__).__mro__ if self._is_theirs(kind)]
+        is_known = self.saves_states and any(kind.__name__ not in self.bases for kind in theirs)
         return not is_known and not isinstance(self, Stateful)
 
     @abstractmethod

@@ -163,7 +163,8 @@ class Callback:
     @property
     def saves_attributes(self) -> bool:
         """Whether the plain attributes that training has changed are saved. With ``state_dict``, that says what is."""
-        return not _is_own(type(self)) and not isinstance(self, Stateful | TensorHolder)
+        bases = type(self).__mro__[: type(self).__mro__.index(Callback)]  # dalsegno's own know what their state is
+        return not any(map(_is_own, bases)) and not isinstance(self, Stateful | TensorHolder)
 
     def handled_events(self) -> list[Event]:
         """Return the events whose handlers this callback overrides.

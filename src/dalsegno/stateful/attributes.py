@@ -2,8 +2,8 @@
 
 A callback that counts steps in ``self.count`` and has no ``state_dict`` would begin anew in a resumed leg, and nothing
 would show it until it stops the run somewhere else. So what differs from what the script built is saved: numbers,
-texts, None, small tensors, and lists, tuples, dicts, deques and sets of them. Attributes are read and set in the
-object's ``__dict__``, past its properties.
+texts, None, and lists, tuples, dicts, deques and sets of them. Attributes are read and set in the object's
+``__dict__``, past its properties.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
-import torch
-from torch import Tensor
 
 logger = logging.getLogger("dalsegno")
 
 MOST_ITEMS = 10_000
 """Items of an attribute that is saved, those within its items included."""
 LARGEST = 1 << 20
-"""Bytes of a tensor, or characters of a text, that is saved."""
+"""Characters of a text that is saved."""
 
 _DEEPEST = 20
-_PLAIN = {bool, int, float, str, bytes, type(None), torch.dtype, torch.device}
+_PLAIN = {bool, int, float, str, bytes, type(None)}
 _DICTS = (dict, Counter, OrderedDict, defaultdict)
+_KINDS = (deque, set, *_DICTS[1:])
 _CLOCKS = (time.time, time.perf_counter, time.monotonic)
+_RECENT = 600.0  # seconds
 
 Values = dict[str, Any]
 """By name, of one object."""
@@ -38,8 +38,8 @@ class Attributes:
     """Those of ``objects()``, by key. A component of a checkpoint.
 
     What an object sets until training begins, in its constructor or in ``on_train_begin``, it sets in the next leg too:
-    that is what the script built. What it reads from a clock means nothing to another process, and is not saved. Nor
-    are True, False, None and texts of an object that has also made another one while it trained: they may say so.
+    that is what the script built. What it has lately read from a clock means nothing to another process, and is not
+    saved. Nor is anything of one that also makes other objects while it trains: a count may belong to them.
     """
 
     state_scope = "per_rank"
@@ -48,10 +48,11 @@ class Attributes:
 
     def __init__(self, objects: Callable[[], Mapping[str, object]]) -> None:
         self._objects = objects
-        self._since = [clock() for clock in _CLOCKS]
         self._before: dict[str, Values] = {}
         self._built: dict[str, Values] = {}
         self._loaded: dict[str, Values] = {}
+        self._ended: dict[str, Values] = {}
+        self._kinds: dict[str, dict[str, type]] = {}
         self._trains = False
         self._named: set[str] = set()
 
@@ -73,12 +74,20 @@ class Attributes:
             for name, value in values.items():
                 if name not in built or before is None or name not in before or not _same(before[name], value):
                     built[name] = value
+        self._kinds = {
+            key: {name: type(held) for name, held in getattr(each, "__dict__", {}).items()}
+            for key, each in self._objects().items()
+        }
         self._trains = True
         self._set(self._loaded)
 
+    def end_training(self) -> None:
+        """Call before the objects clean up."""
+        self._ended = self.state_dict()
+
     def keep(self) -> None:
-        """The next leg of this process continues from the present values."""
-        self._loaded = self.state_dict()
+        """The next leg of this process continues from the values at the former one's end."""
+        self._loaded = self._ended
 
     def state_dict(self) -> dict[str, Values]:
         if not self._trains:
@@ -87,12 +96,18 @@ class Attributes:
         for key, values in self._read().items():
             built, loaded = self._built.setdefault(key, values), self._loaded.get(key, {})
             changed = {
-                name: value for name, value in values.items() if name in loaded or not _same(built.get(name), value)
+                name: value
+                for name, value in values.items()
+                if name in loaded or not _same(built.get(name, _ABSENT), value)
             }
-            self._warn([f"{key}.{name}" for name, value in changed.items() if value is _TOO_MANY])
-            has_made = any(value is _OTHER and built.get(name) is not _OTHER for name, value in values.items())
-            left_out = {object, *((bool, str, type(None)) if has_made else ())}
-            if kept := {name: value for name, value in changed.items() if type(value) not in left_out}:
+            is_whole = all(value is not _OTHER or built.get(name) is _OTHER for name, value in values.items())
+            kept = {
+                name: each
+                for name, each in changed.items()
+                if is_whole and each is not _OTHER and each is not _TOO_MANY and self._has_built_kind(key, name)
+            }
+            self._warn([f"{key}.{name}" for name, each in changed.items() if name not in kept and each is not _OTHER])
+            if kept:
                 state[key] = kept
         return state
 
@@ -106,14 +121,18 @@ class Attributes:
     def reshard(cls, states: Sequence[dict[str, Values]], world_size: int) -> list[dict[str, Values]]:
         return [states[0]] * world_size
 
+    def _has_built_kind(self, key: str, name: str) -> bool:
+        """Whether the next leg can make a deque, set or dict of this kind, because the script has built one."""
+        kind = type(vars(self._objects()[key])[name])
+        return kind not in _KINDS or self._kinds.get(key, {}).get(name) is kind
+
     def _read(self) -> dict[str, Values]:
         now = [clock() for clock in _CLOCKS]
         found: dict[str, Values] = {}
         for key, each in self._objects().items():
             found[key] = {}
             for name, held in [*getattr(each, "__dict__", {}).items()]:
-                times = zip(self._since, now, strict=True)
-                is_time = type(held) is float and held % 1 != 0 and any(a <= held <= b for a, b in times)
+                is_time = type(held) is float and held % 1 != 0 and any(abs(held - clock) < _RECENT for clock in now)
                 if not is_time:
                     found[key][name] = _read(held)
         return found
@@ -122,14 +141,16 @@ class Attributes:
         objects = self._objects()
         for key in state.keys() & objects.keys():
             for name, value in state[key].items():
-                _set(vars(objects[key]), name, value)
+                if not callable(getattr(type(objects[key]), name, None)):  # it is a method now
+                    _set(vars(objects[key]), name, value)
 
     def _warn(self, names: Sequence[str]) -> None:
         if new := [name for name in names if name not in self._named]:
             self._named.update(new)
             logger.warning(
-                "a resumed run will differ from an uninterrupted one: %s: more than %d items, which no checkpoint "
-                "contains. Give the class state_dict and load_state_dict",
+                "a resumed run will differ from an uninterrupted one: the training changes %s, which no checkpoint "
+                "contains (more than %d items, or beside other objects that the callback makes). Give the class "
+                "state_dict and load_state_dict",
                 ", ".join(new),
                 MOST_ITEMS,
             )
@@ -160,12 +181,10 @@ def _copy(value: Any, room: list[int], deepest: int) -> Any:
     kind = type(value)
     if kind in _PLAIN or isinstance(value, np.number | np.bool_):
         if kind in (str, bytes) and len(value) > LARGEST:
-            raise _NotPlain(_OTHER)
+            raise _NotPlain(_TOO_MANY)
         return value
-    if kind is Tensor and value.nbytes <= LARGEST and value.layout == torch.strided and not value.requires_grad:
-        return value.detach().clone()
-    is_outermost = deepest == _DEEPEST  # where it is set, a list goes into the deque or set that is there
-    if kind not in (list, tuple, dict, *((deque, set, *_DICTS) if is_outermost else ())) or not deepest:
+    is_outermost = deepest == _DEEPEST  # where the kind is known by what is there
+    if kind not in (list, tuple, dict, *(_KINDS if is_outermost else ())) or not deepest:
         raise _NotPlain(_OTHER)
     items = list(value.items() if kind in _DICTS else value)  # at once: another thread may add to it meanwhile
     room[0] -= len(items)
@@ -183,8 +202,6 @@ def _copy(value: Any, room: list[int], deepest: int) -> Any:
 def _same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other.to(one.device))
     if isinstance(one, dict):
         return list(one) == list(other) and all(_same(one[name], other[name]) for name in one)
     if isinstance(one, list | tuple):
@@ -193,20 +210,18 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _set(held: dict[str, Any], name: str, value: Any) -> None:
-    """Into the container that is there, if its type is to stay: others may hold it."""
+    """As a container of the kind that is there: a new one, since others may hold the old one."""
     if value is _ABSENT:
         held.pop(name, None)
     if value is _ABSENT or value is _OTHER or value is _TOO_MANY:
         return
     here, copy = held.get(name), _read(value)
-    if (isinstance(here, dict) and isinstance(copy, dict)) or (isinstance(here, set) and isinstance(copy, list)):
-        here.clear()
-        here.update(copy)
-    elif isinstance(here, deque | list) and isinstance(copy, list):
-        here.clear()
-        here.extend(copy)
-    elif isinstance(here, Tensor) and isinstance(copy, Tensor) and (here.shape, here.dtype) == (copy.shape, copy.dtype):
-        with torch.no_grad():
-            here.copy_(copy)
-    else:
-        held[name] = copy.to(here.device) if isinstance(here, Tensor) and isinstance(copy, Tensor) else copy
+    if isinstance(here, deque) and isinstance(copy, list):
+        copy = deque(copy, here.maxlen)
+    elif isinstance(here, set) and isinstance(copy, list):
+        copy = set(copy)
+    elif isinstance(here, defaultdict) and isinstance(copy, dict):
+        copy = defaultdict(here.default_factory, copy)
+    elif isinstance(here, Counter | OrderedDict) and isinstance(copy, dict):
+        copy = type(here)(copy)
+    held[name] = copy

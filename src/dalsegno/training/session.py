@@ -162,6 +162,7 @@ class Session:
         if error is not None and dispatcher.exception:
             dispatcher.exception.fill(error)
             failures += dispatcher.exception.fire_all()
+        self._attributes.end_training()
         if dispatcher.train_end:
             dispatcher.train_end.fill(result.reason, metrics, result.checkpoint)
             failures += dispatcher.train_end.fire_all()
