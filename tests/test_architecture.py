@@ -38,7 +38,7 @@ MOST_FILES = {
     "launcher": 10,
     "logs": 10,
     "policies": 4,
-    "stateful": 5,
+    "stateful": 4,
     "system": 14,
     "testing": 7,
     "training": 31,

@@ -11,8 +11,6 @@ from cli.command import dalsegno
 from dalsegno.cli import main
 
 OWN_TRAINING = '''
-from types import SimpleNamespace
-
 import torch
 import dalsegno as ds
 from dalsegno.distributed import collectives
@@ -26,26 +24,26 @@ class Counter(ds.Callback):
     """Changes what is logged and how is trained, by a number that is in no checkpoint."""
 
     def __init__(self):
-        self.inner = SimpleNamespace(seen=0)
+        self.seen = 0
 
     def on_microbatch_end(self, ctx):
-        self.inner.seen += 1
+        self.seen += 1
 
     def on_pre_optimizer_step(self, ctx):
-        if self.inner.seen > 10:
+        if self.seen > 10:
             for parameter in ctx.model.parameters():
                 parameter.grad.mul_(0.5)
 
     def on_log(self, ctx):
-        ctx.logs["seen"] = self.inner.seen
+        ctx.logs["seen"] = self.seen
 
 
 class Remembering(Counter):
     def state_dict(self):
-        return {"seen": self.inner.seen}
+        return {"seen": self.seen}
 
     def load_state_dict(self, state):
-        self.inner.seen = state["seen"]
+        self.seen = state["seen"]
 
 
 def build(output_dir, callback, samples=100):

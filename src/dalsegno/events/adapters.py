@@ -93,8 +93,6 @@ class CallbackAdapter(Callback):
     """The first parameters of its handlers, if no other dialect has the same; empty if they are ambiguous."""
     calls: ClassVar[Sequence[tuple[Event, str]]]
     """Method to call at each event, in this order."""
-    saves_states: ClassVar[bool] = True
-    """Whether the library's own callbacks save what they need: those without a state need none."""
     silent: ClassVar[Sequence[str]] = ()
     """Handlers of the library that are never called here."""
     instead: ClassVar[Mapping[str, str]] = {}
@@ -132,12 +130,6 @@ class CallbackAdapter(Callback):
     def default_name(self) -> str:
         own = getattr(self.__wrapped__, "name", None)
         return own if isinstance(own, str) and own else type(self.__wrapped__).__name__
-
-    @property
-    def saves_attributes(self) -> bool:
-        theirs = [kind for kind in type(self.__wrapped__).__mro__ if self._is_theirs(kind)]
-        is_known = self.saves_states and any(kind.__name__ not in self.bases for kind in theirs)
-        return not is_known and not isinstance(self, Stateful)
 
     @abstractmethod
     def call(self, event: Event, method: str, binder: Binder) -> Callable[[Any, Any], Answer]:

@@ -1,8 +1,7 @@
 """Callback: base class of everything that handles events of a run.
 
 Override only what is needed: a handler that is not overridden is never called. A callback with ``state_dict`` and
-``load_state_dict`` is saved with each checkpoint and restored from it, without registration; of one without them the
-plain attributes are that training has changed::
+``load_state_dict`` is saved with each checkpoint and restored from it, without registration::
 
     class TokensPerDomain(ds.Callback):
         state_scope = "per_rank"
@@ -26,13 +25,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable
 from types import FunctionType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, TypeVar
 from weakref import WeakSet
 
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.state import Handler, TrainerControl
 from dalsegno.stateful.annotations import ConstructorSignature
-from dalsegno.stateful.component import Component, Scope, Stateful, TensorHolder
+from dalsegno.stateful.component import Component, Scope, Stateful
 
 from . import contexts
 from .table import Event
@@ -160,12 +159,6 @@ class Callback:
         """Key of the state in a checkpoint, independent of order, arguments and the class's module."""
         return self.name or self.default_name
 
-    @property
-    def saves_attributes(self) -> bool:
-        """Whether the plain attributes that training has changed are saved. With ``state_dict``, that says what is."""
-        bases = type(self).__mro__[: type(self).__mro__.index(Callback)]  # dalsegno's own know what their state is
-        return not any(map(_is_own, bases)) and not isinstance(self, Stateful | TensorHolder)
-
     def handled_events(self) -> list[Event]:
         """Return the events whose handlers this callback overrides.
 
@@ -280,20 +273,11 @@ def _check_signature(callback: Callback, event: Event) -> None:
         _checked.add(function)
 
 
-def _is_own(kind: type) -> bool:
-    return kind.__module__.startswith("dalsegno.")
-
-
 def components_of(callbacks: Iterable[Callback]) -> list[Component]:
     """Return the callbacks that have state, as components under ``callbacks.<key>``."""
     return [
         Component(f"callbacks.{callback.key}", callback) for callback in callbacks if isinstance(callback, Stateful)
     ]
-
-
-def attributes_of(callbacks: Iterable[Callback]) -> dict[str, object]:
-    """Return, by key, the callbacks without a state of their own whose attributes are saved, as the user knows them."""
-    return {callback.key: inspect.unwrap(cast(Any, callback)) for callback in callbacks if callback.saves_attributes}
 
 
 _global: dict[int, tuple[Callback, int]] = {}  # id → callback and its number of registrations

@@ -29,14 +29,13 @@ from dalsegno.distributed.layout import Layout, environment_of
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, EventNotFired
 from dalsegno.events.adapters import external_global_callbacks
-from dalsegno.events.callback import Callback, attributes_of, components_of, global_callbacks
+from dalsegno.events.callback import Callback, components_of, global_callbacks
 from dalsegno.events.dispatcher import Dispatcher, check_supported, note_failures, raise_first
 from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
 from dalsegno.logs.repeats import RecordDifference
 from dalsegno.state import ControlRequests, ResumeProof, TrainerControl, TrainerState
-from dalsegno.stateful.attributes import Attributes
-from dalsegno.stateful.component import Component, Stateful, TensorHolder
+from dalsegno.stateful.component import Component, TensorHolder
 from dalsegno.system import filesystem
 from dalsegno.witness import Witness
 
@@ -211,7 +210,6 @@ class Leg:
         )
         self._manager = CheckpointManager(args.directory, locate=locate)
         self._progress = Progress(samples_after)
-        self._attributes = Attributes(lambda: attributes_of(self.events.callbacks))
         self._all_metrics: dict[str, Any] = {}  # of the sets measured so far in this evaluation
 
     def _take_place(self) -> None:
@@ -249,9 +247,7 @@ class Leg:
         if saves:
             self._manager.check_serializable(self._tensors, self._components())
         self.state.clock.start()
-        self._attributes.begin_leg()
         on.train_begin.fire_with(folder, None)
-        self._attributes.begin_training()
         self._begin_witness(is_resumed=folder is not None)
 
     def begin_packed(self, packed: Packed | None, *, saves: bool, checkpoint: str) -> None:
@@ -532,8 +528,8 @@ class Leg:
         self.events.save.fire_with(checkpoint, self.state.global_step, is_best, self.state)
 
     def _components(self) -> list[Component]:
-        own: dict[str, Stateful] = {"bridge": self._progress, "clock": self.state.clock, "attributes": self._attributes}
-        return [*(Component(key, target) for key, target in own.items()), *components_of(self.events.callbacks)]
+        own = [Component("bridge", self._progress), Component("clock", self.state.clock)]
+        return [*own, *components_of(self.events.callbacks)]
 
     def _load(self, folder: Path) -> LoadReport:
         checkpoint = self._manager.find(folder)

@@ -301,15 +301,6 @@ class Observer(CallbackAdapter):
         self._worker = Worker(f"{self.key}, in the background")
 
     @property
-    def _runs_at_once(self) -> bool:
-        return self.sets_control_flags or isinstance(self.__wrapped__, Stateful)
-
-    @property
-    def saves_attributes(self) -> bool:
-        """Not where another thread changes them: they are not those of the step that is saved."""
-        return self._runs_at_once and super().saves_attributes
-
-    @property
     def counts(self) -> Counts:
         """Numbers of calls that ran, failed, and were dropped."""
         return self._worker.counts
@@ -329,7 +320,8 @@ class Observer(CallbackAdapter):
 
     def call(self, event: Event, method: str, binder: Binder) -> Callable[[Any, Any], Answer]:
         shared, function = binder.shared(SharedState), getattr(self.__wrapped__, method)
-        run = self._worker.do if self._runs_at_once else self._worker.submit
+        at_once = self.sets_control_flags or isinstance(self.__wrapped__, Stateful)
+        run = self._worker.do if at_once else self._worker.submit
 
         conditions: dict[Event, Callable[[Any], bool]] = {
             Event.BEFORE_FORWARD: lambda ctx: shared.in_update,

@@ -59,7 +59,6 @@ class CheckpointContents:
             "rng": parts.random_state,
             "meter": parts.metrics,
             "flags": parts.flags,
-            "attributes": parts.attributes,
         }
         _check_state(others, reserved=[self.model.key, OptimizerState.key, *own])
         names = names_of_others(parts.optimizer, self.model, self._loss, others)

@@ -156,7 +156,6 @@ class RunLifecycle:
         if self._result is not None and self._is_in_memory(self._result):
             self._commands.restore(parts.state.global_step)
             parts.flags.keep()
-            parts.attributes.keep()
             return self._result.checkpoint
         self._continue_rollback()
         checkpoint = self._select_checkpoint()

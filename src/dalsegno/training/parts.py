@@ -21,13 +21,12 @@ from dalsegno.distributed.layout import Layout
 from dalsegno.distributed.rng import RandomState
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.events.adapters import adapt, external_global_callbacks
-from dalsegno.events.callback import Callback, attributes_of, global_callbacks
+from dalsegno.events.callback import Callback, global_callbacks
 from dalsegno.events.contexts import Context
 from dalsegno.events.dispatcher import Dispatcher
 from dalsegno.events.registration import check_callbacks, instances
 from dalsegno.events.table import Event
 from dalsegno.state import TrainerControl, TrainerState
-from dalsegno.stateful.attributes import Attributes
 from dalsegno.stateful.component import TensorHolder
 from dalsegno.witness import Witness
 
@@ -69,7 +68,6 @@ class RunParts:
     random_state: RandomState
     buffers: SharedBuffers
     flags: Flags
-    attributes: Attributes
     dispatcher: Dispatcher
     callbacks: CallbackSet
     rollback_effects: RollbackEffects
@@ -117,7 +115,6 @@ def build_parts(
         )
 
     dispatcher = Dispatcher(make_context, is_rank_zero=is_rank_zero, unsupported_events=unsupported_events)
-    bound = CallbackSet(dispatcher, model, callbacks, core=core, report_to=args.report_to)
     return RunParts(
         args=args,
         layout=layout,
@@ -133,9 +130,8 @@ def build_parts(
         random_state=RandomState(args.seed, layout, lambda: state.global_step),
         buffers=SharedBuffers([model] if loss_fn is None else [model, loss_fn]),
         flags=Flags({"model": model} if loss_fn is None else {"model": model, "loss_fn": loss_fn}, optimizer),
-        attributes=Attributes(lambda: attributes_of(bound.bound)),
         dispatcher=dispatcher,
-        callbacks=bound,
+        callbacks=CallbackSet(dispatcher, model, callbacks, core=core, report_to=args.report_to),
         rollback_effects=RollbackEffects(optimizer, loader),
         witness=Witness(args.directory, device_of(model), args.on_resume),
         comparison=comparison,

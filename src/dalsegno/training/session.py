@@ -69,7 +69,6 @@ class Session:
         self._loader = parts.loader
         self._buffers = parts.buffers
         self._flags = parts.flags
-        self._attributes = parts.attributes
         self._random_state = parts.random_state
         self._boundary = boundary
         self._recorder = boundary.recorder
@@ -102,14 +101,12 @@ class Session:
         self._boundary.begin_leg()
         self._buffers.begin_leg()
         self._flags.begin_leg()
-        self._attributes.begin_leg()
         state.clock.start()
         self._leg_recorder.begin(self._resumed_from)
         try:
             self._commands.queue.open()
             self._dispatcher.train_begin.fire_with(self._resumed_from, self._checkpoints.memory.room)
             self._flags.note_changes()
-            self._attributes.begin_training()
             self._begin_witness()
             self._dispatcher.leave_out_idle()
         except BaseException as error:
@@ -162,7 +159,6 @@ class Session:
         if error is not None and dispatcher.exception:
             dispatcher.exception.fill(error)
             failures += dispatcher.exception.fire_all()
-        self._attributes.end_training()
         if dispatcher.train_end:
             dispatcher.train_end.fill(result.reason, metrics, result.checkpoint)
             failures += dispatcher.train_end.fire_all()

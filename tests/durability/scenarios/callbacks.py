@@ -25,23 +25,8 @@ def draw(ctx: Any) -> None:
 
 
 @scenario(CALLBACKS)
-def count_in_an_attribute(output_dir: Path) -> Trains:
-    """A callback without a `state_dict` counts in an attribute, and stops the run after fourteen steps."""
-
-    class Patience(ds.Callback):
-        steps = 0
-
-        def on_step_end(self, ctx: Any) -> None:
-            self.steps += 1
-            if self.steps == 14:
-                ctx.control.stop("enough")
-
-    return trainer(output_dir, Patience())
-
-
-@scenario(CALLBACKS)
 def callback_without_state(output_dir: Path) -> Trains:
-    """A callback writes an average of the losses into the records, and keeps them outside of its attributes."""
+    """A callback writes an average of the losses into the records, and has no `state_dict`."""
     losses: list[float] = []
 
     def add(ctx: Any) -> None:
@@ -111,7 +96,7 @@ def seeds_from_the_clock(output_dir: Path) -> Trains:
 
 @scenario(LATE)
 def mean_in_the_final_record(output_dir: Path) -> Trains:
-    """A callback collects the losses outside of its attributes, and writes their mean into the final record only."""
+    """A callback collects the losses without a `state_dict`, and writes their mean into the final record only."""
     losses: list[float] = []
 
     def collect(ctx: Any) -> None:
@@ -126,7 +111,7 @@ def mean_in_the_final_record(output_dir: Path) -> Trains:
 
 @scenario(LATE)
 def patience_without_state(output_dir: Path) -> Trains:
-    """A callback stops the run after fourteen steps, which it counts outside of its attributes."""
+    """A callback without a `state_dict` stops the run after fourteen steps of its own count."""
     steps = itertools.count(1)
 
     def count(ctx: Any) -> None:

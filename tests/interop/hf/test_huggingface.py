@@ -7,7 +7,6 @@ import json
 import pprint
 import sys
 import threading
-from collections import UserList
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,11 @@ import pytest
 import torch
 
 import dalsegno as ds
-from dalsegno.checkpoint import Checkpoint, saved_states
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, tiny_regression_data
 from interop.script import Broken, play
 from support.held_saves import hold_save
 from support.listeners import Listener
 from support.parcels import sent
-from support.resumed import assert_resumes
 from support.small import small_trainer
 
 PLAIN = ["model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"]
@@ -32,7 +29,7 @@ class Recorder(ds.TrainerCallback):
     """Every event with its step; and all that it was called with."""
 
     def __init__(self, without: tuple[str, ...] = ()) -> None:
-        self.seen: UserList[tuple[str, int]] = UserList()  # of this leg: no list, which a checkpoint would contain
+        self.seen: list[tuple[str, int]] = []
         self.calls: dict[str, dict[str, Any]] = {}
         for name in NAMES:
             if name.removeprefix("on_") not in without:
@@ -489,26 +486,3 @@ def test_a_callback_arrives_at_the_ranks_of_a_launch(tmp_path: Path) -> None:
     foreign.seen.append(2)
     arrived = sent(ds.adapt(foreign, "huggingface"), tmp_path)
     assert arrived.__wrapped__.seen == [1, 2] and arrived.key == "Foreign"
-
-
-def test_attributes_continue_but_not_of_what_the_library_itself_defines(tmp_path: Path) -> None:
-    from transformers import ProgressCallback
-
-    class Counts(ds.TrainerCallback):
-        steps = begun = ended = 0
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.steps += 1
-
-        def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.begun += 1
-
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.ended += 1
-
-    def build(folder: Path, *callbacks: Any) -> ds.Trainer:
-        return small_trainer(folder, Counts(), ProgressCallback(), *callbacks, max_steps=14, save_steps=14)
-
-    assert_resumes(build, tmp_path, 5, 6, 8)
-    saved = saved_states(Checkpoint.open(tmp_path / "parts/checkpoints/step-00000014"))["attributes"]
-    assert saved == [{"Counts": {"steps": 14, "begun": 3, "ended": 2}}]

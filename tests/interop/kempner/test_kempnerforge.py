@@ -16,14 +16,12 @@ import torch
 
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
-from dalsegno.interop.kempner import TrainingHook
 from dalsegno.logs import read_records
 from dalsegno.testing import FaultPlan, TinyRegression, assert_resume_equivalent, run_ranks, tiny_regression_data
 from interop.script import Broken, play
 from support.listeners import Listener
 from support.models import Line
 from support.own_loops import OwnLoop
-from support.resumed import assert_resumes
 from support.small import arguments, small_trainer
 
 
@@ -358,19 +356,3 @@ def test_state_survives_a_kill(tmp_path: Path) -> None:
     assert_resume_equivalent(averaging, [FaultPlan(event=ds.Event.STEP_END, count=7)], folder=tmp_path)
     records = read_records(tmp_path / "killed" / "logs" / "train.jsonl")
     assert sum("average" in record for record in records) == 12
-
-
-def test_what_a_hook_counts_in_an_attribute_continues(tmp_path: Path) -> None:
-    class Patience(TrainingHook):
-        def __init__(self) -> None:
-            self._counter = 0
-
-        def on_step_end(self, ctx: Any) -> None:
-            self._counter += 1
-            if self._counter == 14:
-                raise KeyboardInterrupt
-
-    def build(folder: Path, *callbacks: Any) -> ds.Trainer:
-        return small_trainer(folder, Patience(), *callbacks, max_steps=20)
-
-    assert assert_resumes(build, tmp_path, 5, 8).state.global_step == 14
