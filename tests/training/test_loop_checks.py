@@ -451,7 +451,7 @@ def test_a_second_optimizer_needs_its_parameters_in_the_run(tmp_path: Path) -> N
     loop = TwoModels(tmp_path)
     given = {"model": loop.model, "loader": loop.loader, "lr_scheduler": loop.scheduler}
     with pytest.raises(
-        ds.ConfigurationError, match=r"optimizer: .*no checkpoint of this run would contain|is the model's"
+        ds.ConfigurationError, match=r"'optimizer_1': .*no checkpoint of this run would contain|is the model's"
     ):
         ds.Run(loop.args, optimizer=[loop.optimizer, loop.second], **given)
 

@@ -267,11 +267,11 @@ def leg_that_waits(folder: Path) -> str:
     logging.getLogger("dalsegno").addHandler(messages)
     progress.REPORT_EVERY = 0.05
 
-    def publish_late(publication: MemoryPublication, manifest: Any) -> None:
+    def publish_late(publication: MemoryPublication, manifest: Any, advance: Any) -> None:
         messages.texts.clear()
         until(lambda: len(messages.texts) == 2)  # the first may have been on its way
         reports.append(messages.texts[1])
-        publish(publication, manifest)
+        publish(publication, manifest, advance)
 
     if collectives.rank() == 0:
         MemoryPublication.publish = publish_late  # type: ignore[method-assign]
