@@ -1,7 +1,7 @@
 """The table: ``python -m benchmarks [--list] [--small] [--json FILE] [NAME…]``.
 
-Each benchmark is measured in a process of its own, so that none feels what another has left behind. FILE collects the
-results: a benchmark is written as soon as it is measured, in place of its former rows. The status is 1 if a figure
+Each benchmark is measured in a process of its own, so that none feels what another has left behind. Its rows are
+printed as soon as it is measured, and written to FILE in place of its former ones. The status is 1 if a figure
 is impossible or a benchmark failed.
 """
 
@@ -81,11 +81,10 @@ def main(arguments: list[str] | None = None) -> int:
         except Exception as error:  # one that breaks keeps no other from being measured
             traceback.print_exc()
             measured = [Row.failed(name, error)]
-        print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
+        print(f"\n{name}: {time.perf_counter() - began:.0f} s\n{table(measured)}", flush=True)
         if options.json:
             results.add(options.json, name, measured, machine)
         rows += measured
-    print(table(rows))
     return 1 if any(row.has_failed or (row.is_impossible and not options.small) for row in rows) else 0
 
 
