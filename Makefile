@@ -52,7 +52,7 @@ proofs: $(READY)
 diloco: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m durability.diloco --kills $(or $(KILLS),100)
 
-# Kills, saves, waits and memory of runs on this machine's GPU, written to docs/gpu.md: six minutes or so.
+# Kills, saves, waits and memory of runs on this machine's GPU, written to docs/why/gpu.md: six minutes or so.
 device: $(READY)
 	PYTHONPATH=tests $(BIN)/python -W ignore -m durability.device --write
 

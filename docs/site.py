@@ -1,6 +1,6 @@
 """Hook of the documentation site: references in docstrings, written for readers of the code, fit the site.
 
-Roles such as ``:class:`` become code, and names of pages such as ``docs/jobs.md`` links.
+Roles such as ``:class:`` become code, and names of pages such as ``docs/guides/jobs.md`` links.
 """
 
 from __future__ import annotations
@@ -17,5 +17,6 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     """``:class:`~dalsegno.Trainer``` shows as ``Trainer``."""
     html = ROLE.sub(lambda role: f"<code>{role[2].rpartition('.')[2] if role[1] else role[2]}</code>", html)
     if page.url.startswith(REFERENCE):
-        html = PAGE.sub(lambda name: f'<a href="../../{name[1]}/">{name[0]}</a>', html)
+        up = "../" * page.url.count("/")
+        html = PAGE.sub(lambda name: f'<a href="{up}{name[1]}/">{name[0]}</a>', html)
     return html

@@ -1,4 +1,4 @@
-"""Puts the benchmarks' results into docs/performance.md: ``python docs/images/benchmarks.py [FILE…]``.
+"""Puts the benchmarks' results into docs/why/performance.md: ``python docs/images/benchmarks.py [FILE…]``.
 
 Each FILE is what ``python -m benchmarks --json FILE`` has written, of all benchmarks or of some: their results replace
 those in docs/benchmarks.json, the others stay. Without a FILE, that file is read again. Writes the page's table and
@@ -19,7 +19,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks.json"
-PAGE = HERE.parent / "performance.md"
+PAGE = HERE.parent / "why" / "performance.md"
 PICTURE = HERE / "benchmarks.svg"
 
 BEGIN, END = "<!-- made by docs/images/benchmarks.py -->\n", "<!-- end -->\n"

@@ -1,5 +1,5 @@
-"""Makes the picture of docs/diloco.md, and prints its figures: ``PYTHONPATH=. python -P docs/images/diloco.py``, in the
-root of the repository. Takes some ten minutes on a quiet machine."""
+"""Makes the picture of docs/guides/diloco.md, and prints its figures:
+``PYTHONPATH=. python -P docs/images/diloco.py``, in the root of the repository. Takes some ten minutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/inside.md: ``python docs/images/inside.py``. A test compares them with the code.
+"""Draws the pictures of docs/why/inside.md: ``python docs/images/inside.py``. A test compares them with the code.
 
 ``rooms.svg``: the packages on their floors, from the table of tests/test_architecture.py and their docstrings.
 ``ways.svg``: a step, a save and a resume through the rooms. Every name in it is looked up in the code.

@@ -18,7 +18,7 @@ from support.docs_scripts import script
 from support.small import small_trainer
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "inside.md"
+PAGE = ROOT / "docs" / "why" / "inside.md"
 OF_TORCH = ["SimpleElasticAgent"]
 
 

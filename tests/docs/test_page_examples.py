@@ -17,22 +17,22 @@ from support.fragments import blocks, mismatches, run, scene
 from support.pages import ROOT, few_steps
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-RUN_ELSEWHERE = ("docs/tutorials/", "docs/bridges.md", "docs/dialects.md", "CONTRIBUTING.md")
+RUN_ELSEWHERE = ("docs/learn/", "docs/coming-from/bridges.md", "docs/coming-from/dialects.md", "CONTRIBUTING.md")
 GOLDEN = ROOT / "tests" / "golden" / "logs"
 NOT_RUN = {
-    "docs/callbacks/ema.md": ["ds.export_model("],  # of a run of the reader's
-    "docs/callbacks/model-merge.md": ["ds.export_model(", "with merge.averaged()"],
-    "docs/callbacks/optuna-pruning.md": ["study.optimize("],  # twenty trials; test_optuna_pruning.py has fewer
-    "docs/callbacks/skip-samples.md": ["step-00010000"],
-    "docs/checkpoints.md": ["ds.export_model(", "ds.export_adapters("],
-    "docs/clusters.md": ["sys.exit(", "ray.train"],  # test_clusters.py runs it, under Ray
-    "docs/control.md": ["trainer.commands", "send("],  # while another process trains
-    "docs/diloco.md": ["with DiLoCoWorker(", "server.wait()"],
-    "docs/parallel.md": ["init_process_group()", "init_device_mesh("],  # on several ranks
-    "docs/resuming.md": ["step-00010000"],
-    "docs/own-loop.md": ["run.accumulate(model)"],  # inside the loop of the block before it
-    "docs/saving.md": ["AutoModelForCausalLM"],  # a download
-    "docs/testing.md": ["from my_run import"],
+    "docs/reference/callbacks/ema.md": ["ds.export_model("],  # of a run of the reader's
+    "docs/reference/callbacks/model-merge.md": ["ds.export_model(", "with merge.averaged()"],
+    "docs/reference/callbacks/optuna-pruning.md": ["study.optimize("],  # twenty trials
+    "docs/reference/callbacks/skip-samples.md": ["step-00010000"],
+    "docs/guides/checkpoints.md": ["ds.export_model(", "ds.export_adapters("],
+    "docs/guides/clusters.md": ["sys.exit(", "ray.train"],  # test_clusters.py runs it, under Ray
+    "docs/guides/control.md": ["trainer.commands", "send("],  # while another process trains
+    "docs/guides/diloco.md": ["with DiLoCoWorker(", "server.wait()"],
+    "docs/guides/parallel.md": ["init_process_group()", "init_device_mesh("],  # on several ranks
+    "docs/guides/resuming.md": ["step-00010000"],
+    "docs/guides/own-loop.md": ["run.accumulate(model)"],  # inside the loop of the block before it
+    "docs/guides/saving.md": ["AutoModelForCausalLM"],  # a download
+    "docs/guides/testing.md": ["from my_run import"],
 }
 """By page, a text of each block that is only checked, because what it needs is not here."""
 

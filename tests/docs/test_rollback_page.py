@@ -1,4 +1,4 @@
-"""The table of docs/rollback.md."""
+"""The table of docs/guides/rollback.md."""
 
 from __future__ import annotations
 

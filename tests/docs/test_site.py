@@ -19,13 +19,13 @@ def test_every_page_is_in_the_navigation_or_listed_by_another() -> None:
     listed = set(re.findall(r"(?:- |: )([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     assert listed <= pages
-    assert {page for page in pages - listed if not page.startswith("callbacks/")} == set()
+    assert {page for page in pages - listed if not page.startswith("reference/callbacks/")} == set()
 
 
 def test_the_reference_has_every_public_name() -> None:
-    for path, text in script("reference").pages().items():
-        assert path.read_text(encoding="utf-8") == text, "run: python docs/reference.py"
-    shown = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md"))
+    for path, text in script("reference/python").pages().items():
+        assert path.read_text(encoding="utf-8") == text, "run: python docs/reference/python.py"
+    shown = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference" / "python").glob("*.md"))
     elsewhere = {*vars(errors), "analysis"}
     assert [name for name in dir(dalsegno) if name not in elsewhere and f".{name}\n" not in shown] == []
 
@@ -36,16 +36,16 @@ def test_the_reference_has_every_public_name() -> None:
         ("see :class:<code>~dalsegno.Trainer</code>.", "see <code>Trainer</code>."),
         ("see :func:<code>open_log</code>.", "see <code>open_log</code>."),
         ("<code>a: b</code>", "<code>a: b</code>"),
-        ("see docs/control.md.", 'see <a href="../../control/">docs/control.md</a>.'),
+        ("see docs/guides/control.md.", 'see <a href="../../../guides/control/">docs/guides/control.md</a>.'),
     ],
 )
 def test_roles_and_pages_in_docstrings_become_code_and_links(html: str, shown: str) -> None:
-    assert script("site").on_page_content(html, SimpleNamespace(url="reference/dalsegno/")) == shown
+    assert script("site").on_page_content(html, SimpleNamespace(url="reference/python/dalsegno/")) == shown
 
 
 def test_pages_that_the_code_names_exist() -> None:
     named = {
         name for path in (ROOT / "src").rglob("*.py") for name in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text())
     }
-    assert "docs/control.md" in named
+    assert "docs/guides/control.md" in named
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []

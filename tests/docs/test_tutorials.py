@@ -10,7 +10,7 @@ from dalsegno.analysis import open_log
 from dalsegno.logs import read_records
 from support.pages import ROOT, forget_modules_of, run_page, write_files
 
-TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+TUTORIALS = sorted((ROOT / "docs" / "learn").glob("*.md"))
 NEEDS = {"lora": ("transformers", "peft")}
 BEGINS_WITH = {"two-gpus": "first-run"}
 """The page whose files a page uses."""

@@ -39,7 +39,7 @@ from . import memory, soak
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 SECONDS = 240  # that a check may take
 STEPS = 24
-PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+PAGE = Path(__file__).parents[2] / "docs" / "why" / "gpu.md"
 
 
 class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -431,7 +431,7 @@ def separately(name: str) -> tuple[bool, str]:
 
 
 def page(results: dict[str, str]) -> str:
-    """``docs/gpu.md``."""
+    """``docs/why/gpu.md``."""
     device = accelerator.name_of(accelerator.current_device())
     version = torch.__version__.partition("+")[0]
     rows = "\n".join(f"| {name} | {said} |" for name, said in results.items())
@@ -457,7 +457,7 @@ def main() -> int:
     parser.add_argument("checks", nargs="*", metavar="CHECK")
     parser.add_argument("--here", action="store_true", help="in this process")
     parser.add_argument("--at-once", type=int, default=4)
-    parser.add_argument("--write", action="store_true", help="write docs/gpu.md")
+    parser.add_argument("--write", action="store_true", help="write docs/why/gpu.md")
     arguments = parser.parse_args()
     if not torch.accelerator.is_available():
         print("no accelerator here")

@@ -1,4 +1,4 @@
-"""A part of the matrix: each kind of data once, broken off in each of its first epochs, as docs/data.md says of it."""
+"""A part of the matrix: each kind of data once, broken off in each of its first epochs: docs/guides/data.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A part of the scenarios: what becomes of each, interrupted and resumed, is what docs/resume-proof.md says."""
+"""A part of the scenarios: what becomes of each, interrupted and resumed, as in docs/reference/resume-proof.md."""
 
 from __future__ import annotations
 

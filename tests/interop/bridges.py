@@ -1,4 +1,4 @@
-"""What tests of all bridges use: callbacks to run there, their records, the verdict on a resume, docs/bridges.md."""
+"""What tests of all bridges use: callbacks to run there, their records, the verdict on a resume, the bridges' page."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ def training_records(folder: Path) -> list[dict[str, Any]]:
     return [record for record in found if record.get("kind", "train") == "train" and "loss" in record]
 
 
-# --- docs/bridges.md --------------------------------------------------------------------------------------------------
+# --- docs/coming-from/bridges.md --------------------------------------------------------------------------------------
 
-PAGE = Path(__file__).parents[2] / "docs" / "bridges.md"
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from" / "bridges.md"
 
 
 def section(library: str) -> str:
@@ -149,4 +149,4 @@ def assert_rows(library: str, rows: Mapping[str, list[str]]) -> None:
     """Each row of a table of ``library`` lists exactly these names."""
     for title, names in rows.items():
         row = f"| {title} | {', '.join(f'`{name}`' for name in names)} |"
-        assert row in section(library), f"docs/bridges.md lacks: {row}"
+        assert row in section(library), f"docs/coming-from/bridges.md lacks: {row}"

@@ -1,4 +1,4 @@
-"""docs/dialects.md: the examples in each library's section fit today's names and signatures, and run."""
+"""docs/coming-from/dialects.md: the examples in each library's section fit today's names and signatures, and run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from interop.libraries import EXAMPLES
 from support.fragments import blocks_of, mismatches, run, scene
 
-PAGE = (Path(__file__).parents[2] / "docs" / "dialects.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "coming-from" / "dialects.md").read_text(encoding="utf-8")
 INTRODUCTION, *SECTIONS = re.split(r"^## .*\n", PAGE, flags=re.MULTILINE)
 
 

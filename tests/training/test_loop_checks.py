@@ -289,7 +289,7 @@ class SavesBoth(TwoModels):
 
 
 class TwoInAList(SavesBoth):
-    """Under AMP, as docs/own-loop.md has it, each with a schedule of its own; the first has one group more."""
+    """Under AMP, as docs/guides/own-loop.md has it, each with a schedule of its own; the first has one group more."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         super().__init__(folder, **settings)

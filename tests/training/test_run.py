@@ -260,7 +260,7 @@ def test_the_page_says_which_builtins_are_refused(tmp_path: Path) -> None:
             OwnLoop(tmp_path, build(name)).run()
         except ds.EventNotFired:
             refused.append(name)
-    page = (Path(__file__).parents[2] / "docs" / "own-loop.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "own-loop.md").read_text()
     assert "| built-ins that are refused | " + ", ".join(f"`{name}`" for name in refused) + " |" in page
 
 

@@ -291,7 +291,7 @@ def test_in_a_loop_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_a_stop_can_be_tried_as_a_kill_can(tmp_path: Path) -> None:
-    """By whoever has a callback of their own, as docs/testing.md says."""
+    """By whoever has a callback of their own, as docs/guides/testing.md says."""
     lines: list[str] = []
     plans = [
         FaultPlan(event=Event.AFTER_FORWARD, count=24, sends=signal.SIGTERM),

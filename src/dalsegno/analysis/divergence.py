@@ -40,7 +40,7 @@ LOST = 0.25
 """Adaptive limit: fraction of the gain since the first observation."""
 
 NOISE = 12.0
-"""Adaptive limit: standard deviations of the noise of s. docs/callbacks/divergence-detector.md derives both."""
+"""Adaptive limit: standard deviations of the noise of s. docs/reference/callbacks derives both."""
 
 _NOISE_SMOOTHING = 0.05
 _LARGEST_STEP = 4.0  # cap on a step in the noise estimate, as a multiple of the usual step

@@ -31,7 +31,7 @@ NOT_RUNS = {"checkpoints", "rewound", "logs", "witness"}
 def open_log(path: str | os.PathLike[str], step_key: str | None = None) -> TrainingLog:
     """Open the log at ``path``: a run directory, a log file, or a directory of runs, which gives a :class:`RunFolder`.
 
-    Reads nothing yet. docs/logs.md lists the formats.
+    Reads nothing yet. docs/guides/logs.md lists the formats.
 
     Args:
         step_key: key of the step in the records, for JSON lines with an unusual one.

@@ -1,7 +1,7 @@
 """Settings of other trainers: for each argument the name it has here, or how to get the same effect.
 
-Errors about unknown arguments quote these answers, and ``docs/other-names.md`` lists them. An answer that is a single
-word is the name of an argument of ``TrainingArguments`` or ``Trainer``.
+Errors about unknown arguments quote these answers, and ``docs/coming-from/other-names.md`` lists them. An answer that
+is a single word is the name of an argument of ``TrainingArguments`` or ``Trainer``.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ LIGHTNING = {
     "barebones": "trainer.remove_callback(key) removes the default callbacks; what is not there costs nothing",
     "plugins": "torchrun and Slurm are recognized; parallel=, bf16= and fp16= cover the rest",
     "sync_batchnorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before you build the trainer",
-    "reload_dataloaders_every_n_epochs": "a dataset with set_epoch(epoch) reads each epoch's data itself: docs/data.md",
+    "reload_dataloaders_every_n_epochs": "a dataset with set_epoch(epoch) reads each epoch's data: docs/guides/data.md",
     "default_root_dir": "output_dir",
     "enable_autolog_hparams": "settings are recorded in every checkpoint",
     "model_registry": "upload in on_save of a callback",

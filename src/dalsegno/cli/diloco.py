@@ -1,6 +1,6 @@
 """Train one model on machines that communicate rarely: a server for the global parameters, and its workers.
 
-docs/diloco.md describes how.
+docs/guides/diloco.md describes how.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class Name:
 
 
 class Callback:
-    """Handles events of a run: override the handlers ``on_…`` that you need, which docs/events.md lists.
+    """Handles events of a run: override the handlers ``on_…`` that you need, which docs/reference/events.md lists.
 
     Handlers run on the main thread, on all ranks, in the order of the callbacks.
     """

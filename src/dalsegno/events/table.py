@@ -40,7 +40,7 @@ from .contexts import (
 
 
 class Event(Enum):
-    """Each event: the handler's name, its context, and when it fires; in the order of firing. See docs/events.md."""
+    """Each event: the handler's name, its context, when it fires; in the order of firing: docs/reference/events.md."""
 
     handler: str
     context: type[Context]

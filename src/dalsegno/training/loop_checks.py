@@ -275,6 +275,6 @@ def warn_of_the_forgotten(parts: RunParts, others: Mapping[str, Stateful]) -> No
     ignored = [name for name in _LEFT_TO_THE_LOOP if getattr(parts.args, name) != getattr(TrainingArguments, name)]
     if ignored:
         given = ", ".join(f"{name}={getattr(parts.args, name)}" for name in ignored)
-        warnings.append(f"{given}: has no effect on a loop of your own, unless that reads it; see docs/own-loop.md")
+        warnings.append(f"{given}: has no effect on a loop of your own unless it reads it; see docs/guides/own-loop.md")
     for text in warnings if parts.state.is_world_process_zero else ():
         logger.warning("%s", text)

@@ -4,7 +4,7 @@ Each is a small function that builds a run, as a user's script would. A run of t
 a checkpoint, and stopped at one, twice each, and resumed; then it is held against one that was never interrupted.
 
 ``python -m durability.scenarios --write`` tries all of them and writes what became of each to ``shown.json``, from
-which ``docs/resume-proof.py`` makes its table; the tests try a part, and hold it against the same file.
+which ``docs/reference/resume-proof.py`` makes its table; the tests try a part, and hold it against the same file.
 """
 
 from __future__ import annotations

@@ -349,7 +349,7 @@ def test_it_is_a_callback_of_theirs() -> None:
     assert isinstance(Bridge([]), transformers.TrainerCallback)
 
 
-# --- docs/bridges.md --------------------------------------------------------------------------------------------------
+# --- docs/coming-from/bridges.md --------------------------------------------------------------------------------------
 
 
 def test_the_page_lists_what_needs_the_trainer(tmp_path: Path) -> None:

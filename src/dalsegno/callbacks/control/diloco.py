@@ -33,9 +33,9 @@ class DiLoCoCallback(FlaglessCallback):
         DiLoCoCallback("outer.example:8512", sync_every=500)     # or DILOCO_SERVER=outer.example:8512
 
     Every ``sync_every`` steps the run sends the change of its parameters and continues with the server's: see
-    docs/diloco.md. Without an address the callback does nothing. An argument that has its default is taken from the
-    environment: ``DILOCO_SERVER``, ``DILOCO_SYNC_EVERY`` and so on; the server's token from ``DILOCO_TOKEN``, or the
-    file ``DILOCO_TOKEN_FILE``. Each synchronization is a record of kind ``sync`` in the run's log.
+    docs/guides/diloco.md. Without an address the callback does nothing. An argument that has its default is taken from
+    the environment: ``DILOCO_SERVER``, ``DILOCO_SYNC_EVERY`` and so on; the server's token from ``DILOCO_TOKEN``, or
+    the file ``DILOCO_TOKEN_FILE``. Each synchronization is a record of kind ``sync`` in the run's log.
 
     Args:
         server_addr: ``HOST:PORT``, or ``https://HOST:PORT``.

@@ -39,8 +39,8 @@ class TrainerControlCallback(FlaglessCallback):
     """Lets other programs ask this job for its status and send it commands, over HTTP on rank 0 and as files.
 
     The job appears in ``dalsegno jobs list`` while it trains. Commands take effect on all ranks at the end of a step:
-    see docs/control.md and docs/jobs.md. What fails here (a port that is taken, a library that is missing) is logged
-    once, and training continues.
+    see docs/guides/control.md and docs/guides/jobs.md. What fails here (a port that is taken, a library that is
+    missing) is logged once, and training continues.
 
     Args:
         job_id: name of the job, unique among this user's running jobs; None: made from time, host and process.

@@ -101,7 +101,7 @@ class MLflowTracker(Tracker):
 
 
 class MLflowLogger(TrackerLogger):
-    """Logs to MLflow: one MLflow run for all legs of the run. docs/trackers.md describes what all trackers share.
+    """Logs to MLflow: one MLflow run for all legs of the run. docs/guides/trackers.md has what trackers share.
 
     The run has the tag ``dalsegno.run_id``, by which later legs find it. Credentials are read by MLflow, from
     ``MLFLOW_TRACKING_USERNAME``, ``MLFLOW_TRACKING_TOKEN`` and so on.

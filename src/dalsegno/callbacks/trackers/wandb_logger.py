@@ -132,7 +132,7 @@ class WandbTracker(Tracker):
 
 
 class WandbLogger(TrackerLogger):
-    """Logs to Weights & Biases: one W&B run for all legs of the run. docs/trackers.md describes what all
+    """Logs to Weights & Biases: one W&B run for all legs of the run. docs/guides/trackers.md describes what all
     trackers share.
 
     The API key is read by W&B, from ``WANDB_API_KEY`` or its own login. W&B's files are in ``logs/wandb``. Each leg of

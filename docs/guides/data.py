@@ -1,0 +1,46 @@
+"""Writes the table of docs/guides/data.md from the recorded results of the matrix: ``python docs/guides/data.py``.
+
+A test compares the two, and others run the cells again: see tests/durability/matrix.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from durability.kinds import KINDS
+from durability.matrix import shown
+
+PAGE = Path(__file__).with_suffix(".md")
+BEGIN, END = "<!-- written by docs/guides/data.py -->\n", "<!-- end -->\n"
+
+WORDS = {"exact": "exact", "said": "not exact, with a warning", "refused": "refused"}
+UNTRIED = "–"
+
+
+def table() -> str:
+    """Return the result of each kind of data, in the order of the matrix.
+
+    Raises:
+        KeyError: for a cell that differed without a warning: that is a bug, not a result to publish.
+    """
+    found = shown()
+    rows = ["| what you have | 1 rank | 2 ranks | worker processes | how | may change |", "|---|---|---|---|---|---|"]
+    for name, kind in KINDS.items():
+        cells = [f"{name} | {cell}" for cell in ("0 workers | 1 ranks", "0 workers | 2 ranks", "2 workers | 1 ranks")]
+        verdicts = [WORDS[found[cell]] if cell in found else UNTRIED for cell in cells]
+        rows.append(f"| {kind.what} | {' | '.join(verdicts)} | {kind.how} | {kind.may_change} |")
+    return "\n".join(rows) + "\n"
+
+
+def page() -> str:
+    """Return the page with the current table."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + table() + END + after
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,78 @@
+"""Writes the pages of docs/reference/python: ``python docs/reference/python.py``. A test compares them.
+
+A page names the objects, and the site fills in their signatures and docstrings. Packages with lazy exports are listed
+name by name, because their names are defined elsewhere. Contexts are described by the events that pass them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import dalsegno
+from dalsegno import analysis
+from dalsegno.events import contexts
+from dalsegno.events.table import Event
+
+FOLDER = Path(__file__).with_suffix("")
+
+TITLES = {
+    "dalsegno": (
+        "dalsegno",
+        "The names of `import dalsegno as ds`; [reading logs](analysis.md), [errors](errors.md) have their own pages.",
+    ),
+    "callbacks": (
+        "Built-in callbacks",
+        "The built-in callbacks, for `callbacks=[…]`. [Callbacks](../callbacks/index.md) states the purpose of each.",
+    ),
+    "analysis": (
+        "Reading logs from Python",
+        "`dalsegno.analysis`: what the commands of [reading logs](../../guides/logs.md) are made of.",
+    ),
+    "testing": ("Testing", "`dalsegno.testing`: see [testing that your run survives](../../guides/testing.md)."),
+    "errors": ("Errors", "Each error is also the builtin that fits, so that either can be caught."),
+}
+CONTEXT_OPTIONS = """\
+    options:
+      show_root_heading: false
+      show_root_toc_entry: false
+      show_attribute_values: false
+      heading_level: 3
+      show_if_no_docstring: true
+      inherited_members: [loss]
+      filters: ["!^_", "!^fill$"]"""
+"""Of a context: its fields, and the loss that several have."""
+LAZY = {"dalsegno": dalsegno, "analysis": analysis}
+
+
+def pages() -> dict[Path, str]:
+    """The text of each page."""
+    return {FOLDER / f"{name}.md": page(name) for name in TITLES}
+
+
+def page(name: str) -> str:
+    """The text of one page."""
+    title, about = TITLES[name]
+    shown = list(_names(LAZY[name])) if name in LAZY else [f"dalsegno.{name}"]
+    return "\n\n".join([f"# {title}", about, *map(_entry, shown)]) + "\n"
+
+
+def _entry(name: str) -> str:
+    module, _, own_name = name.rpartition(".")
+    if module != contexts.__name__:
+        return f"::: {name}"
+    passed_to = [f"`{event.handler}`" for event in Event if event.context is getattr(contexts, own_name)]
+    about = f"What {', '.join(passed_to)} adds to" if passed_to else "Base class: what several events add to"
+    return f"## {own_name}\n\n{about} [the fields of every context](../events.md).\n\n::: {name}\n{CONTEXT_OPTIONS}"
+
+
+def _names(package: ModuleType) -> Iterator[str]:
+    """Where the package's names are defined, in alphabetical order, without those that have a page of their own."""
+    homes = {name: home for home, names in package._HOMES.items() for name in names if home not in TITLES}
+    yield from (f"{package.__name__}.{homes[name]}.{name}" for name in sorted(homes, key=str.lower))
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
