@@ -222,9 +222,12 @@ def test_watch_shows_all_jobs(training: Training, tmp_path: Path, capsys: Captur
     Registration("gone", Path("runs/b"), Path("runs/b")).publish("127.0.0.1", 1, None)
     path = registry / "gone" / "endpoint.json"
     path.write_text(path.read_text().replace('"process_start": ', '"process_start": 1'))
-    lines = output(capsys, "watch", "--updates", "2", "--interval", "0.2", "--json").splitlines()
-    rows = {row["job_id"]: row for row in json.loads(lines[1])}
-    assert rows["first"]["steps_per_second"] > 0
+
+    def rows_of_second_update() -> dict[str, Any]:
+        lines = output(capsys, "watch", "--updates", "2", "--interval", "0.2", "--json").splitlines()
+        return {row["job_id"]: row for row in json.loads(lines[1])}
+
+    rows = wait_until(lambda: (rows := rows_of_second_update())["first"]["steps_per_second"] > 0 and rows)
     assert "100,000" in rows["first"]["step"]
     assert rows["gone"]["state"] == "dead"
     assert "steps/s" in output(capsys, "watch", "--updates", "1")

@@ -98,7 +98,7 @@ def test_a_bad_request_is_answered_with_the_reason(tmp_path: Path, content: Any,
         assert not queue.is_waiting
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     content=st.binary(max_size=200)
     | st.recursive(

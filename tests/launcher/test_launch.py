@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from multiprocessing import util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,10 +125,16 @@ def test_a_killed_rank_is_started_again_and_the_run_equals_an_uninterrupted_one(
     assert "rank 1 was killed by SIGKILL; restarting from the newest checkpoint (1 of 3)" in caplog.messages
 
 
-def test_so_is_one_that_hangs_and_its_stacks_are_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    result = launch(tmp_path, Hang(3, rank=0), hang_timeout=5.0, start="fork")
+def test_so_is_one_that_hangs_and_its_stacks_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """To the launcher, a thousand seconds pass while it hangs, and none else that would matter."""
+    hangs = tmp_path / "hangs"
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000 * hangs.exists(), time=time.time)
+    monkeypatch.setattr(agent, "time", clock)
+    result = launch(tmp_path / "run", Hang(3, hangs), hang_timeout=500.0, start="fork")
     assert result.global_step == 8
-    assert legs(tmp_path)[0].cause == "no step for 5 s after step 3"
+    assert legs(tmp_path / "run")[0].cause == "no step for 500 s after step 3"
     stacks = [line for line in capfd.readouterr().err.splitlines() if line.startswith("[rank ")]
     assert stacks == sorted(stacks, key=lambda line: line[:9])
     for rank, function in enumerate(("act", "run_rank")):
@@ -192,7 +199,7 @@ def test_a_signal_reaches_every_rank_once_and_their_save_is_waited_for(
     monkeypatch.setattr(agent, "_GRACE", 0.1)
     touched = tmp_path / "touched"
     send_once_there({touched: number})
-    result = launch(tmp_path / "run", Touch(touched), SlowSave(), settings={"max_steps": 500, "save_steps": 0})
+    result = launch(tmp_path / "run", Touch(touched), SlowSave(), settings={"max_steps": 1_000_000, "save_steps": 0})
     assert (result.reason, result.why, result.stopped_by, result.exit_status) == ("stopped", number.name, "signal", 75)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [result.checkpoint.name]
     assert len(legs(tmp_path / "run")) == 1
@@ -203,7 +210,12 @@ def test_a_second_ctrl_c_ends_the_ranks_at_once(tmp_path: Path) -> None:
     saving = tmp_path / "run" / "saving"
     send_once_there({tmp_path / "touched": signal.SIGINT, saving: signal.SIGINT})
     with pytest.raises(KeyboardInterrupt):
-        launch(tmp_path / "run", Touch(tmp_path / "touched"), SlowSave(), settings={"max_steps": 500, "save_steps": 0})
+        launch(
+            tmp_path / "run",
+            Touch(tmp_path / "touched"),
+            SlowSave(),
+            settings={"max_steps": 1_000_000, "save_steps": 0},
+        )
     assert not list((tmp_path / "run").glob("checkpoints/step-*[0-9]"))
     assert [leg.reason for leg in legs(tmp_path / "run")] == ["interrupted"]
 

@@ -90,7 +90,17 @@ class Titles(AtStep):
 
 
 class Hang(AtStep):
+    """Rank 0 hangs; there is a file while it does."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        super().__init__(step, rank=0)
+        self.path = path
+
+    def on_train_begin(self, ctx: ds.Context) -> None:
+        self.path.unlink(missing_ok=True)
+
     def act(self) -> None:
+        self.path.touch()
         threading.Event().wait()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import dalsegno as ds
 from dalsegno.logs import RunFile
 from dalsegno.system.slurm import SlurmJob
 from dalsegno.testing import compare_runs, run_ranks
+from dalsegno.training import stopping
 from support import slurm_job
 from support.listeners import Listener
 from support.own_loops import OwnLoop
@@ -255,7 +258,9 @@ def test_the_end_of_the_job_where_slurm_does_not_announce_it(
     tmp_path: Path, scontrol: Scontrol, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_END_TIME")
-    scontrol.answer(end=str(int(time.time()) + 2))
+    clock = SimpleNamespace(monotonic=itertools.count(1000).__next__, time=lambda: 1_800_000_000.0)
+    monkeypatch.setattr(stopping, "time", clock)
+    scontrol.answer(end="1800000020")
     result = small_trainer(tmp_path / "run", max_steps=1_000_000).train()
     assert result.stopped_by == "clock"
     assert result.why is not None and result.why.startswith("Slurm ends this job in ")

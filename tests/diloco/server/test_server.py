@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from functools import partial
 from io import FileIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
+from control.talking import wait_until
 from dalsegno.diloco import DiLoCoClient, DiLoCoServer, DiLoCoWorker, WorkerOptions, nesterov
 from dalsegno.diloco.server.api import Bell, build_app
 from dalsegno.diloco.server.files import PIECE, Growth
@@ -296,17 +298,22 @@ def test_a_server_for_other_machines_may_have_any_name(tmp_path: Path, bound: st
         connection.close()
 
 
-def test_a_round_goes_on_without_the_dead(tmp_path: Path) -> None:
+def test_a_round_goes_on_without_the_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is silent is not waited for; when it is back, what it did in the old round is refused, and it
     continues with the global parameters."""
-    with DiLoCoServer(tmp_path, 2, rules=rules(2, heartbeat_timeout=0.5)) as server:
+    now = 0.0
+    monkeypatch.setattr("dalsegno.diloco.server.rounds.time", SimpleNamespace(monotonic=lambda: now))
+    with DiLoCoServer(tmp_path, 2, rules=rules(2, heartbeat_timeout=500.0)) as server:
         workers = []
-        for number in range(2):
-            options = WorkerOptions(server.address, token=server.token, worker_id=f"w{number}", heartbeat_interval=0.1)
+        for number, interval in enumerate((0.05, 10_000.0)):
+            options = WorkerOptions(
+                server.address, token=server.token, worker_id=f"w{number}", heartbeat_interval=interval
+            )
             workers.append(DiLoCoWorker(Line(), options))
             workers[-1].join()
-        assert workers[1]._heartbeat is not None
-        workers[1]._heartbeat.set()
+        now = 1000.0
+        with DiLoCoClient(server.address, token=server.token) as client:
+            wait_until(lambda: [each["seen_seconds_ago"] for each in client.status()["workers"]] == [0, 1000])
         workers[0].count_step(8)
         assert workers[0].synchronize().version == 1  # as soon as the other one is known to be dead
         workers[0].leave()  # otherwise the other one would wait for the end of the next round
