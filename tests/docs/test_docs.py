@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     "name",
     [
+        "coming-from/dialects",
         "coming-from/other-names",
         "guides/data",
         "guides/own-loop",

@@ -1,4 +1,4 @@
-"""The other libraries: each folder beside this file has an ``example.py`` that says how one looks in its dialect."""
+"""The other libraries, each a folder beside this file: what it has for the tests that are the same for all."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ import importlib
 from pathlib import Path
 from types import ModuleType
 
-EXAMPLES: dict[str, ModuleType] = {
-    path.parent.name: importlib.import_module(f"interop.{path.parent.name}.example")
-    for path in sorted(Path(__file__).parent.glob("*/example.py"))
-}
-"""By the name of the folder, which ``dalsegno.interop`` has too."""
+from interop.tried import Tried
+
+
+def _modules(name: str) -> dict[str, ModuleType]:
+    found = sorted(Path(__file__).parent.glob(f"*/{name}.py"))
+    return {path.parent.name: importlib.import_module(f"interop.{path.parent.name}.{name}") for path in found}
+
+
+EXAMPLES = _modules("example")
+"""How a callback looks in the dialect; by the name of the folder, which ``dalsegno.interop`` has too."""
+TRIED: list[Tried] = [each for module in _modules("tried").values() for each in module.TRIED]
+"""Classes of the libraries, and what becomes of each here."""

@@ -47,12 +47,17 @@ class HuggingFace(CallbackAdapter):
     """Adapts a ``TrainerCallback`` of Hugging Face, of Forgather, or dalsegno's own."""
 
     dialect = "huggingface"
-    packages = ("transformers", "forgather", "dalsegno.interop.hf")
+    packages = ("transformers", "forgather", "trl", "dalsegno.interop.hf")
     bases = ("TrainerCallback",)
     parameters = ("args", "state", "control")
     background_safe = True
     calls = tuple(WRAPPERS)
     silent = ("on_push_begin",)  # dalsegno does not push to a hub
+    instead = {
+        "SyncRefModelCallback": "run TRL's own trainer with a dalsegno.interop.hf.Bridge",
+        "LogCompletionsCallback": "use dalsegno.callbacks.TextgenCallback",
+        "WeaveCallback": "use dalsegno.callbacks.TextgenCallback",
+    }
 
     def __init__(self, foreign: object, name: str | None = None) -> None:
         self._is_forgather = any(cls.__module__.startswith("forgather.") for cls in type(foreign).__mro__)
