@@ -128,7 +128,7 @@ class Progress(Callback):
         self.outputs: Any = None
         """Of the newest micro-batch, or batch of an evaluation."""
         self.validating = False
-        """Whether an evaluation runs; also after its last set, until the step ends."""
+        """Whether an evaluation runs; also after its last set, until the step ends or the next epoch begins."""
         self.begins_validation = False
         """Whether an evaluation begins at this event, with the first of its sets."""
         self.val_batch = -1
@@ -138,7 +138,7 @@ class Progress(Callback):
         self._validation_is_over = False
 
     def on_before_load(self, ctx: contexts.BeforeLoadContext) -> None:
-        self.leg = object()
+        self.leg, self.validating = object(), False
 
     def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         self.fitting, self.ends_well = True, False
@@ -147,7 +147,7 @@ class Progress(Callback):
             self.leg = object()
 
     def on_epoch_begin(self, ctx: contexts.EpochContext) -> None:
-        self.epoch, self.batches = ctx.epoch, 0
+        self.epoch, self.batches, self.validating = ctx.epoch, 0, False
 
     def on_step_begin(self, ctx: contexts.Context) -> None:
         self.in_step, self.validating = True, False

@@ -64,7 +64,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     play(tmp_path, callback)
     first = [*passed(0, 0, 0, 1), *passed(1, 0, 2, 3), *passed(2, 0, 4), *validated(3, 0), ("train_epoch_end", 3, 0)]
     second = [*passed(3, 1, 0, 1), *passed(4, 1, 2, 3), *passed(5, 1, 4), *validated(6, 1), ("train_epoch_end", 6, 1)]
-    end = [("train_end", 6, 1), ("fit_end", 6, 1), ("teardown", 6, 1, "fit")]
+    end = [("train_end", 6, 2), ("fit_end", 6, 2), ("teardown", 6, 2, "fit")]
     assert callback.seen == [*BEGIN, *first, ("train_epoch_start", 3, 1), *second, *end]
 
 
@@ -81,6 +81,64 @@ def test_a_leg_inside_an_epoch_continues_its_numbers(tmp_path: Path) -> None:
     play(tmp_path, callback)
     begin = [("setup", 0, 0, "fit"), ("fit_start", 2, 0), ("train_start", 2, 0)]
     assert callback.seen[:4] == [*begin, ("train_batch_start", 2, 0, 4)]
+
+
+class States(Callback):
+    """What the trainer reports at each method, by the method's name."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[Any]] = {}
+
+
+def _note(name: str) -> Any:
+    def method(self: States, trainer: Any, pl_module: Any, *given: Any, **named: Any) -> None:
+        where = (trainer.global_step, trainer.current_epoch, trainer.training, trainer.validating, trainer.should_stop)
+        state = trainer.state.fn == "fit", trainer.state.stage == "validate", trainer.sanity_checking
+        numbers = [each for each in given if isinstance(each, int)]
+        self.seen.setdefault(name, []).append((*where, *state, *numbers))
+
+    return method
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_each_method_finds_the_trainer_as_in_lightnings_own(tmp_path: Path, evaluates: bool) -> None:
+    """Except that gradients are cleared after the update, and the epoch's evaluation comes after its end."""
+    pl = pytest.importorskip("pytorch_lightning")
+    noted = {name: _note(name) for name in METHODS if name not in (*NEVER, "on_before_zero_grad")}
+    theirs = type("Theirs", (States, pl.Callback), noted)()
+    ours = type("Ours", (States,), noted)()
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = Line()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.line(**batch)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.line(**batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    quiet = dict.fromkeys(["logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"], False)
+    given = {"accelerator": "cpu", "num_sanity_val_steps": 0, "limit_val_batches": None if evaluates else 0}
+    trainer = pl.Trainer(max_epochs=2, accumulate_grad_batches=2, callbacks=[theirs], **quiet, **given)
+    data = [tiny_regression_data(20), tiny_regression_data(8, seed=1)]
+    trainer.fit(Module(), *[torch.utils.data.DataLoader(each, batch_size=4) for each in data])
+
+    settings = {"num_train_epochs": 2, "gradient_accumulation_steps": 2}
+    if evaluates:
+        settings |= {"eval_strategy": "epoch", "per_device_eval_batch_size": 4}
+    small_trainer(tmp_path, ours, model=Line(), parts={"eval_dataset": data[1]}, **settings).train()
+    validated = [name for name in ours.seen if "validation_batch" in name]
+    for name in validated:
+        ours.seen[name] = [
+            seen[:-1] for seen in ours.seen[name]
+        ]  # without the index of the set, which theirs leaves out
+    assert ours.seen == theirs.seen
+    assert bool(validated) is evaluates
 
 
 # --- Lightning's own --------------------------------------------------------------------------------------------------
@@ -110,6 +168,24 @@ def test_early_stopping_stops_the_run_over_two_legs(tmp_path: Path, monitor: str
     assert (result.reason, result.global_step, second.wait_count) == ("stopped", 16, 3)
     assert result.stopped_by == f"EarlyStopping{{'monitor': '{monitor}', 'mode': 'min'}}"
     assert trainer.callbacks[-1].key == result.stopped_by, "so that two of them can be told apart"
+
+
+def test_early_stopping_without_evaluations_looks_at_the_ends_of_epochs(tmp_path: Path) -> None:
+    """As in Lightning, where it would otherwise wait for evaluations that never come."""
+    stopper = of_lightning("EarlyStopping")("train_loss", min_delta=0.1, patience=2)
+    result = small_trainer(
+        tmp_path, stopper, model=Line(), num_train_epochs=9, logging_steps=5, learning_rate=0.0
+    ).train()
+    assert (result.global_step, stopper.stopped_epoch, stopper.wait_count) == (15, 2, 2)
+
+
+def test_an_evaluation_outside_of_training_does_not_count_for_early_stopping(tmp_path: Path) -> None:
+    stopper = of_lightning("EarlyStopping")("val_loss")
+    trainer = evaluated(tmp_path, stopper, max_steps=8)
+    trainer.train()
+    before = stopper.state_dict()
+    trainer.evaluate()
+    assert stopper.state_dict() == before
 
 
 def test_one_of_a_metric_that_there_is_not_says_which_there_are(tmp_path: Path) -> None:

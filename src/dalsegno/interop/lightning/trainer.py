@@ -13,7 +13,7 @@ import torch
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.contexts import Context, LogContext, TrainBeginContext
+from dalsegno.events.contexts import Context, LogContext, TrainBeginContext, TrainEndContext
 from dalsegno.interop.stand_in import Progress, StandIn, numbers_of, reads
 from dalsegno.logs import is_wall_clock
 from dalsegno.stateful.schema import Count
@@ -51,6 +51,10 @@ class SharedState(Progress):
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         super().on_train_begin(ctx)
         self.resumed_from = None if ctx.resumed_from is None else str(ctx.resumed_from)
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        super().on_train_end(ctx)
+        self.epoch = int(ctx.state.epoch)  # as Lightning counts from here on: the epochs that have ended
 
     def on_log(self, ctx: LogContext) -> None:
         for name, value in ctx.logs.items():
@@ -179,7 +183,7 @@ class TrainerState(Part):
 
     @property
     def fn(self) -> str:
-        return "fit" if self._shared.fitting or self._shared.ends_well else "validate"
+        return "validate" if self._shared.validating and not self._shared.fitting else "fit"
 
     @property
     def stage(self) -> str:
@@ -195,7 +199,6 @@ class Trainer(OnRanks):
 
     _stands_for = "trainer"
     sanity_checking = testing = predicting = fast_dev_run = False
-    check_val_every_n_epoch = None  # so that callbacks act after evaluations, which are scheduled in steps
     datamodule = None
     min_epochs = min_steps = None
     num_nodes = 1
@@ -253,7 +256,7 @@ class Trainer(OnRanks):
 
     @property
     def training(self) -> bool:
-        return self._shared.fitting and not self._shared.validating
+        return not self._shared.validating
 
     validating: bool = reads("_shared.validating")
     ckpt_path: str | None = reads("_shared.resumed_from")
@@ -302,9 +305,14 @@ class Trainer(OnRanks):
         return [_length(loader) for loader in several]
 
     @property
-    def val_check_interval(self) -> int:
-        """Steps between evaluations; 0 where they are not scheduled in steps."""
-        return int(self._context.args.evaluation.steps or 0)
+    def val_check_interval(self) -> float:
+        """Steps between evaluations; 0 where they are not scheduled in steps; 1.0, Lightning's default, without any."""
+        return int(self._context.args.evaluation.steps or 0) if self.enable_validation else 1.0
+
+    @property
+    def check_val_every_n_epoch(self) -> int | None:
+        """None, so that callbacks act after evaluations; 1, Lightning's default, where there are none to wait for."""
+        return None if self.enable_validation else 1
 
     @property
     def enable_validation(self) -> bool:
