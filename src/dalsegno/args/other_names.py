@@ -175,7 +175,7 @@ LIGHTNING = {
     "max_epochs": "num_train_epochs",
     "min_epochs": _MINIMUM,
     "min_steps": _MINIMUM,
-    "max_time": "max_seconds= limits the time of each start; callbacks=[Timer(…)] of Lightning that of all together",
+    "max_time": "max_seconds= limits the time of each start; a Timer of Lightning in callbacks= that of all together",
     "limit_train_batches": _BATCHES,
     "limit_val_batches": _BATCHES,
     "limit_test_batches": _BATCHES,
