@@ -114,16 +114,26 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     "page", sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]), ids=lambda path: path.name
 )
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)]*)\)", page.read_text()):
         if not target.startswith(("http://", "https://")):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+            path = page.parent / target if target else page
+            assert path.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(path), f"{page.name}: {target}#{anchor}"
 
 
-def test_every_builtin_callback_has_a_page_that_can_be_found() -> None:
+def anchors(page: Path) -> set[str]:
+    """Of the page's headings, as the site and forges make them, and those that it has of its own."""
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    texts = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
+    own = re.findall(r'<a id="([^"]+)">', text)
+    return {*own, *(re.sub(r"[^\w\s-]", "", text).replace(" ", "-") for text in texts)}
+
+
+def test_every_builtin_callback_is_described_once_where_it_can_be_found() -> None:
     folder = ROOT / "docs/reference/callbacks"
-    own = (path for path in folder.glob("*.md") if path.stem != "index")
-    pages = {path.read_text().splitlines()[0].removeprefix("# "): path for path in own}
-    assert set(callbacks.__all__) <= set(pages)
+    headings = {path.name: re.findall(r"^## (\w+)$", path.read_text(), re.MULTILINE) for path in folder.glob("*.md")}
+    described = [(page, name) for page, names in headings.items() for name in names]
+    assert sorted(name for _, name in described) == callbacks.__all__
     overview = (folder / "index.md").read_text()
-    for name, path in pages.items():
-        assert f"[`{name}`]({path.name})" in overview
+    assert [name for page, name in described if f"[`{name}`]({page}#{name.lower()})" not in overview] == []

@@ -20,10 +20,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 RUN_ELSEWHERE = ("docs/learn/", "docs/coming-from/bridges.md", "docs/coming-from/dialects.md", "CONTRIBUTING.md")
 GOLDEN = ROOT / "tests" / "golden" / "logs"
 NOT_RUN = {
-    "docs/reference/callbacks/ema.md": ["ds.export_model("],  # of a run of the reader's
-    "docs/reference/callbacks/model-merge.md": ["ds.export_model(", "with merge.averaged()"],
-    "docs/reference/callbacks/optuna-pruning.md": ["study.optimize("],  # twenty trials
-    "docs/reference/callbacks/skip-samples.md": ["step-00010000"],
+    "docs/reference/callbacks/averages.md": ["ds.export_model(", "with merge.averaged()"],  # of a run of the reader's
+    "docs/reference/callbacks/control.md": ["study.optimize(", "step-00010000"],  # twenty trials
     "docs/guides/checkpoints.md": ["ds.export_model(", "ds.export_adapters("],
     "docs/guides/clusters.md": ["sys.exit(", "ray.train"],  # test_clusters.py runs it, under Ray
     "docs/guides/control.md": ["trainer.commands", "send("],  # while another process trains

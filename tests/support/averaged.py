@@ -51,7 +51,7 @@ def averaged(
 
 
 class SquaredGradients(ds.Callback):
-    """As in docs/reference/callbacks/ema.md: adds up the squares of all gradients."""
+    """As in docs/guides/callbacks.md: adds up the squares of all gradients."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
