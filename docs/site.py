@@ -1,6 +1,6 @@
 """Hook of the documentation site: references in docstrings, written for readers of the code, fit the site.
 
-Roles such as ``:class:`` become code, and names of pages such as ``docs/guides/jobs.md`` links.
+Roles such as ``:class:`` become code, and names of pages such as ``docs/guides/jobs.md`` links; options are not broken.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 REFERENCE = "reference/"
+OPTION = re.compile(r"<code>(--?[\w-]+)</code>")
 PAGE = re.compile(r"\bdocs/([\w/-]+)\.md\b")
 ROLE = re.compile(r":(?:class|data|func|meth|mod|attr|exc):<code>(~?)([\w.]+)</code>")
 
@@ -16,6 +17,7 @@ ROLE = re.compile(r":(?:class|data|func|meth|mod|attr|exc):<code>(~?)([\w.]+)</c
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     """``:class:`~dalsegno.Trainer``` shows as ``Trainer``."""
     html = ROLE.sub(lambda role: f"<code>{role[2].rpartition('.')[2] if role[1] else role[2]}</code>", html)
+    html = OPTION.sub(r'<code class="option">\1</code>', html)
     if page.url.startswith(REFERENCE):
         up = "../" * page.url.count("/")
         html = PAGE.sub(lambda name: f'<a href="{up}{name[1]}/">{name[0]}</a>', html)

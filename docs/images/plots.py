@@ -94,7 +94,7 @@ def picture_of(report: Path) -> bytes:
         browser.look(1100, 1060)
         box = "document.querySelector('figure svg').getBoundingClientRect()"
         x, y = (
-            browser.run(f"{box}.{side} + {box}.{size} * 0.62") for side, size in (("left", "width"), ("top", "height"))
+            browser.run(f"{box}.{side} + {box}.{size} * 0.3") for side, size in (("left", "width"), ("top", "height"))
         )
         browser.mouse("mouseMoved", x, y)
         return browser.picture(whole=False)

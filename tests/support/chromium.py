@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-"""None where it is not installed."""
+NAMES = (os.environ.get("CHROMIUM", "chromium"), "chromium", "chromium-browser", "google-chrome")
+PROGRAM = next(filter(None, map(shutil.which, NAMES)), None)
+"""The path in the environment variable CHROMIUM, or what is installed; None if there is none."""
 PATIENCE = 60.0
 """Seconds to wait for an answer."""
 

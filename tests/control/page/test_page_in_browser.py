@@ -193,6 +193,11 @@ def test_names_are_only_text(browser: Chromium) -> None:
     assert "owned" not in browser.run("document.title").replace(HOSTILE, "")
 
 
+def test_numbers_are_short(browser: Chromium) -> None:
+    assert browser.run("[12821.4, 1234567, 0.123456, 3.5e8].map(format)") == ["12,821", "1,234,567", "0.12346", "3.5e8"]
+    assert browser.run("fact('peak memory (bytes)', 2 ** 29)") == ["peak memory", "0.50 GiB"]
+
+
 def test_on_a_phone_and_in_the_dark(browser: Chromium) -> None:
     browser.look(390, 844, phone=True, dark=True)
     assert browser.run("document.documentElement.scrollWidth") <= 390
@@ -220,6 +225,7 @@ def test_two_jobs_side_by_side(browser: Chromium, tmp_path: Path) -> None:
         other.end()
         browser.wait(f"{other_card}.querySelector('.badge').textContent.startsWith('ended: stopped')")
         assert other.checkpoints() != []
+        assert browser.run(f"{other_card}.querySelector('.answer').className") != "answer bad"
         browser.run(f"{other_card}.querySelector('.close').click()")
         assert browser.run(f"{CARDS}.length") == 1
     finally:

@@ -80,7 +80,7 @@ def _page(logs: Sequence[TrainingLog], title: str, settings: DetectorSettings | 
         {name: Markup(part) for name, part in parts.items()}
         | {
             "title": title,
-            "subtitle": f"{len(logs)} run{'s' if len(logs) > 1 else ''}, as of {now}",
+            "subtitle": f"as of {now}",
             "colour": colour,
             "summaries": tables.summary_tables([log.summary() for log in logs]),
             "lineages": tables.lineage_tables(logs),

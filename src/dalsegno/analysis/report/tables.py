@@ -176,7 +176,7 @@ def _spike(run: str, metric: str, spike: Spike) -> list[Cell]:
 def _number(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
+    return f"{value:,.0f}" if isinstance(value, int) or 1e4 <= abs(value) < 1e7 else f"{value:.5g}"
 
 
 def _best(metric: MetricSummary | None) -> str:

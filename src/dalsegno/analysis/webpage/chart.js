@@ -71,7 +71,7 @@ class Chart {
     const X = (x) => LEFT + (x - left) / (right - left) * (width - LEFT - RIGHT);
     const Y = (y) => HEIGHT - BOTTOM - (flat(y) - bottom) / (top - bottom) * (HEIGHT - TOP - BOTTOM);
     this.scale = { left, right, LEFT, X, Y };
-    this.axes(rows, ticks(left, right, Math.max(2, Math.floor(width / 110))));
+    this.axes(rows, ticks(left, right, Math.max(2, Math.floor(width / 75))));
     this.marks();
     for (const line of this.drawn) this.line(line);
     this.hover = element("g", { visibility: "hidden" });

@@ -60,7 +60,8 @@ function smoothed(curve) {
 function format(value) {
   if (value === null || value === undefined) return "not finite";
   if (value && (Math.abs(value) >= 1e7 || Math.abs(value) < 1e-4)) return value.toExponential(3).replace(/\.?0+e/, "e");
-  return Number.isInteger(value) ? value.toLocaleString("en") : String(Number(value.toPrecision(5)));
+  const short = Number.isInteger(value) ? value : Number(value.toPrecision(5));
+  return Number.isInteger(short) ? short.toLocaleString("en") : String(short);
 }
 
 function ticks(low, high, most) {

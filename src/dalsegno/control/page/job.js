@@ -79,6 +79,7 @@ class Job {
     this.state = state;
     this.badge.textContent = state;
     this.badge.className = `badge ${kind}`;
+    this.facts.classList.toggle("old", state !== "running");
     for (const button of this.buttons) button.disabled = state !== "running";
   }
 
@@ -182,7 +183,7 @@ class Job {
     const own = ["job_id", "status", "logged_at", "max_steps", ...names.bookkeeping];
     const isShown = (name) => !own.includes(name) && !names.durations.some((ending) => name.endsWith(ending));
     const logged = Object.entries(status).filter(([name, value]) => isShown(name) && number(value) !== undefined);
-    for (const [name, value] of logged.slice(0, LISTED)) facts.push([names.labels[name] || name, format(number(value))]);
+    for (const [name, value] of logged.slice(0, LISTED)) facts.push(fact(names.labels[name] || name, number(value)));
     this.facts.replaceChildren(...facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
   }
 
@@ -241,10 +242,16 @@ class Job {
       if (answer.error === null) say(`took effect at the end of step ${count(answer.step)}`, "good");
       else say(`had no effect: ${answer.error}`, "bad");
     } catch (error) {
-      say(signal.aborted ? "the connection ended before the answer; the list of commands shows what became of it" : error.message, "bad");
+      if (signal.aborted && this.reason) say(`the run has ended: ${this.reason}`);
+      else say(signal.aborted ? "the connection ended before the answer; the list of commands shows what became of it" : error.message, "bad");
     }
     this.isStale = true;
   }
+}
+
+function fact(label, value) {
+  const [name, unit] = label.split(" (bytes)");
+  return [name, unit === undefined || typeof value !== "number" ? format(value) : `${(value / 2 ** 30).toFixed(2)} GiB`];
 }
 
 function describe(command) {
