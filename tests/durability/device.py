@@ -186,19 +186,25 @@ def all_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tens
     return found
 
 
-def contents(output_dir: Path, changes: dict[str, Any], handlers: Callable[[], dict[str, Any]]) -> str:
+def contents(
+    output_dir: Path,
+    changes: dict[str, Any],
+    handlers: Callable[[], dict[str, Any]],
+    blocks: int = 48,
+    width: int = 1024,
+) -> str:
     """Each checkpoint contains what the model and the optimizer were at the end of its step, bit by bit."""
     expected: dict[int, dict[str, Tensor]] = {}
 
     def remember(ctx: Any) -> None:
         expected[ctx.step] = all_of(ctx.model, ctx.optimizer)
 
-    model = Wide(48)
+    model = Wide(blocks, width)
     args: dict[str, Any] = {"max_steps": 24, "save_steps": 3, "logging_steps": 0, "optim": "adamw_fused"}
     ds.Trainer(
         model,
         ds.TrainingArguments(output_dir, disable_tqdm=True, learning_rate=1e-2, **args | changes),
-        train_dataset=Vectors(),
+        train_dataset=Vectors(width),
         callbacks=[Listener({"on_before_save": remember, **handlers()}, name="remembers")],
     ).train()
     compared = 0
