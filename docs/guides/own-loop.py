@@ -31,12 +31,13 @@ def listed(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def page() -> str:
+def pages() -> dict[Path, str]:
     """Return the page with the current table."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    return before + BEGIN + table() + END + after
+    return {PAGE: before + BEGIN + table() + END + after}
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")

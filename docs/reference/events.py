@@ -77,11 +77,11 @@ of the step will log, evaluate or save: `will_log`, `will_evaluate`, `will_save`
 """
 
 
-def page() -> str:
+def pages() -> dict[Path, str]:
     """Return the whole page."""
     common = ", ".join(f"`{field.name}`" for field in dataclasses.fields(Context))
     rows = [f"| `{event.handler}` | {event.fires} | {', '.join(_payload(event))} |" for event in Event]
-    return HEAD.format(common=common) + "\n".join(rows) + "\n" + TAIL
+    return {PAGE: HEAD.format(common=common) + "\n".join(rows) + "\n" + TAIL}
 
 
 def _payload(event: Event) -> list[str]:
@@ -93,4 +93,5 @@ def _payload(event: Event) -> list[str]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")

@@ -16,21 +16,14 @@ from support.docs_scripts import script
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "coming-from/dialects",
-        "coming-from/other-names",
-        "guides/data",
-        "guides/own-loop",
-        "guides/trainer",
-        "reference/events",
-        "reference/resume-proof",
-    ],
-)
-def test_a_page_made_from_the_code_is_up_to_date(name: str) -> None:
-    module = script(name)
-    assert module.PAGE.read_text() == module.page(), f"run: python docs/{name}.py"
+MADE = sorted(path for path in (ROOT / "docs").rglob("*.py") if "def pages()" in path.read_text())
+
+
+@pytest.mark.parametrize("made", MADE, ids=lambda path: path.stem)
+def test_pages_made_from_the_code_are_up_to_date(made: Path) -> None:
+    name = made.relative_to(ROOT / "docs").with_suffix("").as_posix()
+    for path, text in script(name).pages().items():
+        assert path.read_text(encoding="utf-8") == text, f"run: python docs/{name}.py"
 
 
 def test_the_table_and_the_picture_of_the_benchmarks_show_their_results() -> None:

@@ -22,8 +22,6 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    for path, text in script("reference/python").pages().items():
-        assert path.read_text(encoding="utf-8") == text, "run: python docs/reference/python.py"
     shown = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference" / "python").glob("*.md"))
     elsewhere = {*vars(errors), "analysis"}
     assert [name for name in dir(dalsegno) if name not in elsewhere and f".{name}\n" not in shown] == []

@@ -118,14 +118,15 @@ def training_records(folder: Path) -> list[dict[str, Any]]:
     return [record for record in found if record.get("kind", "train") == "train" and "loss" in record]
 
 
-# --- docs/coming-from/bridges.md --------------------------------------------------------------------------------------
+# --- docs/coming-from -------------------------------------------------------------------------------------------------
 
-PAGE = Path(__file__).parents[2] / "docs" / "coming-from" / "bridges.md"
+PAGES = Path(__file__).parents[2] / "docs" / "coming-from"
 
 
 def section(library: str) -> str:
-    """What the page says of one library."""
-    (text,) = re.findall(rf"^## {library}\n(.*?)(?=^## |\Z)", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    """What the page of one library says of its bridge."""
+    page = (PAGES / f"{library}.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"^## dalsegno's callbacks there\n(.*?)(?=^## |\Z)", page, flags=re.DOTALL | re.MULTILINE)
     return str(text)
 
 
@@ -149,4 +150,4 @@ def assert_rows(library: str, rows: Mapping[str, list[str]]) -> None:
     """Each row of a table of ``library`` lists exactly these names."""
     for title, names in rows.items():
         row = f"| {title} | {', '.join(f'`{name}`' for name in names)} |"
-        assert row in section(library), f"docs/coming-from/bridges.md lacks: {row}"
+        assert row in section(library), f"docs/coming-from/{library}.md lacks: {row}"

@@ -245,7 +245,7 @@ def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(library: 
     assert holder.steps == 0
 
 
-# --- docs/coming-from/bridges.md --------------------------------------------------------------------------------------
+# --- docs/coming-from -------------------------------------------------------------------------------------------------
 
 
 def test_the_examples_run(library: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

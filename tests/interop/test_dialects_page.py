@@ -1,4 +1,4 @@
-"""docs/coming-from/dialects.md: the examples in each library's section fit today's names and signatures, and run."""
+"""docs/coming-from: the examples in each dialect's section fit today's names and signatures, and run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ import pytest
 from interop.libraries import EXAMPLES
 from support.fragments import blocks_of, mismatches, run, scene
 
-PAGE = (Path(__file__).parents[2] / "docs" / "coming-from" / "dialects.md").read_text(encoding="utf-8")
-INTRODUCTION, *SECTIONS = re.split(r"^## .*\n", PAGE, flags=re.MULTILINE)
+FOLDER = Path(__file__).parents[2] / "docs" / "coming-from"
+SECTIONS = [
+    section
+    for page in sorted(FOLDER.glob("*.md"))
+    for section in re.split(r"^## .*\n", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+]
 
 
 def test_the_example_of_several_libraries_fits() -> None:
-    codes = blocks_of(INTRODUCTION)
+    codes = blocks_of((FOLDER / "index.md").read_text(encoding="utf-8"))
     assert codes and list(mismatches(codes)) == []
 
 

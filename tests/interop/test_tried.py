@@ -1,4 +1,4 @@
-"""docs/coming-from/dialects.md, classes of other libraries: each line of the table is true."""
+"""docs/coming-from, classes of other libraries: each line of the tables is true."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Classes of other libraries and what becomes of each here: each folder beside this file may list some in ``tried.py``.
 
-``docs/coming-from/dialects.py`` writes them into a table; ``test_tried.py`` shows that each line is true.
+``docs/coming-from/libraries.py`` writes them into tables; ``test_tried.py`` shows that each line is true.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Settings of other trainers: for each argument the name it has here, or how to get the same effect.
 
-Errors about unknown arguments quote these answers, and ``docs/coming-from/other-names.md`` lists them. An answer that
+Errors about unknown arguments quote these answers, and the pages of ``docs/coming-from`` list them. An answer that
 is a single word is the name of an argument of ``TrainingArguments`` or ``Trainer``.
 """
 

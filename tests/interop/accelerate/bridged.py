@@ -123,7 +123,7 @@ def read(folder: Path, callbacks: Sequence[Any], model: Reader, steps: int) -> N
 
 # --- the contract of every bridge -------------------------------------------------------------------------------------
 
-PAGE = "Accelerate"
+PAGE = "accelerate"
 UNSUPPORTED_EVENTS = bridge_module.UNSUPPORTED_EVENTS
 REFUSED = CheckLoss, "CheckLoss needs on_microbatch_end, which a loop around"
 EVALUATIONS = "set eval_steps"

@@ -146,7 +146,7 @@ def read_without_trainer(folder: Path, callbacks: Sequence[Any], model: Reader, 
 
 # --- the contract of every bridge -------------------------------------------------------------------------------------
 
-PAGE = "Hugging Face"
+PAGE = "hugging-face"
 UNSUPPORTED_EVENTS = bridge_module.UNSUPPORTED_EVENTS
 REFUSED = CheckLoss, r"CheckLoss needs on_microbatch_end, .* use dalsegno\.Trainer"
 EVALUATIONS = "set eval_strategy"

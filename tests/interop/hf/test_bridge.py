@@ -349,12 +349,12 @@ def test_it_is_a_callback_of_theirs() -> None:
     assert isinstance(Bridge([]), transformers.TrainerCallback)
 
 
-# --- docs/coming-from/bridges.md --------------------------------------------------------------------------------------
+# --- docs/coming-from -------------------------------------------------------------------------------------------------
 
 
 def test_the_page_lists_what_needs_the_trainer(tmp_path: Path) -> None:
     without, given = refused_builtins(Bridge), refused_builtins(lambda each: Bridge(each, trainer=hf_trainer(tmp_path)))
-    assert_rows("Hugging Face", {"built-ins that need the trainer": [name for name in without if name not in given]})
+    assert_rows("hugging-face", {"built-ins that need the trainer": [name for name in without if name not in given]})
 
 
 def test_counted_tokens_make_no_record_the_final_one(tmp_path: Path) -> None:

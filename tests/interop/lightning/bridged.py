@@ -170,7 +170,7 @@ def read(folder: Path, callbacks: Sequence[Any], model: Reader, steps: int) -> N
 
 # --- the contract of every bridge -------------------------------------------------------------------------------------
 
-PAGE = "Lightning"
+PAGE = "lightning"
 UNSUPPORTED_EVENTS = bridge_module.UNSUPPORTED_EVENTS
 REFUSED = GradientNoiseScale, "GradientNoiseScale needs on_before_backward, which Lightning"
 EVALUATIONS = "pass val_dataloaders="
