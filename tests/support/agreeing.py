@@ -65,7 +65,7 @@ def agree_on_a_step() -> object:
 
 def all_reduce_of_a_programs_own() -> object:
     """As many bytes as an agreement sends."""
-    mine = torch.full((2 * 16,), 0.5, dtype=torch.float64)
+    mine = torch.full((collectives.WIDTH,), 0.5, dtype=torch.float64)
     dist.all_reduce(mine)
     return mine
 

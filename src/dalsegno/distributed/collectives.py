@@ -10,9 +10,12 @@ import contextlib
 import datetime
 import functools
 import os
+import pickle
 import struct
 import threading
 import weakref
+import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar, cast
@@ -25,57 +28,59 @@ from dalsegno import errors
 from dalsegno.distributed import accelerator
 from dalsegno.errors import RanksApart
 
-# --- the exchange: gathers a few numbers per rank and detects ranks at different collectives ------------------------
+# --- the exchange: a maximum over all ranks, which detects ranks at different collectives ----------------------------
 
 # A collective pairs with whatever the other ranks call next; neither NCCL nor gloo checks that it is the same one. If a
 # collective is skipped on some ranks, or called on some only, the others receive numbers with another meaning. So each
-# row contains its exchange's number and purpose, which must be equal in all rows.
+# exchange begins with a header, its number and purpose, and its highest and lowest value over the ranks must be equal.
 #
-# Every exchange is a sum over a table with one row per rank, in which each rank fills its own row. All exchanges have
-# the same kind and size, so a program's own misplaced ``all_reduce`` pairs with one and is detected. Results computed
-# from the rows (e.g. a sum of floats) are equal on all ranks and with any backend.
+# Every exchange begins with a block of the same kind and size at any number of ranks, so that two of them pair, and a
+# program's own misplaced ``all_reduce`` of as many bytes is detected. What differs by rank travels in a maximum, too:
+# each rank fills its own place, and the others' with the lowest number. Results computed from it (e.g. a sum of floats)
+# are equal on all ranks and with any backend.
 
-WIDTH = 16
-"""int64 words in a row. The rest of a longer exchange follows in a second sum, after the first one was checked."""
+WIDTH = 64
+"""int64 words in a block. The rest of a longer exchange follows in a second maximum, after the first was checked."""
 _NAME = 4  # words, of 8 bytes each
-_HEADER = 1 + _NAME
+_HEADER = 2 + _NAME
+_ROOM = WIDTH - 2 * _HEADER
 _LENGTHS = 2**24  # exclusive maximum of words per rank
+_RANKS = 2**24  # exclusive maximum of ranks
+_NOTHING = -(2**63)  # as a float, -0.0
 
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Number of the last exchange, by process group."""
 
 
-def exchange(purpose: str, own: Sequence[int], device: torch.device) -> Tensor:
-    """Gather every rank's ``own``, one row each. Collective, over the default group.
+def _exchange(purpose: str, length: int, own: Tensor) -> Tensor:
+    """Return the element-wise maximum of every rank's ``own``, on the CPU. Collective, over the default group.
 
     Raises RanksApart if another rank is at a different collective; its numbers are then not used.
 
     Args:
         purpose: at most 32 ASCII characters, for the error.
-        own: n 64-bit numbers; n must be equal on all ranks.
-        device: device for tensors of the collective.
-
-    Returns:
-        Shape (ranks, n), int64, on the CPU.
+        length: numbers that a rank has to say, for the error; must be equal on all ranks.
+        own: int64, as many as on the other ranks.
     """
+    _deliver()
     group = dist.group.WORLD
     number = _numbers[group] = _numbers.get(group, 0) + 1
-    header = (number * _LENGTHS + len(own), *_words(purpose))
-    begin, rest = own[: WIDTH - _HEADER], own[WIDTH - _HEADER :]
-    rows = _table([*header, *begin, *[0] * (WIDTH - _HEADER - len(begin))], device)
-    expected = torch.tensor(header)
-    if not bool((rows[:, :_HEADER] == expected).all()):
-        raise RanksApart(_mismatch_message(expected, rows[:, :_HEADER]))
-    values = rows[:, _HEADER : _HEADER + len(begin)]
-    return torch.cat([values, _table(rest, device)], 1) if rest else values
+    words = (number * _LENGTHS + length, *_words(purpose))
+    header = (*words, _tag(words) * _RANKS + dist.get_rank())
+    begin, rest = own[:_ROOM], own[_ROOM:]
+    block = torch.tensor([*header, *(~word for word in header), *begin.tolist(), *[_NOTHING] * (_ROOM - len(begin))])
+    block = _maximum(block)
+    highest, lowest = block[:_HEADER].tolist(), (~block[_HEADER : 2 * _HEADER]).tolist()
+    if not highest[:-1] == lowest[:-1] == [*words]:
+        raise RanksApart(_mismatch_message(header, highest, lowest))
+    values = block[2 * _HEADER :][: len(begin)]
+    return torch.cat([values, _maximum(rest)]) if len(rest) else values
 
 
-def _table(own: Sequence[int], device: torch.device) -> Tensor:
-    table = torch.zeros(dist.get_world_size(), len(own), dtype=torch.int64)
-    table[dist.get_rank()] = torch.tensor(own)
-    table = table.to(device)
-    dist.all_reduce(table)
-    return table.cpu()
+def _maximum(own: Tensor) -> Tensor:
+    tensor = own.to(communication_device())
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.cpu()
 
 
 @functools.cache
@@ -83,29 +88,45 @@ def _words(purpose: str) -> tuple[int, ...]:
     return struct.unpack(f"{_NAME}q", purpose.encode("ascii", "replace")[: 8 * _NAME].ljust(8 * _NAME))
 
 
-def _mismatch_message(own: Tensor, headers: Tensor) -> str:
-    here = dist.get_rank()
-    others = {rank: _described(header) for rank, header in enumerate(headers) if rank != here}
-    strangers = [rank for rank, described in others.items() if described is None]
-    if strangers or not torch.equal(headers[here], own):
-        came = "received a collective that is not dalsegno's, with other numbers"
-    else:
-        rank = next(rank for rank in others if not torch.equal(headers[rank], own))
-        came = f"rank {rank} called {others[rank]}"
+def _tag(words: Sequence[int]) -> int:
+    return zlib.crc32(struct.pack(f"{len(words)}q", *words))
+
+
+def _mismatch_message(own: Sequence[int], highest: Sequence[int], lowest: Sequence[int]) -> str:
+    """Of two headers, each word is the highest or the lowest; which rank has the other one, its tag tells."""
+    there = [high if high != here else low for here, high, low in zip(own, highest, lowest, strict=True)][:-1]
+    ends = [divmod(end, _RANKS) for end in (highest[-1], lowest[-1])]
+    tag, rank = ends[ends[0][0] == own[-1] // _RANKS]
+    came = "received a collective that is not dalsegno's, with other numbers, or several different ones"
+    if tag == _tag(there):
+        came = f"rank {rank} called {_described(there)}"
     return (
-        f"the ranks are not at the same collective: rank {here} called {_described(own)}, but {came}. Some collective "
-        "is called on some ranks only: check callbacks, model and loss for one behind an early return or a condition "
-        "that depends on the rank or its data"
+        f"the ranks are not at the same collective: rank {dist.get_rank()} called {_described(own[:-1])}, but {came}. "
+        "Some collective is called on some ranks only: check callbacks, model and loss for one behind an early return "
+        "or a condition that depends on the rank or its data"
     )
 
 
-def _described(header: Tensor) -> str | None:
-    """Describe the exchange of a header; None if it is not a header."""
-    number, length = divmod(int(header[0]), _LENGTHS)
-    name = header[1:].contiguous().numpy().tobytes()
-    if number < 1 or not name.isascii() or not (purpose := name.decode("ascii").rstrip()).isprintable():
-        return None
-    return f"{purpose!r} (exchange {number}, {length} numbers)"
+def _described(words: Sequence[int]) -> str:
+    number, length = divmod(words[0], _LENGTHS)
+    name = struct.pack(f"{_NAME}q", *words[1:]).decode("ascii", "replace").rstrip()
+    return f"{name!r} (exchange {number}, {length} numbers)"
+
+
+def _share(purpose: str, data: bytes | None, source: int = 0) -> bytes:
+    """Return the bytes of the rank ``source``; one exchange, and a broadcast of those that do not fit into it."""
+    own: list[int] = [_NOTHING] * _ROOM
+    if data is not None:
+        begin = data[: 8 * (_ROOM - 1)].ljust(8 * (_ROOM - 1))
+        own = [len(data), *struct.unpack(f"{_ROOM - 1}q", begin)]
+    length, *words = _exchange(purpose, 0, torch.tensor(own)).tolist()
+    begin = struct.pack(f"{_ROOM - 1}q", *words)[:length]
+    if length == len(begin):
+        return begin
+    rest = bytearray(length - len(begin) if data is None else data[len(begin) :])
+    tensor = torch.frombuffer(rest, dtype=torch.uint8).to(communication_device())
+    dist.broadcast(tensor, src=source)
+    return begin + tensor.cpu().numpy().tobytes()
 
 
 # --- the collectives -----------------------------------------------------------------------------------------------
@@ -169,8 +190,8 @@ def all_reduce_max(values: Sequence[int], purpose: str) -> list[int]:
     """
     if not initialized():
         return list(values)
-    rows = exchange(purpose, [*map(int, values)], communication_device())
-    return [int(value) for value in rows.amax(0).tolist()]
+    own = torch.tensor([*map(int, values)], dtype=torch.int64)
+    return [int(value) for value in _exchange(purpose, len(own), own).tolist()]
 
 
 def sum_floats(values: Sequence[float], purpose: str) -> list[float]:
@@ -189,18 +210,15 @@ def gather_floats(values: Sequence[float], purpose: str) -> list[list[float]]:
 
 def _gathered(values: Sequence[float], purpose: str) -> torch.Tensor:
     """Return shape (ranks, values), float64."""
-    bits = struct.unpack(f"{len(values)}q", struct.pack(f"{len(values)}d", *values))
-    return exchange(purpose, bits, communication_device()).contiguous().view(torch.float64)
-
-
-def _check_all_here(purpose: str) -> None:
-    """Check that all ranks are at this collective, before one that cannot detect a mismatch."""
-    exchange(purpose, (), communication_device())
+    rows = torch.full((world_size(), len(values)), _NOTHING)
+    rows[rank()] = torch.tensor(values, dtype=torch.float64).view(torch.int64)
+    return _exchange(purpose, len(values), rows.view(-1)).view(torch.float64).view(rows.shape)
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
     """Broadcast rank 0's values of these tensors, which must not be sharded."""
     if initialized():
+        _deliver()
         for tensor in tensors:
             whole = tensor.detach().contiguous()
             dist.broadcast(whole, src=0)
@@ -214,20 +232,19 @@ def gather(value: T, purpose: str) -> list[T]:
     """
     if not initialized():
         return [value]
-    _check_all_here(purpose)
-    gathered: list[Any] = [None] * world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
+    own = pickle.dumps(value)
+    (longest,) = all_reduce_max([len(own)], purpose)
+    here = torch.frombuffer(bytearray(own.ljust(longest)), dtype=torch.uint8).to(communication_device())
+    everywhere = [torch.empty_like(here) for _ in range(world_size())]
+    dist.all_gather(everywhere, here)
+    return [pickle.loads(each.cpu().numpy().tobytes()) for each in everywhere]
 
 
 def broadcast(value: T, purpose: str) -> T:
     """Return rank 0's ``value``. ``purpose``: as for :func:`all_reduce_max`."""
     if not initialized():
         return value
-    _check_all_here(purpose)
-    box: list[Any] = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]  # type: ignore[no-any-return]
+    return cast(T, pickle.loads(_share(purpose, pickle.dumps(value) if rank() == 0 else None)))
 
 
 def run_on_all_ranks(work: Callable[[], T]) -> T:
@@ -236,23 +253,86 @@ def run_on_all_ranks(work: Callable[[], T]) -> T:
     rank: the first whose error is not dalsegno's (a disk's, for example), else the first. That rank raises its own
     error; the others raise the same error naming the rank if it is one of dalsegno's, else
     :class:`~dalsegno.errors.RankFailed`."""
-    return _run_together(work, _name(work))
-
-
-def _run_together(work: Callable[[], T], purpose: str) -> T:
-    failure: Exception | None = None
+    if not initialized():
+        return work()
+    failure = None
     try:
         result = work()
     except Exception as error:
         failure = error
-    outcomes = gather(None if failure is None else (type(failure).__name__, str(failure)), purpose)
-    failed = {number: outcome for number, outcome in enumerate(outcomes) if outcome is not None}
-    if not failed:
+    own = 0 if failure is None else (2 - (_kind(type(failure).__name__) is not None)) * _RANKS - rank()
+    (worst,) = all_reduce_max([own], purpose := _name(work))
+    if not worst:
         return result
-    number = min(failed, key=lambda number: _kind(failed[number][0]) is not None)  # min returns the first of equals
-    if failure is not None and failed[number] == failed[rank()]:
+    number = -worst % _RANKS
+    told = None if failure is None else _told(failure)
+    of_number = _share(purpose, pickle.dumps(told) if number == rank() else None, number)
+    if failure is not None and pickle.loads(of_number) == told:
         raise failure
-    raise _of_another_rank(number, *failed[number]) from failure
+    raise _of_another_rank(number, *pickle.loads(of_number)) from failure
+
+
+_answers: deque[tuple[str, bytes]] = deque()
+"""Of :func:`from_rank_zero`, each with its purpose. On rank 0: not yet sent. On others: not yet asked for."""
+_is_ahead = False
+
+
+def from_rank_zero(work: Callable[[], T]) -> T:
+    """Run ``work`` on rank 0 only; every rank returns its result or raises its error."""
+    if not initialized():
+        return work()
+    purpose = _name(work)
+    if rank() == 0:
+        try:
+            result = work()
+            _answers.append((purpose, pickle.dumps((result, None))))
+        except Exception as error:
+            _answers.append((purpose, pickle.dumps((None, _told(error)))))
+            _deliver()
+            raise
+        if not _is_ahead:
+            _deliver()
+        return result
+    if not _answers:
+        _answers.extend(pickle.loads(_share(purpose, None)))
+    answered, answer = _answers.popleft()
+    if answered != purpose:
+        raise RanksApart(f"rank 0 answered {answered!r}, where rank {rank()} asked for {purpose!r}")
+    result, failure = pickle.loads(answer)
+    if failure is not None:
+        raise _of_another_rank(0, *failure)
+    return cast(T, result)
+
+
+@contextlib.contextmanager
+def rank_zero_ahead() -> Iterator[None]:
+    """Inside, rank 0 does not wait for the others at :func:`from_rank_zero`: it sends its results together, in one
+    exchange, when it comes to another collective of this module or leaves. No other collective may be inside."""
+    global _is_ahead
+    was_ahead, _is_ahead = _is_ahead, True
+    try:
+        yield
+        if not was_ahead:
+            _deliver()
+    finally:
+        _is_ahead = was_ahead
+        if not was_ahead:
+            _answers.clear()
+
+
+def _deliver() -> None:
+    """On rank 0, send the answers that the others wait for."""
+    if not _answers:
+        return
+    if rank() != 0:
+        raise RanksApart(f"rank 0 answered {_answers[0][0]!r}, which rank {rank()} did not ask for")
+    answers = [*_answers]
+    _answers.clear()
+    _share(answers[0][0], pickle.dumps(answers))
+
+
+def _told(failure: Exception) -> tuple[str, str]:
+    return type(failure).__name__, str(failure)
 
 
 class BackgroundGroup:
@@ -326,12 +406,6 @@ def _kind(name: str) -> type[errors.DalsegnoError] | None:
     kind = getattr(errors, name, None)
     is_ours = isinstance(kind, type) and issubclass(kind, errors.DalsegnoError) and kind is not errors.UnknownName
     return kind if is_ours else None
-
-
-def from_rank_zero(work: Callable[[], T]) -> T:
-    """Run ``work`` on rank 0 only; every rank returns its result or raises its error."""
-    purpose = _name(work)
-    return broadcast(_run_together(lambda: work() if rank() == 0 else cast(T, None), purpose), purpose)
 
 
 def from_rank_zero_in_time(work: Callable[[], T]) -> T:

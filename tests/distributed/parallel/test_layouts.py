@@ -26,7 +26,7 @@ EXCHANGED = {
     "MemoryMonitor": 1,
     "ExpertLoadBalance": 1,
     "RateProfiler": 1,
-    "LogInputSummaries": 3,
+    "LogInputSummaries": 2,
 }
 """Collectives of a record, by the built-in that it is of."""
 OF_CLOCK_OR_RANK = ("runtime", "per_sec", "timestamp", "peak", "memory", "mfu")
