@@ -2,13 +2,15 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+DEMO   := $(BIN)/dalsegno
 READY  := $(VENV)/.ready
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 PEERS  := .venv-peers
 
 .PHONY: demo test check docs dist bench soak proofs memory rollbacks diloco device lies requests peers clean
 
-demo: $(READY)
-	$(BIN)/dalsegno demo
+demo: $(DEMO)
+	$(DEMO) demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto --dist worksteal
@@ -72,9 +74,14 @@ requests: $(READY)
 # What the benchmarks are measured beside, in an environment of its own.
 peers: $(PEERS)/.ready
 
-$(READY): pyproject.toml constraints.txt
+$(DEMO): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV), once: dalsegno, torch and what they need, about 47 packages."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(INSTALL) -e '.[analysis]'
+
+$(READY): $(DEMO)
+	@echo "Installing into $(VENV), once: what tests, checks and documentation need, about 140 packages more."
+	$(INSTALL) -e '.[dev]'
 	touch $@
 
 $(PEERS)/.ready: benchmarks/peers.txt

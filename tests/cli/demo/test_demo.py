@@ -7,8 +7,8 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from dataclasses import replace
-from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ def test_the_whole_story(tmp_path: Path) -> None:
     assert re.search(r"killed with SIGKILL while saving step \d+, before write \d of \d+\n", done.stdout)
     assert re.search(r"without a manifest: step-\d+\.partial\n", done.stdout)
     assert done.stdout.count("resumes from the checkpoint of step") == 2
+    assert len(re.findall(r"later log records moved to rewound/train\.jsonl\.\d+\n", done.stdout)) == 2
+    assert len(re.findall(r"resumed exactly: steps \d+ to \d+ repeated bit for bit", done.stdout)) == 2
     assert "Nothing differs." in done.stdout
     assert (tmp_path / "here" / "loss.png").read_bytes().startswith(b"\x89PNG")
     legs = legs_of(tmp_path / "here" / "killed")
@@ -58,7 +60,7 @@ def test_the_whole_story(tmp_path: Path) -> None:
     assert len({leg["pid"] for leg in legs}) == 3
 
 
-def test_a_difference_is_exit_status_1(
+def test_a_difference_is_exit_status_1_and_without_matplotlib_only_the_plot_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def with_a_seed_of_its_own(job: Job, plan: FaultPlan | None, watch: Watch) -> LegEnd:
@@ -71,9 +73,12 @@ def test_a_difference_is_exit_status_1(
     (tmp_path / "demo.json").touch()  # an earlier demo was here
     (tmp_path / "reference").mkdir()
     (tmp_path / "reference" / "left over").touch()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     assert main(["demo", "--steps", "12", "--out", str(tmp_path)]) == 1
     text = capsys.readouterr().out
     assert "THE RUNS DIFFER." in text
+    assert "No plot of both losses: matplotlib is not installed; in a clone of dalsegno, pip install -e" in text
+    assert not (tmp_path / "loss.png").exists()
     assert re.search(
         r"while saving step (\d+), before write \d of \d+\n.*partial checkpoint.*step-0*\1\.partial\n", text
     )
@@ -123,18 +128,4 @@ def test_arguments_that_cannot_work(
 ) -> None:
     assert main(["demo", "--out", str(tmp_path / "new"), *words]) == 2
     assert complaint in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
-
-
-def test_without_matplotlib_it_says_so_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    find_spec = util.find_spec
-
-    def without(name: str, *rest: Any) -> Any:
-        return None if name == "matplotlib" else find_spec(name, *rest)
-
-    monkeypatch.setattr(util, "find_spec", without)
-    assert main(["demo", "--out", str(tmp_path / "new")]) == 2
-    assert "pip install 'dalsegno[analysis]'" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

@@ -102,8 +102,15 @@ def test_every_logs_command_works_without_torch_and_posix(tmp_path: Path) -> Non
     assert {path.name for path in tmp_path.iterdir()} >= {"loss.png", "norms.png", "killed.csv", "report.html"}
 
 
-def test_commands_that_need_torch_say_how_to_install_it(tmp_path: Path) -> None:
-    train = ["train run.toml", "launch run.toml", "launch my_run:build", "check-resume my_run:build", "callbacks list"]
+def test_commands_that_need_torch_say_how_to_install_it_and_write_nothing(tmp_path: Path) -> None:
+    train = [
+        "demo --out demo",
+        "train run.toml",
+        "launch run.toml",
+        "launch my_run:build",
+        "check-resume my_run:build",
+        "callbacks list",
+    ]
     others = ["callbacks show JsonLogger", "checkpoints import run.toml -o run"]
     done = other_system(WITHOUT_TORCH, tmp_path, "\n".join([*train, *others]))
     assert done.returncode == 0, done.stderr
@@ -112,6 +119,7 @@ def test_commands_that_need_torch_say_how_to_install_it(tmp_path: Path) -> None:
         f"dalsegno: {words.split()[0]} needs torch, which is not installed" for words in [*train, *others]
     ]
     assert all(line.endswith("; from an index, pip install 'dalsegno'") for line in lines)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
 def test_training_there_is_refused_and_the_error_names_the_systems(tmp_path: Path) -> None:

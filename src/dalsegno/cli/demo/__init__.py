@@ -2,7 +2,7 @@
 
 The model learns the source code of Python's standard library, byte by byte. It is trained once without interruption,
 and once killed between two steps and again during a checkpoint write. Then all tensors, states and log records of the
-two runs are compared, and both losses are plotted.
+two runs are compared, and both losses are plotted, if matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 
 from dalsegno.cli.command import option, several
 from dalsegno.errors import ConfigurationError
-from dalsegno.system.imports import require_extra
 
 EXIT_STATUSES = {1: "the runs differ"}
 
@@ -24,7 +23,7 @@ LEAST_STEPS = 12
 
 describe = several(
     option("--out", metavar="DIR", default=Path("demo-run"), help="output directory"),
-    option("--steps", metavar="N", default=1200, help="optimizer steps of the run"),
+    option("--steps", metavar="N", default=600, help="optimizer steps of the run"),
     option("--seed", metavar="N", default=7, help="seed of the training and the kills"),
 )
 
@@ -35,12 +34,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"--steps {arguments.steps}: two kills need at least {LEAST_STEPS} steps")
     if arguments.seed < 0:
         raise ConfigurationError(f"--seed {arguments.seed}: must be at least 0")
-    require_extra("analysis", "matplotlib", "the demo's plot")
+    _check_folder(arguments.out)
+    print(f"Train, kill, resume, compare. All files are written to {arguments.out.absolute()}.", flush=True)
+    from .story import tell  # takes seconds, and fails without torch: nothing is written yet
 
     with own_folder(arguments.out):
-        print(f"Output directory: {arguments.out.absolute()}", flush=True)
-        from .story import tell
-
         return tell(arguments.out, arguments.steps, arguments.seed)
 
 
@@ -50,16 +48,20 @@ MARK = "demo.json"
 WRITTEN = ("reference", "killed", "console", "loss.png")
 
 
+def _check_folder(out: Path) -> None:
+    """Raises ConfigurationError if ``out`` is a file, or contains something else than an earlier demo."""
+    if out.exists() and not out.is_dir():
+        raise ConfigurationError(f"--out {out}: not a directory")
+    if out.is_dir() and any(out.iterdir()) and not (out / MARK).is_file():
+        raise ConfigurationError(f"--out {out}: contains files that no demo wrote; name another directory")
+
+
 @contextmanager
 def own_folder(out: Path) -> Iterator[None]:
     """Create ``out`` if needed, lock it, and delete the runs of an earlier demo. Raises Locked if one is running."""
     from dalsegno.system import filesystem
     from dalsegno.system.lock import DirectoryLock
 
-    if out.exists() and not out.is_dir():
-        raise ConfigurationError(f"--out {out}: not a directory")
-    if out.is_dir() and any(out.iterdir()) and not (out / MARK).is_file():
-        raise ConfigurationError(f"--out {out}: contains files that no demo wrote; name another directory")
     filesystem.make_directory(out)
     note = {"written by": "dalsegno demo", "the next one replaces": WRITTEN}
     filesystem.replace_durably(out / MARK, (json.dumps(note, indent=2) + "\n").encode())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,11 @@ from matplotlib.figure import Figure
 
 from dalsegno.logs import read_records
 
+from .story import LegSpan
+
 # From the palette of Okabe and Ito (2008), distinct for every kind of colour vision.
 REFERENCE, LOST, KILL = "#56B4E9", "#E69F00", "#D55E00"
 RESUMED = "#000000"
-
-
-@dataclass(frozen=True, slots=True)
-class LegSpan:
-    """The steps of one leg."""
-
-    first: int
-    last: int
-    killed: str | None
-    """When it was killed, in words; None if it reached the end."""
 
 
 def draw(target: Path, reference: Path, killed: Path, legs: Sequence[LegSpan]) -> Path:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
+from dalsegno.analysis import open_log
 from dalsegno.checkpoint import Checkpoint
 from dalsegno.checkpoint.names import CHECKPOINTS
 from dalsegno.cli.console import LegLine, redirect_output
 from dalsegno.errors import RankFailed
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import Context, LogContext, StepEndContext
+from dalsegno.system.imports import how_to_install
 from dalsegno.testing import FaultPlan, compare_runs, start_ranks
 from dalsegno.testing.faults import EventRecorder, EventTrace
 
-from .plot import LegSpan, draw
 from .training import build, source_files
 
 _print = partial(print, flush=True)
@@ -31,7 +34,7 @@ def tell(out: Path, steps: int, seed: int) -> int:
     began = time.monotonic()
     paths = source_files()
     size = sum(path.stat().st_size for path in paths) / 1e6
-    _print(f"Training a small transformer on Python's standard library: {len(paths)} files, {size:.1f} MB.")
+    _print(f"A small transformer learns the source code of Python: {len(paths)} files, {size:.1f} MB.")
 
     _print("\nReference run, without interruption")
     line = LegLine("reference", steps)
@@ -45,9 +48,25 @@ def tell(out: Path, steps: int, seed: int) -> int:
     comparison = compare_runs(out / "reference", out / "killed")
     _print(f"\nKilled run compared with the reference\n\n{comparison.table()}\n")
     _print("Nothing differs." if comparison.identical else "THE RUNS DIFFER.")
-    _print(f"Plot of both losses and the kills: {draw(out / 'loss.png', out / 'reference', out / 'killed', legs)}")
+    if find_spec("matplotlib") is None:
+        _print(f"No plot of both losses: matplotlib is not installed; {how_to_install('analysis')}")
+    else:
+        from .plot import draw
+
+        _print(f"Plot of both losses and the kills: {draw(out / 'loss.png', out / 'reference', out / 'killed', legs)}")
+    _print(f"What became of each leg: dalsegno logs lineage {shlex.quote(str(out / 'killed'))}")
     _print(f"Total time: {time.monotonic() - began:.0f} s.")
     return 0 if comparison.identical else 1
+
+
+@dataclass(frozen=True, slots=True)
+class LegSpan:
+    """The steps of one leg."""
+
+    first: int
+    last: int
+    killed: str | None
+    """When it was killed, in words; None if it reached the end."""
 
 
 def _killed_and_resumed(job: Job, trace: EventTrace) -> list[LegSpan]:
@@ -55,10 +74,17 @@ def _killed_and_resumed(job: Job, trace: EventTrace) -> list[LegSpan]:
     for number, plan in enumerate([*trace.random_kills(job.seed), None], start=1):
         line = LegLine(f"leg {number}", job.steps)
         end = run_leg(job, plan, line.advance)
-        line.end(_outcome(job, plan, end, trace))
+        line.end([*(_resumed(job) if number > 1 else ()), *_outcome(job, plan, end, trace)])
         killed = None if plan is None else "between two steps" if plan.operation is None else "while saving"
         legs.append(LegSpan(end.first, end.last, killed))
     return legs
+
+
+def _resumed(job: Job) -> list[str]:
+    """Lines on how the newest leg continued the one before it."""
+    summary = open_log(job.output_dir).lineage()[-1]
+    moved = [f"{len(each.records)} later log records moved to rewound/{each.path.name}" for each in summary.cut_off]
+    return moved if summary.leg.resumed is None else [*moved, summary.leg.resumed.line]
 
 
 def _outcome(job: Job, plan: FaultPlan | None, end: LegEnd, trace: EventTrace) -> list[str]:
