@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from dalsegno.logs import read_records
 
-from .story import LegSpan
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True, slots=True)
+class LegSpan:
+    """The steps of one leg."""
+
+    first: int
+    last: int
+    killed: str | None
+    """When it was killed, in words; None if it reached the end."""
+
 
 # From the palette of Okabe and Ito (2008), distinct for every kind of colour vision.
 REFERENCE, LOST, KILL = "#56B4E9", "#E69F00", "#D55E00"
@@ -21,6 +31,8 @@ RESUMED = "#000000"
 
 def draw(target: Path, reference: Path, killed: Path, legs: Sequence[LegSpan]) -> Path:
     """Plot the losses (nats per byte) of two runs over their steps into a PNG; returns ``target``."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 5.8), dpi=120, layout="constrained")
     figure.suptitle("A run killed twice, drawn over an uninterrupted one", fontsize=13)
     losses, spans = figure.subplots(2, 1, sharex=True, height_ratios=[7, 2])
