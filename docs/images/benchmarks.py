@@ -1,8 +1,9 @@
-"""Puts the benchmarks' results into docs/why/performance.md: ``python docs/images/benchmarks.py [FILE…]``.
+"""Puts the benchmarks' results into two pages: ``python docs/images/benchmarks.py [FILE…]``.
 
 Each FILE is what ``python -m benchmarks --json FILE`` has written, of all benchmarks or of some: their results replace
-those in docs/benchmarks.json, the others stay. Without a FILE, that file is read again. Writes the page's table and
-``benchmarks.svg``, a picture of all rows that have a target. A test compares both with the file.
+those in docs/reference/benchmarks.json, the others stay. Without a FILE, that file is read again. Writes the table of
+docs/reference/benchmarks.md, the chosen rows of docs/why/performance.md, and ``benchmarks.svg``, a picture of all rows
+that have a target. A test compares all three with the file.
 """
 
 from __future__ import annotations
@@ -18,12 +19,29 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parent / "benchmarks.json"
-PAGE = HERE.parent / "why" / "performance.md"
+RESULTS = HERE.parent / "reference" / "benchmarks.json"
+PAGE = HERE.parent / "reference" / "benchmarks.md"
+CHOSEN_PAGE = HERE.parent / "why" / "performance.md"
 PICTURE = HERE / "benchmarks.svg"
 
 BEGIN, END = "<!-- made by docs/images/benchmarks.py -->\n", "<!-- end -->\n"
 COLUMNS = ("what", "ours", "peer", "ratio", "spread", "target", "met?")
+
+CHOSEN = (
+    ("a step of the loop; Trainer, defaults and JsonLogger", "bare PyTorch loop"),
+    ("a step of the loop; for reference: HF Trainer", "bare PyTorch loop"),
+    ("a step of the loop; for reference: Lightning", "bare PyTorch loop"),
+    ("event without handlers", "HF Trainer"),
+    ("100 steps with 34 observers at once, 9.7 M parameters", "without any"),
+    ("training stands still in a background save, 512 MB", "one warm memcpy"),
+    ("durable save in the background, 2 GB in 8 MB tensors, one rank", "the disk's direct limit"),
+    ("durable save in the background, 2 GB in 8 MB tensors, one rank", "torch.save, no fsync"),
+    ("verified load of 512 MB, warm", "dcp.load, nothing verified"),
+    ("resume a shuffled dataset of 10 M rows to its first batch", "StatefulDataLoader"),
+    ("from SIGKILL of one of two ranks to the next step, on a busy machine", "torchrun"),
+    ("open a log of 1 M records, 170 MB, to a frame", "polars.read_ndjson"),
+)
+"""Rows of the short page: what is measured, and how its peer begins."""
 
 FONT = "font-family='-apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif'"
 INK, GREY, LINE, MET, MISSED = "#1f2328", "#59636e", "#d1d9e0", "#1a7f37", "#cf222e"
@@ -70,15 +88,33 @@ def picture(rows: list[dict[str, Any]]) -> str:
 
 
 def page(text: str, results: dict[str, Any]) -> str:
-    """The page ``text`` with the table of ``results``.
+    """The page ``text`` with the table of ``results``."""
+    return _put(text, f"\n{_sources(results)}\n\n{table(rows_of(results))}\n")
+
+
+def chosen_page(text: str, results: dict[str, Any]) -> str:
+    """The short page ``text`` with the chosen rows of ``results``.
 
     Raises:
-        ValueError: if the page does not have the two comments between which the table stands, each once.
+        KeyError: if there is no such row.
+    """
+    rows = rows_of(results)
+    chosen = [row for what, peer in CHOSEN for row in rows if row["what"] == what and row["peer"].startswith(peer)]
+    if len(chosen) != len(CHOSEN):
+        raise KeyError(f"{len(CHOSEN)} rows are chosen, of which the results have {len(chosen)}")
+    return _put(text, table(chosen))
+
+
+def _put(text: str, content: str) -> str:
+    """The page with ``content`` between its two comments.
+
+    Raises:
+        ValueError: if the page does not have the two comments, each once.
     """
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
-        raise ValueError(f"{PAGE}: the lines {BEGIN.strip()!r} and {END.strip()!r} must be around the table, each once")
+        raise ValueError(f"the lines {BEGIN.strip()!r} and {END.strip()!r} must be around the table, each once")
     before, after = text[: text.index(BEGIN)], text[text.index(END) :]
-    return f"{before}{BEGIN}\n{_sources(results)}\n\n{table(rows_of(results))}\n{after}"
+    return f"{before}{BEGIN}{content}{after}"
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, Any]]:
@@ -162,9 +198,11 @@ def _met(row: dict[str, Any]) -> str:
 def main() -> None:
     results = merged([RESULTS, *map(Path, sys.argv[1:])])
     text = page(PAGE.read_text(encoding="utf-8"), results)
+    chosen = chosen_page(CHOSEN_PAGE.read_text(encoding="utf-8"), results)
     RESULTS.write_text(f"{json.dumps({'benchmarks': results}, indent=2, ensure_ascii=False)}\n", encoding="utf-8")
     PICTURE.write_text(picture(rows_of(results)), encoding="utf-8")
     PAGE.write_text(text, encoding="utf-8")
+    CHOSEN_PAGE.write_text(chosen, encoding="utf-8")
 
 
 if __name__ == "__main__":

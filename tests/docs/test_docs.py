@@ -31,6 +31,8 @@ def test_the_table_and_the_picture_of_the_benchmarks_show_their_results() -> Non
     results = module.merged([module.RESULTS])
     text = module.PAGE.read_text(encoding="utf-8")
     assert module.page(text, results) == text, "run: python docs/images/benchmarks.py"
+    short = module.CHOSEN_PAGE.read_text(encoding="utf-8")
+    assert module.chosen_page(short, results) == short, "run: python docs/images/benchmarks.py"
     picture = module.picture(module.rows_of(results))
     assert module.PICTURE.read_text(encoding="utf-8") == picture, "run: python docs/images/benchmarks.py"
     assert picture.count("<circle") > 20
