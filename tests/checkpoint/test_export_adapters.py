@@ -37,9 +37,10 @@ def base() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def trainer(folder: Path, steps: int = 3, **settings: Any) -> ds.Trainer:
+def trainer(folder: Path, steps: int = 3, save_frozen: str = "once", **settings: Any) -> ds.Trainer:
     model = get_peft_model(base(), LoraConfig(r=4, lora_dropout=0.1, **settings))
-    return ds.Trainer(model, arguments(folder, max_steps=steps, save_steps=2), train_dataset=ByteLines())
+    args = arguments(folder, max_steps=steps, save_steps=2, save_frozen=save_frozen)
+    return ds.Trainer(model, args, train_dataset=ByteLines())
 
 
 def outputs(model: nn.Module) -> torch.Tensor:
@@ -107,8 +108,20 @@ def trained_biases(folder: Path) -> None:
     trainer(folder, bias="all", **CONFIGS["lora"]).train()
 
 
+def half_left_out(folder: Path) -> None:
+    run = trainer(folder, save_frozen="never", **CONFIGS["lora"])
+    for name, parameter in run.model.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    run.train()
+
+
 @pytest.mark.parametrize(
-    ("run", "error"), [(no_adapter, "has no adapters"), (trained_biases, "bias='all' trains biases of the base")]
+    ("run", "error"),
+    [
+        (no_adapter, "has no adapters"),
+        (trained_biases, "bias='all' trains biases of the base"),
+        (half_left_out, r"no values of 2 frozen parameters \(.*lora_A.*left out; resume the run"),
+    ],
 )
 def test_what_has_no_adapter_folder_is_refused(tmp_path: Path, run: Callable[[Path], None], error: str) -> None:
     run(tmp_path / "run")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import dalsegno as ds
+from dalsegno.callbacks import DefaultMetrics
 from dalsegno.events.table import Event
 from support.listeners import Listener, Trace
 from support.small import same, small_trainer, weights
@@ -120,6 +121,7 @@ def test_flags_are_not_heard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     [
         (lambda: ds.Background(Trace()), r"Background\(Trace\): it has state"),
         (lambda: ds.Background(Trace), "Trace is a class"),
+        (lambda: ds.Background(DefaultMetrics()), r"Background\(DefaultMetrics\): on_log_step extends a record"),
         (lambda: ds.Background(Listener({}), queue=0), "queue=0; needs an integer of at least 1"),
         (lambda: ds.Background(Listener({}), when_full="wait"), "when_full='wait'; allowed are 'drop_oldest', 'block'"),
         (lambda: ds.Background(ds.Background(Listener({}))), "already runs in the background"),

@@ -149,7 +149,7 @@ def export_model(
     source = checkpoint_to_export(checkpoint, best=best)
     index = Index.of_checkpoint(source)
     stored = _stored(index, average)
-    expect_all_saved(source, index, stored)
+    expect_all_saved(source, index.known_of(MODEL), stored)
     saved = SavedStates(source)
     rest, adapters = saved.state(MODEL), _adapter_configurations(_settings_in(saved)).keys()
     if adapters and configuration:
@@ -193,17 +193,19 @@ def export_adapters(
         NotFound: if there is no such checkpoint, no best one, or no adapter in it.
         UnknownName: if the checkpoint has no such averages; the message suggests the nearest name.
         DamagedCheckpoint: if its bytes do not match its manifest, or an adapter's name cannot name a folder.
-        ConfigurationError: if a folder to write contains an adapter, or a configuration trains biases (``bias="all"``).
+        ConfigurationError: if a folder to write contains an adapter, a configuration trains biases (``bias="all"``), or
+            ``save_frozen="never"`` has left out tensors of an adapter.
         CannotSave: if a tensor has a dtype that safetensors lacks.
     """
     target = Path(folder)
     _expect_no_adapter(target)
     source = checkpoint_to_export(checkpoint, best=best)
     index, saved = Index.of_checkpoint(source), SavedStates(source)
-    stored = index.of(MODEL) | _stored(index, average)
-    adapters = _adapters(f"{source.path}", _adapter_configurations(_settings_in(saved)), stored)
+    stored = _stored(index, average)
+    adapters = _adapters(f"{source.path}", _adapter_configurations(_settings_in(saved)), index.known_of(MODEL))
     if not adapters:
         raise NotFound(f"{source.path}: has no adapters: its settings contain no configuration of peft")
+    expect_all_saved(source, {name for each in adapters for name in each.names.values()}, stored, instead="")
     for each in adapters:
         _expect_no_adapter(target / each.folder)
         _check_types(source, each.of(stored))
@@ -254,7 +256,7 @@ def write_pretrained(
     for each in adapters:
         written |= _write_adapter(source, folder, each, stored, advance)
     if not adapters:
-        expect_all_saved(source, index, stored)
+        expect_all_saved(source, index.known_of(MODEL), stored)
         _check_types(source, stored)
         tied, limit = saved.state(MODEL)["tied"], parse_bytes(LARGEST_SHARD)
         written |= _write_model(source, folder, stored, tied, limit, advance, links=True)
@@ -345,14 +347,19 @@ def checkpoint_to_export(place: str | Path, *, best: bool) -> Checkpoint:
     return listing.newest_verified(path)
 
 
-def expect_all_saved(source: Checkpoint, index: Index, found: Collection[str]) -> None:
-    """Raises ConfigurationError if the model has tensors that were not saved, and whose values are not ``found``."""
-    if absent := sorted(index.absent_of(MODEL).keys() - {*found}):
+def expect_all_saved(
+    source: Checkpoint,
+    names: Collection[str],
+    stored: Collection[str],
+    instead: str = "export the adapters (--adapters), or ",
+) -> None:
+    """Raises ConfigurationError if of the model's tensors ``names`` some are not ``stored``."""
+    if absent := sorted({*names} - {*stored}):
         more = ", …" if absent[1:] else ""
         raise ConfigurationError(
             f"{source.path}: contains no values of {len(absent)} frozen parameters ({absent[0]}{more}), which "
-            'save_frozen="never" left out; export the adapters (--adapters), or resume the run with save_frozen="once" '
-            "and export its next checkpoint"
+            f'save_frozen="never" left out; {instead}resume the run with save_frozen="once" and export its next '
+            "checkpoint"
         )
 
 

@@ -41,7 +41,7 @@ class Background(FlaglessCallback):
 
     Raises:
         ConfigurationError: for a callback with state, which could be saved in the middle of a call; for a callback that
-            is not ``background_safe``; for a ``queue`` below 1, or an unknown ``when_full``.
+            is not ``background_safe`` or has ``on_log_step``; for a ``queue`` below 1, or an unknown ``when_full``.
     """
 
     background_safe = False  # its handlers already get a snapshot of a past event
@@ -55,6 +55,11 @@ class Background(FlaglessCallback):
         if not observer.background_safe:
             raise ConfigurationError(
                 f"Background({observer.key}): this callback already runs in the background, or has to act at once"
+            )
+        if Event.LOG_STEP in observer.handled_events():
+            raise ConfigurationError(
+                f"Background({observer.key}): on_log_step extends a record, which is written before the background "
+                "calls it; use the callback without Background, or on_log to read records"
             )
         self.__wrapped__ = observer
         self.name, self.ranks = observer.key, observer.ranks

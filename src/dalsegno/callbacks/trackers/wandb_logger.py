@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dalsegno.analysis.formats.source import Skipped
+from dalsegno.analysis.formats.source import Naming, Skipped, named
 from dalsegno.analysis.formats.trackers import wandb_files, wandb_rows
 from dalsegno.policies.triggers import SaveTrigger
 
@@ -44,9 +44,10 @@ class WandbTracker(Tracker):
         self._begin(resume="allow")
         if self._run.offline:
             files = wandb_files(run.directory / "wandb", f"run-{run.id}.wandb")
-            rows = (row for path in files for row in wandb_rows(path, Skipped()))
+            rows = enumerate(row for path in files for row in wandb_rows(path, Skipped()))
             # W&B writes a histogram or text as <name>._type and others.
-            self._arrived = {(row.get(STEP, -1), name.removesuffix("._type")) for row in rows for name in row}
+            sound = named(rows, Naming(STEP, None, None), Skipped())
+            self._arrived = {(row.get(STEP, -1), name.removesuffix("._type")) for row in sound for name in row}
 
     def _forget_failed(self) -> None:
         """Stop W&B's service, in which a run whose opening failed stays "in use"; not under a run of the user's own."""

@@ -77,7 +77,7 @@ def read(checkpoint: Checkpoint) -> RunState:
     trainer, rest = saved.state("trainer"), saved.state(MODEL)
     _expect_plain(checkpoint, rest, "weights", "export the adapters (--adapters), or without --program the model alone")
     index = Index.of_checkpoint(checkpoint)
-    expect_all_saved(checkpoint, index, index.of(MODEL))
+    expect_all_saved(checkpoint, index.known_of(MODEL), index.of(MODEL))
     tensors = read_tensors(checkpoint)
     settings, loader = saved.state(SETTINGS) if SETTINGS in saved else {}, saved.state("loader")
     ranks = checkpoint.manifest.world_size
