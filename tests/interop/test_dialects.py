@@ -113,9 +113,14 @@ def test_a_method_with_other_parameters(library: ModuleType, method: str, called
 @for_each_library
 def test_two_of_one_class_need_names(library: ModuleType, tmp_path: Path) -> None:
     own = type("Own", (library.base(),), {})
-    with pytest.raises(ds.DuplicateKey, match="a Own and a Own both have the key 'Own'; set name= on one of them"):
+    with pytest.raises(ds.DuplicateKey, match="a Own and a Own both have the key 'Own'; set name= on one of them") as e:
         small_trainer(tmp_path, own(), own())
-    small_trainer(tmp_path, own(), ds.adapt(own(), name="second"))
+    assert str(e.value).endswith("e.g. dalsegno.adapt(Own(…), name='Own-2')")
+    small_trainer(tmp_path, own(), ds.adapt(own(), name="Own-2"))
+
+
+def test_one_of_dalsegnos_own_is_named_likewise(tmp_path: Path) -> None:
+    small_trainer(tmp_path, JsonLogger(), ds.adapt(JsonLogger(path="second.jsonl"), name="JsonLogger-2"))
 
 
 @for_each_library

@@ -42,8 +42,8 @@ class Tried:
     """What to use instead, in the words of the error."""
     differs: str = ""
     """What a resumed run has otherwise, and why."""
-    what: tuple[str, ...] = ()
-    """The components, logs and files of the class's own that differ."""
+    what: str = ""
+    """The first component, log or file of the class's own that differs."""
     remark: str = ""
     """What a user of the class should know."""
     trainer: Callable[..., ds.Trainer] = trainer
@@ -52,12 +52,13 @@ class Tried:
         """Train without interruption, and killed and resumed; return what differs, and how."""
         whole, killed = folder / "whole", folder / "killed"
         self.trainer(whole, self.make()).train()
-        for step in KILLED:
+        for step in (*KILLED, -1):
             try:
                 self.trainer(killed, self.make(), Crash(step)).train()
             except RuntimeError as error:
                 assert "illegal memory access" in str(error)
-        self.trainer(killed, self.make()).train()
+            else:
+                break
         rows = {row.what: row.difference for row in compare_runs(whole, killed).rows if row.difference}
         first, second = own_files(whole), own_files(killed)
         return rows | {name: "bytes" for name in first | second if first.get(name) != second.get(name)}

@@ -22,7 +22,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, update_wrapper
 from types import FunctionType, MethodType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from weakref import WeakValueDictionary
 
 from dalsegno.errors import ConfigurationError, UnknownDialect, UnknownName
@@ -47,33 +47,42 @@ _STATE_ATTRIBUTES = (
 )
 
 
-def adapt(callback: object, dialect: str | None = None, *, name: str | None = None) -> Callback:
+def adapt(
+    callback: object, dialect: str | None = None, *, name: str | None = None, state: Sequence[str] = ()
+) -> Callback:
     """Adapt a callback that was written for another library.
 
     This happens automatically wherever callbacks are given. Call it for what cannot be detected: the dialect of a
-    callback without a base class, or a separate name for one of two callbacks of the same class. These settings are
-    remembered as long as the result is alive.
+    callback without a base class, a separate name for one of two callbacks of the same class, or the state of a class
+    without ``state_dict``. These settings are remembered as long as the result is alive.
 
     Args:
-        callback: a native one is returned unchanged.
+        callback: a native one is returned itself.
         dialect: e.g. ``"huggingface"``; None: detect it from the base classes or the parameters.
         name: the key under which its state is saved; None: its own ``name`` if it has one, else its class's name.
+        state: attributes that are saved with each checkpoint and restored before ``on_train_begin``.
 
     Raises:
         UnknownDialect: if the dialect cannot be detected; the message lists all dialects.
-        UnknownName: for an unknown dialect, or a misspelt handler.
-        ConfigurationError: for a class, or a handler that cannot be called as its dialect calls it.
+        UnknownName: for an unknown dialect, a misspelt handler, or an attribute that the callback does not have.
+        ConfigurationError: for a class, a handler that cannot be called as its dialect calls it, or ``state=`` of a
+            callback with a ``state_dict``.
     """
     if isinstance(callback, type):
         raise ConfigurationError(f"callbacks: {callback.__name__} is a class; give an instance: {callback.__name__}(…)")
     if isinstance(callback, Callback):
-        return callback
-    if dialect is None and name is None and id(callback) in _adapted:
+        adapted = callback
+        if name is not None:
+            adapted.name = name
+    elif not (dialect or name or state) and id(callback) in _adapted:
         return _adapted[id(callback)]
-    if dialect is not None and dialect not in installed_dialects():
-        raise UnknownName("dialect", dialect, installed_dialects())
-    kind = _detect_dialect(callback) if dialect is None else installed_dialects()[dialect]
-    adapted = _adapted[id(callback)] = kind(callback, name)
+    else:
+        if dialect is not None and dialect not in installed_dialects():
+            raise UnknownName("dialect", dialect, installed_dialects())
+        kind = _detect_dialect(callback) if dialect is None else installed_dialects()[dialect]
+        adapted = _adapted[id(callback)] = kind(callback, name)
+    if state:
+        _save_attributes(adapted, [state] if isinstance(state, str) else state)
     return adapted
 
 
@@ -97,6 +106,8 @@ class CallbackAdapter(Callback):
     """Handlers of the library that are never called here."""
     instead: ClassVar[Mapping[str, str]] = {}
     """Classes of the library that are refused, and what to use here."""
+    saves_states: ClassVar[bool] = True
+    """Whether the library saves states of callbacks: then its own classes have those that they need."""
     background_safe = False
 
     def __init__(self, foreign: object, name: str | None = None) -> None:
@@ -130,6 +141,12 @@ class CallbackAdapter(Callback):
     def default_name(self) -> str:
         own = getattr(self.__wrapped__, "name", None)
         return own if isinstance(own, str) and own else type(self.__wrapped__).__name__
+
+    @property
+    def may_lose_attributes(self) -> bool:
+        """Whether attributes that training changes are lost at a resume, and the library's authors did not mean it."""
+        theirs = {kind.__name__ for kind in type(self.__wrapped__).__mro__ if self._is_theirs(kind)}
+        return not isinstance(self, Stateful) and not (self.saves_states and theirs - {*self.bases})
 
     @abstractmethod
     def call(self, event: Event, method: str, binder: Binder) -> Callable[[Any, Any], Answer]:
@@ -204,6 +221,22 @@ def external_global_callbacks() -> list[Callback]:
     """
     imported = [_dialect_in(name) for name in _modules() if name in sys.modules]
     return [adapt(callback) for kind in imported if kind is not None for callback in kind.registered_globally()]
+
+
+def _save_attributes(callback: Callback, names: Sequence[str]) -> None:
+    if isinstance(callback, Stateful):
+        raise ConfigurationError(f"{callback.key} has a state_dict, which says what is saved; it takes no state=")
+    holder: Any = inspect.unwrap(cast(Any, callback))
+    for name in names:
+        if not hasattr(holder, name):
+            raise UnknownName(f"attribute of {type(holder).__name__}:", name, vars(holder))
+
+    def load(state: State) -> None:
+        for name in names:
+            if name in state:
+                setattr(holder, name, state[name])
+
+    vars(callback).update(state_dict=lambda: {name: getattr(holder, name) for name in names}, load_state_dict=load)
 
 
 _adapted: WeakValueDictionary[int, CallbackAdapter] = WeakValueDictionary()

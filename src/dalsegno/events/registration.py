@@ -24,7 +24,7 @@ def check_callbacks(callbacks: Iterable[object]) -> list[Callback]:
         if other is not None:
             raise DuplicateKey(
                 f"callbacks: a {_class(other)} and a {_class(callback)} both have the key {callback.key!r}; "
-                "set name= on one of them"
+                f"set name= on one of them, e.g. dalsegno.adapt({_class(callback)}(…), name={callback.key + '-2'!r})"
             )
         checked[callback.key] = callback
         _check_handlers(callback)

@@ -90,6 +90,7 @@ class KempnerForge(CallbackAdapter):
     packages = ("kempnerforge", "dalsegno.interop.kempner")
     bases = ("TrainingHook",)
     background_safe = True
+    saves_states = False
     calls = (
         *((event, method) for method, (event, _) in _METHODS.items()),
         *((event, event.handler) for event in Event if event.handler not in _METHODS),

@@ -320,7 +320,7 @@ class Observer(CallbackAdapter):
 
     def call(self, event: Event, method: str, binder: Binder) -> Callable[[Any, Any], Answer]:
         shared, function = binder.shared(SharedState), getattr(self.__wrapped__, method)
-        at_once = self.sets_control_flags or isinstance(self.__wrapped__, Stateful)
+        at_once = self.sets_control_flags or isinstance(self, Stateful)
         run = self._worker.do if at_once else self._worker.submit
 
         conditions: dict[Event, Callable[[Any], bool]] = {

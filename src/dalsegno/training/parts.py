@@ -129,7 +129,11 @@ def build_parts(
         metrics=MetricAccumulator(layout, device_of(model)),
         random_state=RandomState(args.seed, layout, lambda: state.global_step),
         buffers=SharedBuffers([model] if loss_fn is None else [model, loss_fn]),
-        flags=Flags({"model": model} if loss_fn is None else {"model": model, "loss_fn": loss_fn}, optimizer),
+        flags=Flags(
+            {"model": model} if loss_fn is None else {"model": model, "loss_fn": loss_fn},
+            optimizer,
+            lambda: dispatcher.callbacks,
+        ),
         dispatcher=dispatcher,
         callbacks=CallbackSet(dispatcher, model, callbacks, core=core, report_to=args.report_to),
         rollback_effects=RollbackEffects(optimizer, loader),

@@ -256,6 +256,7 @@ def test_a_deque_in_a_state_comes_back_as_one(tmp_path: Path) -> None:
         ("SelectiveGrad", "requires_grad_"),
         ("LogSparsity", "share of zeros"),
         ("SavePerformanceData", "RateProfiler"),
+        ("ComputeNorm", "dalsegno.callbacks.ComputeNorm"),
     ],
 )
 def test_what_works_on_their_own_files_is_refused(name: str, instead: str, tmp_path: Path) -> None:

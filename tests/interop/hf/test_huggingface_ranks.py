@@ -56,3 +56,27 @@ def test_two_ranks_are_told_the_same_and_stop_together(tmp_path: Path) -> None:
     assert first["begins at"] == second["begins at"] == (3, 3)
     assert first["records"] == second["records"]
     assert first["end"] == second["end"] == (5, "finished")
+
+
+def best_on_a_rank(output_dir: Path) -> tuple[float | None, Any]:
+    """A metric of this rank's own, which a callback adds; the evaluations' second is the best."""
+
+    class Adds(ds.TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, *, metrics: Any, **kwargs: Any) -> None:
+            metrics["eval_score"] = state.global_step % 4 + args.process_index
+            metrics["eval_table"] = ["not a number"]
+
+    class Hears(ds.TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, *, metrics: Any, **kwargs: Any) -> None:
+            self.heard = metrics["eval_score"]
+
+    parts = {"eval_dataset": tiny_regression_data(8, seed=1)}
+    best = {"metric_for_best_model": "eval_score", "greater_is_better": True, "load_best_model_at_end": True}
+    settings = {"max_steps": 4, "eval_steps": 2, "save_steps": 2, "per_device_train_batch_size": 2, **best}
+    trainer = small_trainer(output_dir, Adds(), hears := Hears(), parts=parts, **settings)
+    trainer.train()
+    return trainer.state.best_metric, (trainer.state.best_global_step, hears.heard)
+
+
+def test_a_metric_that_a_callback_adds_selects_the_best_model_on_all_ranks(tmp_path: Path) -> None:
+    assert run_ranks(best_on_a_rank, 2, tmp_path) == [(2.0, (2, 0))] * 2

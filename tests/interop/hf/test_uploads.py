@@ -64,6 +64,22 @@ def test_a_callback_finds_the_checkpoint_that_it_uploads(tmp_path: Path) -> None
     assert not list(tmp_path.glob("checkpoint-*")), "it is there during on_save only"
 
 
+def test_what_a_callback_writes_into_the_checkpoint_is_kept(tmp_path: Path) -> None:
+    class Saver(TrainerCallback):  # type: ignore[misc]
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            (folder / "processor.json").write_text(str(state.global_step))
+            (folder / "model").mkdir()
+            (folder / "model" / "adapter").touch()
+
+    small_trainer(tmp_path, Saver(), **QUIET).train()
+    checkpoints = sorted((tmp_path / "checkpoints").iterdir())
+    assert [(each / "processor.json").read_text() for each in checkpoints] == ["2", "4"]
+    assert all((each / "model.0001" / "adapter").exists() for each in checkpoints), "not among the model's own shards"
+    assert small_trainer(tmp_path, Saver(), max_steps=5).train().global_step == 5
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
 def test_the_weights_are_those_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three more steps are done when the checkpoint is published."""
     at_save: dict[str, torch.Tensor] = {}

@@ -53,7 +53,7 @@ TRIED = (
     trl(
         *("BEMACallback", 2),
         differs="its average begins anew at the weights of the resumed checkpoint; `EMA` and `ModelMerge` continue",
-        what=("bema/model.safetensors",),
+        what="bema/model.safetensors",
         trainer=of_a_language_model,
     ),
     trl("SyncRefModelCallback", *(None, None), refused="run TRL's own trainer with a dalsegno.interop.hf.Bridge"),

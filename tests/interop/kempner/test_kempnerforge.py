@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import time
 import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
+from dalsegno.interop.kempner import TrainingHook
 from dalsegno.logs import read_records
 from dalsegno.testing import FaultPlan, TinyRegression, assert_resume_equivalent, run_ranks, tiny_regression_data
 from interop.script import Broken, play
@@ -356,3 +358,58 @@ def test_state_survives_a_kill(tmp_path: Path) -> None:
     assert_resume_equivalent(averaging, [FaultPlan(event=ds.Event.STEP_END, count=7)], folder=tmp_path)
     records = read_records(tmp_path / "killed" / "logs" / "train.jsonl")
     assert sum("average" in record for record in records) == 12
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+class Watches(TrainingHook):
+    """Of its attributes, training changes the first two, ``on_train_begin`` sets two, and one is the time."""
+
+    def __init__(self) -> None:
+        self.best: float | None = None
+        self.seen: list[int] = []
+        self.norms: dict[str, float] = {}
+        self.begun = self.constant = 0
+        self.is_ready = False
+        self.since = 0.0
+
+    def on_train_begin(self, config: Any) -> None:
+        self.begun += 1
+        self.norms = {"first": 0.0}
+
+    def on_step_end(self, ctx: Any) -> None:
+        self.best, self.is_ready, self.since = ctx.loss, True, time.monotonic()
+        self.seen.append(ctx.step)
+        self.norms["first"] += 1.0
+        self.begun += 1
+        self.made = ctx.step
+
+
+def test_attributes_that_no_checkpoint_contains_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small_trainer(tmp_path / "first", Watches(), max_steps=4, save_steps=1).train()
+    (said,) = [each.getMessage() for each in caplog.records if "no checkpoint contains" in each.getMessage()]
+    assert "training has changed Watches.best, Watches.seen, which" in said
+    assert said.endswith("dalsegno.adapt(Watches(…), state=('best', 'seen'))")
+    caplog.clear()
+    saving = ds.adapt(Watches(), state=("best", "seen"))
+    small_trainer(tmp_path / "second", saving, max_steps=4, save_steps=1).train()
+    again = Watches()
+    small_trainer(tmp_path / "second", ds.adapt(again, state="seen"), max_steps=5).train()
+    assert again.seen == [1, 2, 3, 4, 5]
+    assert "no checkpoint contains" not in caplog.text
+
+
+def test_a_state_by_names_of_attributes_is_refused_where_it_would_save_nothing() -> None:
+    class Stateful(Watches):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    with pytest.raises(ds.ConfigurationError, match="Stateful has a state_dict, which says what is saved"):
+        ds.adapt(Stateful(), state=("seen",))
+    with pytest.raises(ds.UnknownName, match=r"attribute of Watches: 'sen'; did you mean 'seen'"):
+        ds.adapt(Watches(), state=("sen",))

@@ -276,6 +276,7 @@ class Cerebras(TableAdapter):
         "SamplesStreamedInfo": "use dalsegno.callbacks.SamplesStreamedInfo",
         "SkipSamples": "use dalsegno.callbacks.SkipSamples",
         "FlopUtilization": "use dalsegno.callbacks.FlopUtilization",
+        "ComputeNorm": "use dalsegno.callbacks.ComputeNorm",
         "ComputeNormGNS": "use dalsegno.callbacks.GradientNoiseScale",
         "DumpAvailableTensorNames": "use dalsegno.callbacks.DumpActivations",
         "SavePerformanceData": "use dalsegno.callbacks.RateProfiler, and dalsegno logs summary --json",

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from dalsegno.checkpoint import Checkpoint
 from dalsegno.checkpoint.export import pretrained_files, write_pretrained
+from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events import contexts
 from dalsegno.events.callback import Answer, Binder, Callback
@@ -103,6 +104,26 @@ if_epoch_left = under(lambda shared, ctx: ctx.kind == "final" and shared.inside_
 """Call if the leg ends inside an epoch: at its final record, the last event but one."""
 
 
+def with_mutable_metrics(invoke: Invoke, binder: Binder) -> Call:
+    """Call with a copy of an evaluation's metrics. Numbers that the method adds to it, on rank 0, may select the best
+    model, and are known to all handlers after this one."""
+    shared = binder.shared(SharedState)
+    live = shared.context.state
+
+    def call(adapted: Any, ctx: contexts.EvaluateContext) -> Answer:
+        metrics = shared.metrics_of(ctx)
+        before = set(metrics)
+        answer = invoke(adapted, ctx, metrics=metrics)
+        if ctx.state is live:  # in the background, it comes too late
+            added = {name: metrics[name] for name in metrics.keys() - before if type(metrics[name]) in (int, float)}
+            added = collectives.broadcast(added, f"metrics that {adapted.key} adds")
+            for each in (ctx.metrics, ctx.all_metrics):
+                each.update(added)
+        return answer
+
+    return call
+
+
 def with_record(invoke: Invoke, binder: Binder) -> Call:
     return sharing(binder.shared(SharedState).record, invoke)
 
@@ -178,7 +199,7 @@ WRAPPERS: Wrappers = {
     (Event.LOG_STEP, "on_log_step"): with_mutable_record,
     (Event.LOG, "on_log"): with_record,
     (Event.PREDICTION_STEP, "on_prediction_step"): direct,
-    (Event.EVALUATE, "on_evaluate"): with_metrics,
+    (Event.EVALUATE, "on_evaluate"): with_mutable_metrics,
     (Event.PREDICT, "on_predict"): with_metrics,
     (Event.SAVE, "on_save"): with_checkpoint_view,
     (Event.EPOCH_END, "on_epoch_end"): direct,
@@ -190,6 +211,7 @@ ADDED: Mapping[Wrapper, Sequence[str]] = {
     with_record: ("logs",),
     with_mutable_record: ("logs",),
     with_metrics: ("metrics",),
+    with_mutable_metrics: ("metrics",),
     with_step_metrics: ("metrics", *_OF_STEP),
 }
 """Keyword arguments that a wrapper adds."""
@@ -327,7 +349,8 @@ def uploads_checkpoints(callback: object) -> bool:
 
 @contextmanager
 def checkpoint_view(ctx: SaveContext, shared: SharedState) -> Iterator[None]:
-    """Have ``checkpoint-<step>`` below ``output_dir``: weights, configuration, tokenizer and ``trainer_state.json``."""
+    """Have ``checkpoint-<step>`` below ``output_dir``: weights, configuration, tokenizer and ``trainer_state.json``.
+    What else is in it at the end is moved into the checkpoint's directory."""
     folder = ctx.args.directory / f"checkpoint-{ctx.step}"
     if folder.exists():
         if not (folder / _MARK).exists():
@@ -340,7 +363,12 @@ def checkpoint_view(ctx: SaveContext, shared: SharedState) -> Iterator[None]:
         filesystem.replace_durably(folder / _MARK, json.dumps({"made_from": ctx.path.name}).encode())
         write_pretrained(Checkpoint.open(ctx.path), folder, pretrained_files(ctx.model, ctx.processing_class))
         shared.state_at(ctx.state).save_to_json(str(folder / "trainer_state.json"))
+        ours = {each.name for each in folder.iterdir()}
         yield
+        for each in sorted(folder.iterdir()):
+            if each.name not in ours:
+                place = ctx.path / each.name
+                filesystem.rename(each, filesystem.numbered(ctx.path, each.name) if place.exists() else place)
     finally:
         filesystem.remove(folder)
 
