@@ -27,6 +27,7 @@ SETTINGS = {
 PAGES_OF_TRIED = {
     "transformers": "hugging-face",
     "trl": "hugging-face",
+    "(axolotl)": "hugging-face",
     "pytorch-lightning": "lightning",
     "(kempnerforge)": "kempnerforge",
 }

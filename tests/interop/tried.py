@@ -42,8 +42,8 @@ class Tried:
     """What to use instead, in the words of the error."""
     differs: str = ""
     """What a resumed run has otherwise, and why."""
-    what: str = ""
-    """The first component, log or file of the class's own that differs."""
+    what: tuple[str, ...] = ()
+    """The components, logs and files of the class's own that differ; the first of them."""
     remark: str = ""
     """What a user of the class should know."""
     trainer: Callable[..., ds.Trainer] = trainer

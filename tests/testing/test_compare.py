@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from pathlib import Path
 from typing import Any
@@ -84,3 +85,11 @@ def test_ids_of_trackers_and_of_diloco_are_not_compared(tmp_path: Path, monkeypa
     comparison = compare_runs(tmp_path / "one", tmp_path / "other")
     assert comparison.identical, comparison.table()
     assert "callbacks.DiLoCoCallback" in {row.what for row in comparison.rows}, "the rest of its state is compared"
+
+
+def test_a_file_in_json_that_is_no_log_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("one", "other"):
+        small_trainer(tmp_path / name, max_steps=1).train()
+        (tmp_path / name / "config.json").write_text(json.dumps({"layers": 2}, indent=2))
+    assert compare_runs(tmp_path / "one", tmp_path / "other").identical
+    assert caplog.text == ""

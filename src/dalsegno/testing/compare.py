@@ -23,7 +23,7 @@ from dalsegno.checkpoint.index import Index
 from dalsegno.checkpoint.names import CHECKPOINTS, component_and_name
 from dalsegno.control.inbox import INBOX
 from dalsegno.errors import NotFound
-from dalsegno.logs import EventPosition, Position, is_wall_clock, read_records
+from dalsegno.logs import EventPosition, Position, ReadReport, is_wall_clock, read_records
 from dalsegno.logs.journal import JOURNAL
 from dalsegno.witness import WITNESS
 
@@ -168,7 +168,10 @@ def _first(differences: Iterator[Difference]) -> str | None:
 
 def _logs(ours: Path, theirs: Path) -> Iterator[Row]:
     for name in sorted(_log_names(ours) | _log_names(theirs)):
-        records = [list(read_records(folder / name)) if (folder / name).exists() else [] for folder in (ours, theirs)]
+        paths = [
+            folder / name for folder in (ours, theirs)
+        ]  # of logs, and of files of other kinds: a model's config.json
+        records = [list(read_records(path, ReadReport())) if path.exists() else [] for path in paths]
         pairs = enumerate(zip_longest(*records), start=1)
         differences = (_record_difference(a, b, f"{Path(name).name} record {number}") for number, (a, b) in pairs)
         yield Row(name, len(records[0]), "records", next(filter(None, differences), None))

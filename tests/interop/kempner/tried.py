@@ -38,8 +38,8 @@ TRIED = (
     Tried("EarlyStoppingHook", BY, stopping, remark='with `state=("_best", "_counter")`', trainer=LEARNS_NOTHING),
     Tried(
         *("EarlyStoppingHook", BY, EarlyStoppingHook),
-        differs="its counter begins anew; a warning says so when it is first saved with a changed counter",
-        what="step",
+        differs="its counter begins anew, so that it stops later; a warning says so at the first save",
+        what=("step",),
         trainer=LEARNS_NOTHING,
     ),
 )
