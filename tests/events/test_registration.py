@@ -64,7 +64,10 @@ def test_a_class_without_a_constructor_takes_no_arguments() -> None:
 def test_two_with_one_key_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DuplicateKey) as caught:
         small_trainer(tmp_path, Trace(), Trace())
-    assert str(caught.value) == ("callbacks: a Trace and a Trace both have the key 'Trace'; set name= on one of them")
+    assert str(caught.value) == (
+        "callbacks: a Trace and a Trace both have the key 'Trace'; set name= on one of them, e.g. "
+        "dalsegno.adapt(Trace(…), name='Trace-2')"
+    )
     with pytest.raises(DuplicateKey, match="callbacks: 'Trace' is given twice"):
         small_trainer(tmp_path, trace := Trace(), trace)
 

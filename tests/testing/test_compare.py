@@ -89,7 +89,7 @@ def test_ids_of_trackers_and_of_diloco_are_not_compared(tmp_path: Path, monkeypa
 
 def test_a_file_in_json_that_is_no_log_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("one", "other"):
-        small_trainer(tmp_path / name, max_steps=1).train()
+        small_trainer(tmp_path / name, max_steps=1, save_steps=1).train()
         (tmp_path / name / "config.json").write_text(json.dumps({"layers": 2}, indent=2))
     assert compare_runs(tmp_path / "one", tmp_path / "other").identical
-    assert caplog.text == ""
+    assert "skipped line" not in caplog.text
