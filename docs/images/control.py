@@ -1,4 +1,4 @@
-"""Makes the picture of docs/guides/jobs.md: ``python docs/images/control.py``. Needs Chromium, as plots.py.
+"""Makes the picture of docs/guides/control.md: ``python docs/images/control.py``. Needs Chromium, as plots.py.
 
 Two small transformers learn the source of Python's standard library while the live page follows them. One is killed and
 started again, its learning rate is halved, and a checkpoint is saved from the page.

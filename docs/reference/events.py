@@ -37,7 +37,7 @@ one depends on the disk, else at the end of this one. Its `ctx.state` is that of
 capture: whatever it changes or logs is not in this checkpoint, so a run that resumes from there fires it once more, as
 its first event of a step. Not for a checkpoint that only the end of a leg has caused (a signal, a time limit), since a
 run without interruption has none there. A handler that needs what `on_before_save` has left for it keeps that in its
-state. A save [in memory](../guides/saving.md#in-memory) fires `on_before_save`, and no `on_save`.
+state. A save [in memory](saving.md#in-memory) fires `on_before_save`, and no `on_save`.
 
 **Random numbers.** Some events come at other places in a run that is interrupted, or not at all: all before the first
 `on_epoch_begin` or `on_step_begin` of a leg, `on_rollback`, `on_before_save`, `on_save`, and all after the last step.

@@ -27,9 +27,9 @@ NOT_RUN = {
     "docs/guides/control.md": ["trainer.commands", "send("],  # while another process trains
     "docs/guides/diloco.md": ["with DiLoCoWorker(", "server.wait()"],
     "docs/guides/parallel.md": ["init_process_group()", "init_device_mesh("],  # on several ranks
-    "docs/guides/resuming.md": ["step-00010000"],
+    "docs/guides/save-and-resume.md": ["step-00010000"],
     "docs/guides/own-loop.md": ["run.accumulate(model)"],  # inside the loop of the block before it
-    "docs/guides/saving.md": ["AutoModelForCausalLM"],  # a download
+    "docs/reference/saving.md": ["AutoModelForCausalLM"],  # a download
     "docs/guides/testing.md": ["from my_run import"],
 }
 """By page, a text of each block that is only checked, because what it needs is not here."""

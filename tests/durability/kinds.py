@@ -356,7 +356,7 @@ def batches(*, workers: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One row of the matrix, and of the table in docs/guides/data.md."""
+    """One row of the matrix, and of the table in docs/reference/data.md."""
 
     what: str
     how: str

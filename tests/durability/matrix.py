@@ -1,7 +1,7 @@
 """Kinds of data × worker processes × ranks × places and ways to break off: what becomes of each run.
 
 ``python -m durability.matrix`` tries all of it and writes what it has shown to ``shown.json``, from which
-``docs/guides/data.py`` makes its table; the tests try a part, and hold it against the same file.
+``docs/reference/data.py`` makes its table; the tests try a part, and hold it against the same file.
 """
 
 from __future__ import annotations

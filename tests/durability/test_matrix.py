@@ -1,4 +1,4 @@
-"""A part of the matrix: each kind of data once, broken off in each of its first epochs: docs/guides/data.md."""
+"""A part of the matrix: each kind of data once, broken off in each of its first epochs: docs/reference/data.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Resumable data: sample order, datasets and loaders, and the position that a run has reached in them.
 
 A run iterates a :class:`ResumableLoader` of :class:`Microbatch` es. :func:`train_loader` builds it from a dataset,
-:func:`resumable_loader` from a loader. docs/guides/data.md lists which kinds of data resume exactly, and how.
+:func:`resumable_loader` from a loader. docs/reference/data.md lists which kinds of data resume exactly, and how.
 """
 
 from dalsegno.data.fingerprint import TrainingData, check_same_length

@@ -39,7 +39,7 @@ class TrainerControlCallback(FlaglessCallback):
     """Lets other programs ask this job for its status and send it commands, over HTTP on rank 0 and as files.
 
     The job appears in ``dalsegno jobs list`` while it trains. Commands take effect on all ranks at the end of a step:
-    see docs/guides/control.md and docs/guides/jobs.md. What fails here (a port that is taken, a library that is
+    see docs/guides/control.md. What fails here (a port that is taken, a library that is
     missing) is logged once, and training continues.
 
     Args:

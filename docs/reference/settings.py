@@ -1,4 +1,4 @@
-"""Writes the table of settings from TrainingArguments: ``python docs/guides/trainer.py``. A test compares them."""
+"""Writes the table of settings from TrainingArguments: ``python docs/reference/settings.py``. A test compares them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from dalsegno.args.training_arguments import described_settings
 
 PAGE = Path(__file__).with_suffix(".md")
-BEGIN, END = "<!-- written by docs/guides/trainer.py -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- written by docs/reference/settings.py -->\n", "<!-- end -->\n"
 
 
 def table() -> str:

@@ -1,4 +1,4 @@
-"""Writes the table of docs/guides/data.md from the recorded results of the matrix: ``python docs/guides/data.py``.
+"""Writes the table of docs/reference/data.md from the recorded results of the matrix: ``python docs/reference/data.py``.
 
 A test compares the two, and others run the cells again: see tests/durability/matrix.py.
 """
@@ -14,7 +14,7 @@ from durability.kinds import KINDS
 from durability.matrix import shown
 
 PAGE = Path(__file__).with_suffix(".md")
-BEGIN, END = "<!-- written by docs/guides/data.py -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- written by docs/reference/data.py -->\n", "<!-- end -->\n"
 
 WORDS = {"exact": "exact", "said": "not exact, with a warning", "refused": "refused"}
 UNTRIED = "–"
