@@ -1,6 +1,6 @@
 """Hook of the documentation site: references in docstrings, written for readers of the code, fit the site.
 
-Roles such as ``:class:`` become code, and names of pages such as ``docs/guides/control.md`` links; options are not broken.
+Roles such as ``:class:`` become code, and names of pages such as ``docs/guides/data.md`` links; options are not broken.
 """
 
 from __future__ import annotations

@@ -21,8 +21,11 @@ def draw(curves: Mapping[str, Curve]) -> None:
     for name, curve in curves.items():
         workers = next((part for part in name.replace(",", " ").split() if part.isdigit()), "1")
         dashes = "--" if name.startswith("DDP") else ":" if "int8" in name else "-"
-        axes.plot(*zip(*curve, strict=True), dashes, color=colours[workers], label=name)
-    axes.axvline(WARM_UP, color="#e3e6ea", zorder=0)
+        label = name.replace(f", {workers}", f", {workers} workers")
+        axes.plot(*zip(*curve, strict=True), dashes, color=colours[workers], label=label)
+    axes.axvline(WARM_UP, color="#98a2b3", linewidth=0.8, zorder=0)
+    axes.text(WARM_UP, 1, " DiLoCo begins", transform=axes.get_xaxis_transform(), va="top", color="#667085", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.set(xlabel="steps of a worker", ylabel="loss on held-out text")
     axes.legend(frameon=False)
     figure.savefig(HERE / "diloco.png", dpi=110)
