@@ -1,4 +1,4 @@
-"""Writes the table of docs/reference/data.md from the recorded results of the matrix (``python docs/reference/data.py``).
+"""Writes the table of docs/reference/data.md from the results of the matrix (``python docs/reference/data.py``).
 
 A test compares the two, and others run the cells again: see tests/durability/matrix.py.
 """
