@@ -16,7 +16,7 @@ from dalsegno.checkpoint.export import PretrainedDirectory
 from dalsegno.checkpoint.file_reading import share_of_rank
 from dalsegno.checkpoint.listing import Summaries
 from dalsegno.checkpoint.manifest import Checkpoint
-from dalsegno.checkpoint.restore import LoadReport, restore, unclaimed_states
+from dalsegno.checkpoint.restore import LoadReport, restore
 from dalsegno.checkpoint.sidecar import SavedState, SavedStates
 from dalsegno.checkpoint.snapshot import Snapshotter
 from dalsegno.checkpoint.unchanged_files import LinkableFiles
@@ -289,6 +289,7 @@ class CheckpointManager:
             DamagedCheckpoint: if a file has content that dalsegno cannot have written.
         """
         saved = SavedStates(checkpoint, self._layout)
+        carried: dict[str, SavedState] = {}
         report = restore(
             saved,
             sharded,
@@ -297,8 +298,9 @@ class CheckpointManager:
             settings=settings or {},
             allowed=allowed,
             adapt=adapt,
+            carried=carried,
         )
-        self._carried = unclaimed_states(saved, sharded, components, report)
+        self._carried = carried
         return report
 
     def newest_published(self, until: int | None = None) -> tuple[Path | None, int]:

@@ -190,6 +190,10 @@ class Checkpoint:
         """Make the files ``names`` readable for this rank. Collective; each rank passes its own. Those of a checkpoint
         on disk are readable."""
 
+    def is_here(self, name: str) -> bool:
+        """Whether the file ``name`` is readable for this rank already."""
+        return True
+
     def file(self, name: str) -> Path:
         """Path of a file that the manifest names, so that :meth:`verify` has covered it. Raises DamagedCheckpoint if
         the manifest does not name it."""

@@ -48,6 +48,10 @@ class MultiHostCheckpoint(Checkpoint):
         """Records of the files that this host's directory contains."""
         return {name: self.manifest.files[name] for name in self.held[self.hosts.here]}
 
+    def is_here(self, name: str) -> bool:
+        """Whether this host's directory contains the file."""
+        return name in self.held[self.hosts.here]
+
     def require(self, names: Collection[str]) -> None:
         """Fetch those of the files ``names`` that this host lacks into its directory. Raises OSError or RankFailed on
         every rank if a file could not be fetched, for lack of memory for example."""

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from dalsegno.checkpoint import tensor_reader
 from dalsegno.checkpoint.compatibility import Change, Value, compare, raise_if_incompatible
 from dalsegno.checkpoint.contract import LoadTarget, ShardedState, short_class_name
 from dalsegno.checkpoint.frozen_checksums import find_other_base
@@ -20,7 +19,7 @@ from dalsegno.checkpoint.names import CALLBACKS, SETTINGS
 from dalsegno.checkpoint.optimizer_state import OptimizerState
 from dalsegno.checkpoint.sidecar import SavedState, SavedStates
 from dalsegno.checkpoint.tensor_files import name_of
-from dalsegno.checkpoint.tensor_reader import Files
+from dalsegno.checkpoint.tensor_reader import Files, PlannedLoad
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import DalsegnoError, StateMismatch
@@ -89,57 +88,47 @@ def prepare_components(
     report: LoadReport,
     adapt: Mapping[str, Callable[[State], State]],
 ) -> list[tuple[Component, State]]:
-    """Pair each component with its saved state, upgraded to its present version; nothing is loaded yet. Collective.
-    Raises StateMismatch if a state does not fit.
+    """Pair each component with its saved state, upgraded to its present version; nothing is loaded yet. Raises
+    StateMismatch if a state does not fit.
 
     Args:
         report: receives the components without a saved state, and notes.
         adapt: by component key, a function applied to the state.
     """
-
-    def prepare() -> list[tuple[Component, State]]:
-        found = []
-        for component in components:
-            key = next((key for key in component.keys if key in saved), None)
-            if key is None:
-                report.fresh.append(component.key)
-                continue
-            with add_context(f"{saved.path}: {key}"):
-                state = _state_for(component, saved, key, report)
-                state = adapt[component.key](state) if component.key in adapt else state
-                component.check_fit(state)
-            found.append((component, state))
-        return found
-
-    return collectives.run_on_all_ranks(prepare)
+    found = []
+    for component in components:
+        key = next((key for key in component.keys if key in saved), None)
+        if key is None:
+            report.fresh.append(component.key)
+            continue
+        with add_context(f"{saved.path}: {key}"):
+            state = _state_for(component, saved, key, report)
+            state = adapt[component.key](state) if component.key in adapt else state
+            component.check_fit(state)
+        found.append((component, state))
+    return found
 
 
-def restore_components(saved: SavedStates, prepared: Sequence[tuple[Component, State]], report: LoadReport) -> None:
-    """Load each prepared state into its component. Collective. Raises StateMismatch if a component refuses its state.
-    Others have loaded theirs by then."""
-
-    def restore() -> None:
-        for component, state in prepared:
-            with add_context(f"{saved.path}: {component.key}"):
-                component.target.load_state_dict(state)
-            report.restored.append(component.key)
-
-    collectives.run_on_all_ranks(restore)
+def restore_components(saved: SavedStates, prepared: Iterable[tuple[Component, State]], report: LoadReport) -> None:
+    """Load each prepared state into its component. Raises StateMismatch if a component refuses its state. Others have
+    loaded theirs by then."""
+    for component, state in prepared:
+        with add_context(f"{saved.path}: {component.key}"):
+            component.target.load_state_dict(state)
+        report.restored.append(component.key)
 
 
 def unclaimed_states(
     saved: SavedStates, sharded: Sequence[ShardedState], components: Sequence[Component], report: LoadReport
 ) -> Mapping[str, SavedState]:
-    """States that no component claims, for rank 0 to save again. Adds their keys to ``report``. Collective."""
+    """States that no component claims, for rank 0 to save again. Adds their keys to ``report``."""
     taken = {each.key for each in sharded} | {key for component in components for key in component.keys}
     for key in (key for key in saved if key not in taken):
         if saved.record(key).scope == "sharded":
             report.notes.append(f"{key}: is in the checkpoint, but nothing takes it; it is not carried forward")
         else:
             report.carried.append(key)
-    return collectives.run_on_all_ranks(
-        lambda: {key: saved.carried(key) for key in report.carried} if collectives.rank() == 0 else {}
-    )
+    return {key: saved.carried(key) for key in report.carried} if collectives.rank() == 0 else {}
 
 
 @contextmanager
@@ -206,30 +195,51 @@ def restore(
     allowed: Collection[str] = (),
     adapt: Mapping[str, Callable[[State], State]] | None = None,
     any_dtype: bool = False,
+    carried: dict[str, SavedState] | None = None,
 ) -> LoadReport:
-    """Restore everything that is given; arguments and errors are those of :meth:`CheckpointManager.load`. Collective.
+    """Restore everything that is given; arguments and errors are those of :meth:`CheckpointManager.load`. Collective:
+    when all states fit, when what precedes the tensors is loaded, and in the end.
 
-    ``any_dtype``: cast tensors of another dtype.
+    Args:
+        any_dtype: cast tensors of another dtype.
+        carried: receives the states that no component claims; None: they are not read.
     """
     if strict_callbacks:
         refuse_changed_callbacks(saved, [*(each.keys for each in components), *((each.key,) for each in sharded)])
-    stored, report = StoredTensors.of(saved), LoadReport()
-    report.changes.extend(
-        collectives.run_on_all_ranks(
-            lambda: [*find_mismatches(stored, sharded, any_dtype=any_dtype), *changed_settings(saved, settings)]
-        )
-    )
+    report = LoadReport()
+
+    def prepare() -> tuple[StoredTensors, list[ShardedState], list[tuple[Component, State]]]:
+        stored = StoredTensors.of(saved)
+        report.changes.extend(find_mismatches(stored, sharded, any_dtype=any_dtype))
+        report.changes.extend(changed_settings(saved, settings))
+        raise_if_incompatible(report.changes, allowed, saved.path)
+        _check_scopes(saved, sharded, components)
+        replaced = {change.setting for change in report.changes if change.saved != change.now}  # by another class
+        known = [each for each in sharded if each.key in stored.rests and each.key not in replaced]
+        report.fresh.extend(each.key for each in sharded if each not in known)
+        found = prepare_components(saved, components, report, adapt or {})
+        if carried is not None:
+            carried.update(unclaimed_states(saved, sharded, components, report))
+        return stored, known, found
+
+    stored, known, prepared = collectives.run_on_all_ranks(prepare)
     report.changes.extend(find_other_base(saved.checkpoint, stored.index, stored.rests, sharded))
     raise_if_incompatible(report.changes, allowed, saved.path)
-    _check_scopes(saved, sharded, components)
-    replaced = {change.setting for change in report.changes if change.saved != change.now}  # by another class
-    known = [each for each in sharded if each.key in stored.rests and each.key not in replaced]
-    report.fresh.extend(each.key for each in sharded if each not in known)
-    prepared = prepare_components(saved, components, report, adapt or {})
-    restore_components(saved, [each for each in prepared if each[0].precedes_tensors], report)
-    report.notes.extend(restore_sharded(stored, known))
-    report.restored.extend(each.key for each in known)
-    restore_components(saved, [each for each in prepared if not each[0].precedes_tensors], report)
+
+    def begin() -> ShardedLoad:
+        restore_components(saved, (each for each in prepared if each[0].precedes_tensors), report)
+        return ShardedLoad(stored, known)
+
+    tensors = collectives.run_on_all_ranks(begin)
+    tensors.fetch()
+
+    def load() -> None:
+        tensors.run()
+        report.restored.extend(tensors.targets)
+        restore_components(saved, (each for each in prepared if not each[0].precedes_tensors), report)
+
+    collectives.run_on_all_ranks(load)
+    report.notes.extend(tensors.casts())
     return report
 
 
@@ -281,19 +291,15 @@ class StoredTensors:
 
     @classmethod
     def of(cls, saved: SavedStates) -> StoredTensors:
-        """Read the index and the rests of a verified checkpoint. Collective."""
+        """Read the index and the rests of a verified checkpoint."""
         keys = [key for key in saved if saved.record(key).scope == "sharded"]
-
-        def read() -> StoredTensors:
-            return cls(
-                saved.path,
-                saved.checkpoint,
-                Index.of_checkpoint(saved.checkpoint),
-                {key: saved.state(key) for key in keys},
-                {key: saved.record(key).class_name for key in keys},
-            )
-
-        return collectives.run_on_all_ranks(read)
+        return cls(
+            saved.path,
+            saved.checkpoint,
+            Index.of_checkpoint(saved.checkpoint),
+            {key: saved.state(key) for key in keys},
+            {key: saved.record(key).class_name for key in keys},
+        )
 
 
 def find_mismatches(stored: StoredTensors, sharded: Sequence[ShardedState], *, any_dtype: bool = False) -> list[Change]:
@@ -324,26 +330,32 @@ def changed_settings(saved: SavedStates, now: Mapping[str, Value] | None) -> lis
         return compare(saved.state(SETTINGS), now)
 
 
-def restore_sharded(stored: StoredTensors, sharded: Sequence[ShardedState]) -> list[str]:
-    """Load all that fits, at any number of ranks that saved; returns a note for each cast. Collective."""
+class ShardedLoad:
+    """Loads all that fits, at any number of ranks that saved. Nothing is changed before :meth:`run`."""
 
-    def prepare() -> dict[str, LoadTarget]:
-        targets = {}
+    def __init__(self, stored: StoredTensors, sharded: Sequence[ShardedState]) -> None:
+        self._stored = stored
+        self.targets: dict[str, LoadTarget] = {}
         for each in sharded:
             with add_context(f"{stored.origin}: {each.key}"):
-                targets[each.key] = each.prepare(stored.index, stored.rests[each.key])
-        return targets
+                self.targets[each.key] = each.prepare(stored.index, stored.rests[each.key])
+        tensors = {key: each.tensors for key, each in self.targets.items()}
+        self._reading = PlannedLoad(tensors, stored.files, stored.index)
 
-    targets = collectives.run_on_all_ranks(prepare)
-    tensor_reader.load({key: each.tensors for key, each in targets.items()}, stored.files, stored.index)
+    def fetch(self) -> None:
+        """Make the files readable for this rank. Collective."""
+        self._reading.fetch()
 
-    def commit() -> None:
-        for key, each in targets.items():
-            with add_context(f"{stored.origin}: {key}"):
+    def run(self) -> None:
+        """Read the tensors and load them."""
+        self._reading.run()
+        for key, each in self.targets.items():
+            with add_context(f"{self._stored.origin}: {key}"):
                 each.commit()
 
-    collectives.run_on_all_ranks(commit)
-    return [note for key, each in targets.items() for note in _casts(key, each, stored.index)]
+    def casts(self) -> list[str]:
+        """A note for each cast."""
+        return [note for key, each in self.targets.items() for note in _casts(key, each, self._stored.index)]
 
 
 def _casts(key: str, target: LoadTarget, index: Index) -> list[str]:

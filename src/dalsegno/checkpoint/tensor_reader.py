@@ -23,26 +23,33 @@ from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.checkpoint.names import component_and_name
 from dalsegno.checkpoint.sharding import Box, StoredChunk
 from dalsegno.checkpoint.tensor_files import StoredFile, as_bytes, byte_count
-from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import unexpanded
 from dalsegno.errors import DamagedCheckpoint, StateMismatch
 from dalsegno.system.machine import thread_count
 
 
-def load(tensors: TensorsByComponent, files: Files, index: Index) -> None:
-    """Load into ``tensors`` in place; those of components and names that ``index`` has. Collective. Raises
-    DamagedCheckpoint on every rank, before anything is changed, if a file does not contain what the index has. Raises
-    StateMismatch on every rank, before anything is changed, if a tensor here is in uneven shards; during the load, if
-    an expanded tensor here is not one in the checkpoint."""
-    reader = ChunkReader(files)
+class PlannedLoad:
+    """What this rank reads into ``tensors``, in place: those of components and names that ``index`` has.
 
-    reads = collectives.run_on_all_ranks(
-        lambda: sorted(planned_reads(tensors, index), key=lambda read: read.chunk.file)
-    )
-    files.require({read.chunk.file for read in reads})
+    Raises DamagedCheckpoint if a file that is here does not contain what the index has; StateMismatch if a tensor here
+    is in uneven shards.
+    """
 
-    collectives.run_on_all_ranks(lambda: [reader.span(read.chunk, read.dtype) for read in reads])  # or raises
-    collectives.run_on_all_ranks(lambda: _read_all(reads, reader))
+    def __init__(self, tensors: TensorsByComponent, files: Files, index: Index) -> None:
+        self._files = files
+        self._reader = ChunkReader(files)
+        self._reads = sorted(planned_reads(tensors, index), key=lambda read: read.chunk.file)
+        for read in self._reads:
+            if files.is_here(read.chunk.file):
+                self._reader.span(read.chunk, read.dtype)
+
+    def fetch(self) -> None:
+        """Make the files readable for this rank. Collective."""
+        self._files.require({read.chunk.file for read in self._reads})
+
+    def run(self) -> None:
+        """Read. Raises StateMismatch if an expanded tensor here is not one in the checkpoint."""
+        _read_all(self._reads, self._reader)
 
 
 _LARGE_BYTES = 1 << 20  # of a read on average: several threads that read less at once wait for the GIL
@@ -132,6 +139,9 @@ class Files(Protocol):
 
     def require(self, names: Collection[str]) -> None:
         """Make the files ``names`` readable for this rank. Collective; each rank passes its own."""
+
+    def is_here(self, name: str) -> bool:
+        """Whether the file is readable for this rank already."""
 
     def file(self, name: str) -> Path:
         """Path of a file that the index names."""

@@ -19,7 +19,7 @@ from dalsegno.checkpoint.index import Index, StoredTensor
 from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.checkpoint.model_state import ModelState
 from dalsegno.checkpoint.names import MODEL
-from dalsegno.checkpoint.restore import LoadReport, StoredTensors, find_mismatches, restore_sharded
+from dalsegno.checkpoint.restore import LoadReport, ShardedLoad, StoredTensors, find_mismatches
 from dalsegno.checkpoint.sharding import Box, ListedChunks, StoredChunk
 from dalsegno.checkpoint.tensor_files import StoredFile
 from dalsegno.checkpoint.tensor_reader import ChunkReader
@@ -42,6 +42,10 @@ class Weights:
 
     def require(self, names: Collection[str]) -> None:
         """Do nothing: every rank reads all files."""
+
+    def is_here(self, name: str) -> bool:
+        """Whether the file ``name`` is readable for this rank already."""
+        return True
 
     def file(self, name: str) -> Path:
         """Path of the file ``name``."""
@@ -92,12 +96,18 @@ def load_weights(path: Path, model: ModelState, *, allowed: Collection[str] = ()
     they do not fit; with ``"model"`` allowed, the others are loaded; NotFound, DamagedCheckpoint as
     :meth:`Weights.open` does."""
     weights, report = collectives.from_rank_zero(lambda: Weights.open(path)), LoadReport()
-    stored = collectives.run_on_all_ranks(lambda: weights.stored_for(model))
-    hint = naming_hint(weights.index.of(MODEL).keys(), model.names())
-    for change in collectives.run_on_all_ranks(lambda: find_mismatches(stored, [model], any_dtype=True)):
-        report.changes.append(replace(change, details=(*change.details, hint)) if hint else change)
-    raise_if_incompatible(report.changes, allowed, path)
-    report.notes.extend(restore_sharded(stored, [model]))
+
+    def prepare() -> ShardedLoad:
+        stored = weights.stored_for(model)
+        hint = naming_hint(weights.index.of(MODEL).keys(), model.names())
+        for change in find_mismatches(stored, [model], any_dtype=True):
+            report.changes.append(replace(change, details=(*change.details, hint)) if hint else change)
+        raise_if_incompatible(report.changes, allowed, path)
+        return ShardedLoad(stored, [model])
+
+    load = collectives.run_on_all_ranks(prepare)
+    collectives.run_on_all_ranks(load.run)
+    report.notes.extend(load.casts())
     report.restored.append(model.key)
     return report
 
