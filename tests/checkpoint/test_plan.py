@@ -25,7 +25,7 @@ from dalsegno.checkpoint.dtensors import cuts_of
 from dalsegno.checkpoint.index import Index
 from dalsegno.checkpoint.plan import FilePlan, Plan, plan, signature
 from dalsegno.checkpoint.sharding import Box, ShardedChunks, Sharding
-from dalsegno.checkpoint.tensor_reader import load, part
+from dalsegno.checkpoint.tensor_reader import PlannedLoad, part
 from dalsegno.errors import CannotSave
 from dalsegno.testing import run_ranks
 
@@ -140,11 +140,14 @@ def test_every_kind_of_spreading_comes_back(tmp_path: Path) -> None:
         def require(self, names: Collection[str]) -> None:
             """All are there."""
 
+        def is_here(self, name: str) -> bool:
+            return True
+
         def file(self, name: str) -> Path:
             return path / name
 
     loaded = {name: torch.full(each.shape, -1.0) for name, each in index.of("things").items()}
-    load({"things": loaded}, There(), index)
+    PlannedLoad({"things": loaded}, There(), index).run()
     assert torch.equal(loaded["odd"], torch.arange(15.0).reshape(5, 3))
     assert torch.equal(loaded["short"], torch.arange(3.0).reshape(1, 3))
     assert torch.equal(loaded["both"], torch.arange(36.0).reshape(6, 6))

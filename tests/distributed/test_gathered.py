@@ -6,7 +6,9 @@ import pytest
 
 from dalsegno.distributed import collectives
 from dalsegno.distributed.collectives import Gathered, gather_together
+from dalsegno.errors import ConfigurationError
 from dalsegno.testing import run_ranks
+from support.exchanges import Exchanges
 
 
 def fetched_and_read() -> dict[str, object]:
@@ -38,3 +40,30 @@ def test_those_that_are_fetched_together_are_read_one_by_one(ranks: int) -> None
         assert seen["again"] == ones, "what was read is gathered anew"
         assert seen["forgotten"] == twos
         assert seen["measured"] == ["one", "two", "one", "one", "two", "two"]
+
+
+def ask_rank_zero(fails: bool) -> tuple[list[object], int]:
+    """What a rank is answered by rank 0, which runs ahead; and in how many exchanges."""
+    answers: list[object] = []
+
+    def fail() -> object:
+        raise ConfigurationError("as rank 0 finds")
+
+    with Exchanges() as exchanges:
+        try:
+            with collectives.rank_zero_ahead():
+                answers.append(collectives.from_rank_zero(lambda: "one"))
+                answers.append(collectives.from_rank_zero(lambda: {"two": collectives.rank()}))
+                answers.append(collectives.all_reduce_max([collectives.rank()], "between"))
+                answers.append(collectives.from_rank_zero(fail if fails else lambda: "x" * 5000))
+        except ConfigurationError as error:
+            answers.append(str(error))
+    return answers, exchanges.counts.total()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_rank_zero_runs_ahead_until_all_meet(fails: bool) -> None:
+    for rank, (answers, exchanges) in enumerate(run_ranks(ask_rank_zero, 2, fails)):
+        failure = "as rank 0 finds" if rank == 0 else "rank 0: as rank 0 finds"
+        assert answers == ["one", {"two": 0}, [1], failure if fails else "x" * 5000]
+        assert exchanges == (3 if fails else 4), "a long answer needs a broadcast"

@@ -146,9 +146,13 @@ class MemoryCheckpoints:
         """Remove what no leg resumes from any more; if ``saving``, create the slots. Raises ConfigurationError on all
         ranks if the checkpoints do not fit into the memory of a host. ``copies``: number of other hosts that keep each
         host's files. ``base``: frozen parameters of which only checksums are saved."""
-        former, hosts = self._former, self._hosts
+        former = self._former
         self._forget_leg()
         self._former = former
+        is_needed = saving or former is not None or memory_dir.exist(self._output_dir)
+        if not collectives.all_reduce_max([is_needed], "whether memory holds checkpoints")[0]:
+            return
+        hosts = self._hosts
         self._shareable = None if former is None else LinkableFiles(former.path, former.here)
         name = collectives.broadcast(os.urandom(8).hex(), "name of memory checkpoints")
 

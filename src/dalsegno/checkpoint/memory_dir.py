@@ -147,6 +147,11 @@ def remove(directory: MemoryDir) -> None:
         filesystem.remove(directory.path)
 
 
+def exist(output_dir: Path) -> bool:
+    """Whether the run in ``output_dir`` has any on this host."""
+    return any(each.is_of(output_dir) for each in find_all())
+
+
 def remove_others(output_dir: Path, keep: Collection[MemoryDir] = ()) -> None:
     """Remove all directories of the run in ``output_dir`` but ``keep``: no leg resumes from them any more."""
     for each in find_all():

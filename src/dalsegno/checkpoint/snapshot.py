@@ -155,9 +155,13 @@ class Snapshotter:
         """Encode every state and plan the files, so that all that can refuse a save does so now: raises CannotSave on
         every rank if a state on any rank cannot be saved. Collective."""
         states, failure = encode_all(sharded, [each for each in components if each.rehearsed], {}, self._base)
-        collectives.run_on_all_ranks(lambda: _reraise(failure))
         signature = signature_of(states)
-        if collectives.all_reduce_max([signature != self._planned_for], "whether to plan a save anew")[0]:
+        has_failed, has_changed = collectives.all_reduce_max(
+            [failure is not None, signature != self._planned_for], "whether to plan a save anew"
+        )
+        if has_failed:
+            collectives.run_on_all_ranks(lambda: _reraise(failure))
+        if has_changed:
             self._replan(states, signature)
 
     def prepare(self, sharded: Sequence[Capturable], sizes: Collection[int] = ()) -> Iterator[None]:

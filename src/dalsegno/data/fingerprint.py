@@ -214,13 +214,12 @@ class TrainingData:
         )
 
     def examine(self) -> tuple[dict[str, Any], list[str]]:
-        """Return the fingerprint, and a sentence for each thing that a resume would not reproduce. Collective. Raises
-        ConfigurationError on all ranks, if their datasets differ."""
+        """Return the fingerprint, that of rank 0, and a sentence for each thing that a resume would not reproduce.
+        Collective. Raises ConfigurationError on all ranks, if their datasets differ."""
         if self.loader is not None:  # each rank may have its own part
             return collectives.from_rank_zero(self._examine_alone)
         found, problems = collectives.run_on_all_ranks(self._examine_alone)
-        _expect_same("train_dataset", found)
-        return collectives.broadcast((found, problems), "what rank 0 has seen of the data")
+        return _expect_same("train_dataset", found), problems
 
     def _examine_alone(self) -> tuple[dict[str, Any], list[str]]:
         probed = probe(self.dataset, self.num_workers, self.collate_fn)
@@ -262,12 +261,17 @@ def check_same_length(argument: str, dataset: Any) -> None:
     _expect_same(argument, fingerprint(dataset, ProbeResult()))
 
 
-def _expect_same(argument: str, found: dict[str, Any]) -> None:
-    """Raises ConfigurationError on all ranks, if the fingerprints of what they pass as ``argument`` differ."""
+def _expect_same(argument: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Return rank 0's fingerprint. Raises ConfigurationError on all ranks, if the fingerprints of what they pass as
+    ``argument`` differ."""
+    own = xxhash.xxh3_64_intdigest(repr(sorted(found.items())).encode("utf-8", "surrogatepass")) >> 1
+    highest, lowest = collectives.all_reduce_max([own, -own], "the datasets of all ranks")
+    if highest == -lowest:
+        return found
     everywhere = collectives.gather(found, "the datasets of all ranks")
     others = [rank for rank, theirs in enumerate(everywhere) if not same(everywhere[0], theirs)]
     if not others:
-        return
+        return everywhere[0]
     lengths = [each["length"] for each in everywhere]
     differ = [f"{lengths[rank]} samples on rank {rank}" for rank in [0, *others[:3]]]
     what = ", ".join(differ) if len(set(lengths)) > 1 else f"rank 0 has other samples than rank {others}"

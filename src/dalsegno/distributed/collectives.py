@@ -345,6 +345,7 @@ class BackgroundGroup:
     def __init__(self) -> None:
         # Only torch's registry holds the group: once destroyed, it must be freed together with its threads. A thread
         # that is still running when the interpreter exits crashes the process.
+        _deliver()
         group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if initialized() else None
         self._group = None if group is None else weakref.ref(group)
 

@@ -145,20 +145,24 @@ class RunLifecycle:
         parts.state.max_steps = planned_steps(parts.args, parts.loader)  # for on_before_load; commands may change it
         parts.state.num_train_epochs = parts.args.num_train_epochs
         self._settings.begin_session()
-        self._options = self._chosen.completed(options)
-        path = self._restored()
+        path = self._restored(options)
         self._checkpoints.start_uploads(path)
         return path
 
-    def _restored(self) -> Path | None:
-        options, parts = self._options, self._parts
+    def _restored(self, options: ResumeOptions) -> Path | None:
+        parts, former = self._parts, self._result
         self._repeats = False
-        if self._result is not None and self._is_in_memory(self._result):
+        with collectives.rank_zero_ahead():
+            self._checkpoints.manager.remove_partial()
+            options = self._options = self._chosen.completed(options)
+            is_in_memory = former is not None and self._is_in_memory(former)
+            if not is_in_memory:
+                self._continue_rollback()
+                checkpoint = self._select_checkpoint()
+        if former is not None and is_in_memory:
             self._commands.restore(parts.state.global_step)
             parts.flags.keep()
-            return self._result.checkpoint
-        self._continue_rollback()
-        checkpoint = self._select_checkpoint()
+            return former.checkpoint
         parts.random_state.start()  # an imported checkpoint has no state of it
         if checkpoint is not None:
             parts.dispatcher.before_load.fire_with(checkpoint.path, checkpoint.step)
@@ -415,6 +419,8 @@ def _check_is_shared(directory: Path, token: str) -> None:
     """Raises ConfigurationError on all ranks, if one does not see what rank 0 has written. Else each host would have a
     part of every checkpoint."""
     me = (socket.gethostname(), collectives.rank() == 0 or is_visible(directory, token))
+    if not collectives.all_reduce_max([not me[1]], "who sees output_dir")[0]:
+        return
     ranks = collectives.gather(me, "who sees output_dir")
     if blind := [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(ranks) if not sees]:
         more = f" and {len(blind) - 1} more" if blind[1:] else ""

@@ -83,7 +83,6 @@ class RunCheckpoints:
         try:
             self._lease = DirectoryLock.lease_of(self._directory)
             self.mirror.claim(take_over=self._parts.args.take_over_lock)
-            self.manager.remove_partial()
             if self._parts.args.save_frozen == "never":
                 self.manager.leave_out_base(self._contents.sharded())
             yield

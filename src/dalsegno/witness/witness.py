@@ -145,10 +145,13 @@ class Witness:
         newest = max(expected, default=step)
         last = step if None in explained else newest
         logged = RecordLog.repeats_until(self._output_dir) if is_resumed else 0
-        everywhere = collectives.gather((last, logged, reasons), "which steps are repeated")
-        recorded, logged = min(each for each, _, _ in everywhere), max(each for _, each, _ in everywhere)
+        fewest, logged, has_reasons = collectives.all_reduce_max(
+            [-last, logged, bool(reasons)], "which steps are repeated"
+        )
+        recorded = -fewest
         end, self._has_records = max(recorded, logged), logged > step
-        self._reasons = [reason for _, _, found in everywhere for reason in found]
+        everywhere = collectives.gather(reasons, "why steps may differ") if has_reasons else []
+        self._reasons = [reason for found in everywhere for reason in found]
         if rank == 0:
             self._try(lambda rows: rows.remove_other_ranks(world_size))
         if newest > recorded:
