@@ -119,15 +119,19 @@ def _compile_asserts(config: pytest.Config, test: Path) -> None:
 LONGEST = [
     ROOT / "tests" / name
     for name in (
+        "distributed/parallel/test_layouts.py",
+        "durability/test_soak.py",
+        "distributed/pipeline/test_pipeline.py",
         "training/test_memory_on_hosts.py",
         "benchmarks/test_benchmarks.py",
-        "durability/test_soak.py",
-        "distributed/parallel/test_transformers_split.py",
         "distributed/test_torchrun.py",
-        "distributed/parallel/test_layouts.py",
-        "callbacks/test_textgen_callback.py",
+        "durability/test_kills.py",
         "release/test_install.py",
+        "distributed/parallel/test_transformers_split.py",
         "training/test_stopping.py",
+        "durability/test_power_cut.py",
+        "callbacks/trackers/test_trackers.py",
+        "callbacks/loggers/test_textgen_callback.py",
     )
 ]
 """Files with tests that take longest."""

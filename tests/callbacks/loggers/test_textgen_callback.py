@@ -149,7 +149,7 @@ def write_unmoved(output_dir: Path, kind: str, layout: Any) -> None:
 
 
 def layouts_of(kind: str, ranks: int) -> dict[str, Any]:
-    """PEFT's adapters have no plan by which their layers could be split. On four ranks, most with one model only."""
+    """The Llama has all. The plain model's plan and stages are its own; PEFT's adapters have no plan for a split."""
     stages = ds.Pipeline(["head"] if kind == "plain" else 2, "gpipe")
     whole = ColwiseParallel(output_layouts=Replicate())
     split = ds.TensorParallel({"blocks.*": whole} if kind == "plain" else "auto", size=2)
@@ -157,10 +157,9 @@ def layouts_of(kind: str, ranks: int) -> dict[str, Any]:
     if ranks == 2:
         found = {"fsdp": "fsdp", "ddp": "ddp", "pp": stages, "tp": split}
     else:
-        found = {"pp x fsdp": [stages, ds.FSDP()]}
-        if kind == "llama":
-            found |= {"hsdp": ds.HSDP(replicate=2), "tp x fsdp": [split, ds.FSDP()]}
-    return {name: layout for name, layout in found.items() if kind != "lora" or "tp" not in name}
+        found = {"pp x fsdp": [stages, ds.FSDP()], "hsdp": ds.HSDP(replicate=2), "tp x fsdp": [split, ds.FSDP()]}
+    chosen = {"plain": ("pp", "tp"), "lora": ("fsdp", "pp"), "llama": found}[kind]
+    return {name: layout for name, layout in found.items() if name in chosen}
 
 
 def write_under_each(output_dir: Path, ranks: int) -> None:

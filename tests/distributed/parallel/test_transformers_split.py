@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import dalsegno as ds
 from dalsegno import callbacks
@@ -38,8 +39,6 @@ class Sentences:
 
 def model(kind: str) -> nn.Module:
     """The Llama has tied embeddings, which a pipeline's first and last stage share."""
-    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
-
     torch.manual_seed(0)
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
@@ -105,7 +104,6 @@ def of_llama_and_mixtral(output_dir: Path, spread: str) -> list[dict[str, float]
 
 
 def test_they_train_as_one_process_does(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     layouts = modes("auto")
     found: dict[int, list[dict[str, Any]]] = {}
     for number in (1, 2, 4):
