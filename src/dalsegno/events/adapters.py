@@ -22,14 +22,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, update_wrapper
 from types import FunctionType, MethodType
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 from dalsegno.errors import ConfigurationError, UnknownDialect, UnknownName
 from dalsegno.state import Handler
 from dalsegno.stateful.component import State, Stateful
 
-from .callback import Answer, Binder, Callback
+from .callback import Answer, Binder, Callback, Construction
 from .table import Event
 
 _DIALECTS = "dalsegno.interop"
@@ -71,18 +71,20 @@ def adapt(
     if isinstance(callback, type):
         raise ConfigurationError(f"callbacks: {callback.__name__} is a class; give an instance: {callback.__name__}(…)")
     if isinstance(callback, Callback):
-        adapted = callback
+        if state:
+            raise ConfigurationError(f"{callback.key} is dalsegno's own kind: give its class a state_dict, not state=")
         if name is not None:
-            adapted.name = name
-    elif not (dialect or name or state) and id(callback) in _adapted:
+            callback.name = name
+        return callback
+    if not (dialect or name or state) and id(callback) in _adapted:
         return _adapted[id(callback)]
-    else:
-        if dialect is not None and dialect not in installed_dialects():
-            raise UnknownName("dialect", dialect, installed_dialects())
-        kind = _detect_dialect(callback) if dialect is None else installed_dialects()[dialect]
-        adapted = _adapted[id(callback)] = kind(callback, name)
+    if dialect is not None and dialect not in installed_dialects():
+        raise UnknownName("dialect", dialect, installed_dialects())
+    kind = _detect_dialect(callback) if dialect is None else installed_dialects()[dialect]
+    adapted = _adapted[id(callback)] = kind(callback, name)
     if state:
-        _save_attributes(adapted, [state] if isinstance(state, str) else state)
+        adapted.save_attributes([state] if isinstance(state, str) else [*state])
+        adapted.construction = Construction(adapt, (callback, kind.dialect), {"name": name, "state": state})
     return adapted
 
 
@@ -161,6 +163,22 @@ class CallbackAdapter(Callback):
         foreign = self.__wrapped__
         return (foreign.state_dict, foreign.load_state_dict) if isinstance(foreign, Stateful) else None
 
+    def save_attributes(self, names: Sequence[str]) -> None:
+        """Let these attributes of the callback be its state."""
+        foreign = self.__wrapped__
+        if isinstance(self, Stateful):
+            raise ConfigurationError(f"{self.key} has a state_dict, which says what is saved; it takes no state=")
+        for name in names:
+            if not hasattr(foreign, name):
+                raise UnknownName(f"attribute of {type(foreign).__name__}:", name, vars(foreign))
+
+        def load(state: State) -> None:
+            for name in names:
+                if name in state:
+                    setattr(foreign, name, state[name])
+
+        self.state_dict, self.load_state_dict = lambda: {name: getattr(foreign, name) for name in names}, load
+
     def overridden_calls(self) -> list[tuple[Event, str]]:
         """Return those of :attr:`calls` whose method the callback overrides."""
         return [(event, method) for event, method in self.calls if self._defines(method)]
@@ -221,22 +239,6 @@ def external_global_callbacks() -> list[Callback]:
     """
     imported = [_dialect_in(name) for name in _modules() if name in sys.modules]
     return [adapt(callback) for kind in imported if kind is not None for callback in kind.registered_globally()]
-
-
-def _save_attributes(callback: Callback, names: Sequence[str]) -> None:
-    if isinstance(callback, Stateful):
-        raise ConfigurationError(f"{callback.key} has a state_dict, which says what is saved; it takes no state=")
-    holder: Any = inspect.unwrap(cast(Any, callback))
-    for name in names:
-        if not hasattr(holder, name):
-            raise UnknownName(f"attribute of {type(holder).__name__}:", name, vars(holder))
-
-    def load(state: State) -> None:
-        for name in names:
-            if name in state:
-                setattr(holder, name, state[name])
-
-    vars(callback).update(state_dict=lambda: {name: getattr(holder, name) for name in names}, load_state_dict=load)
 
 
 _adapted: WeakValueDictionary[int, CallbackAdapter] = WeakValueDictionary()

@@ -274,8 +274,14 @@ class _UnsavedAttributes:
 
     def _read(self) -> dict[str, Values]:
         adapted = [each for each in self._callbacks() if isinstance(each, CallbackAdapter) and each.may_lose_attributes]
-        held = {each.key: getattr(each.__wrapped__, "__dict__", {}) for each in adapted}
-        return {key: {name: _read_value(each, None, name) for name, each in [*of.items()]} for key, of in held.items()}
+        return {
+            callback.key: {
+                name: _read_value(value, None, name)
+                for name, value in [*getattr(callback.__wrapped__, "__dict__", {}).items()]
+                if not isinstance(value, torch.Tensor)  # which would be read at each save
+            }
+            for callback in adapted
+        }
 
 
 def _equal(before: Values, now: Values) -> Values:

@@ -297,3 +297,32 @@ def test_an_interval_survives_a_kill_inside_it(tmp_path: Path) -> None:
     assert_resume_equivalent(shown, [FaultPlan(event=ds.Event.STEP_END, count=9)], folder=tmp_path)
     records = [each for each in read_records(tmp_path / "killed" / "logs" / "train.jsonl") if "loss" in each]
     assert [(record["their_tokens"], record["tokens"]) for record in records] == [(120, 120), (120, 240)]
+
+
+# --- its other callbacks ----------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_there_in_on_optimizer_step(tmp_path: Path) -> None:
+    """Its GradLogger reads them there, at the previous count of steps."""
+    seen: list[tuple[int, bool]] = []
+
+    class GradLogger(base()):  # type: ignore[misc]
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, /, model: Any, **kwargs: Any) -> None:
+            seen.append((state.global_step, all(bool(each.grad.any()) for each in model.parameters())))
+
+    train(tmp_path, GradLogger(), max_steps=2)
+    assert seen == [(0, True), (1, True)]
+
+
+def test_a_last_record_that_is_not_there_hides_no_error(tmp_path: Path) -> None:
+    """Its TBLogger writes it at the end, which at home comes after a whole training only."""
+
+    class TBLogger(base()):  # type: ignore[misc]
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.last = state.log_history[-1]
+
+    with pytest.raises(Killed) as caught:
+        train(tmp_path, TBLogger(), killed_at(1))
+    assert "IndexError" in "".join(caught.value.__notes__)
+    train(tmp_path, finished := TBLogger(), max_steps=2)
+    assert finished.last["step"] == 2

@@ -24,6 +24,7 @@ from interop.script import Broken, play
 from support.listeners import Listener
 from support.models import Line
 from support.own_loops import OwnLoop
+from support.parcels import sent
 from support.small import arguments, small_trainer
 
 
@@ -399,6 +400,8 @@ def test_attributes_that_no_checkpoint_contains_are_named_once(
     again = Watches()
     small_trainer(tmp_path / "second", ds.adapt(again, state="seen"), max_steps=5).train()
     assert again.seen == [1, 2, 3, 4, 5]
+    in_a_rank: Any = sent(ds.adapt(again, state="seen"), tmp_path)
+    assert in_a_rank.state_dict() == {"seen": [1, 2, 3, 4, 5]}, "as a launch brings it there"
     assert "no checkpoint contains" not in caplog.text
 
 
@@ -411,5 +414,7 @@ def test_a_state_by_names_of_attributes_is_refused_where_it_would_save_nothing()
 
     with pytest.raises(ds.ConfigurationError, match="Stateful has a state_dict, which says what is saved"):
         ds.adapt(Stateful(), state=("seen",))
+    with pytest.raises(ds.ConfigurationError, match="JsonLogger is dalsegno's own kind: give its class a state_dict"):
+        ds.adapt(JsonLogger(), state=("path",))
     with pytest.raises(ds.UnknownName, match=r"attribute of Watches: 'sen'; did you mean 'seen'"):
         ds.adapt(Watches(), state=("sen",))
