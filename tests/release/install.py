@@ -7,6 +7,7 @@ the demo all.
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,9 @@ import venv
 from importlib.metadata import distribution
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).parents[2]
-READING = ("numpy", "xxhash", "rich", "markdown-it-py", "mdurl", "pygments", "jinja2", "markupsafe")
-"""Distributions that ``dalsegno logs list`` and ``logs report`` need."""
 
 
 def build(target: Path, source: Path = ROOT) -> Path:
@@ -37,24 +38,47 @@ def build(target: Path, source: Path = ROOT) -> Path:
     return wheel
 
 
-def install(wheel: Path, folder: Path) -> Path:
-    """Install ``wheel``, and nothing else, into a new environment in ``folder``; returns its Python."""
+def packages_for_reading() -> list[str]:
+    """What docs/guides/logs.md installs before dalsegno itself, to read logs without torch."""
+    page = (ROOT / "docs" / "guides" / "logs.md").read_text(encoding="utf-8")
+    (packages,) = re.findall(r"^\$ pip install (.*) && pip install --no-deps \.$", page, re.MULTILINE)
+    return packages.split()
+
+
+def environment(folder: Path) -> Path:
+    """Make an empty environment; returns its Python."""
     venv.create(folder, with_pip=False, symlinks=True)
-    python = folder / "bin" / "python"
+    return folder / "bin" / "python"
+
+
+def install(wheel: Path, python: Path) -> str:
+    """Install ``wheel``, and nothing else; returns what pip complains about."""
     words = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run([*words, "--quiet", "--disable-pip-version-check"], check=True)
-    return python
+    done = subprocess.run(
+        [*words, "--quiet", "--disable-pip-version-check", "--root-user-action=ignore"],
+        check=True,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return done.stderr
 
 
-def let_it_read_logs(python: Path) -> None:
-    """Give the environment what reading logs needs: neither torch, nor what needs torch."""
+def let_it_read_logs(python: Path) -> Path:
+    """Give the environment :func:`packages_for_reading` and what they need; returns the folder with links to them."""
     found = python.parent.parent / "reading"
     found.mkdir()
-    for name in READING:
-        installed = distribution(name)
+    names, known = packages_for_reading(), set[str]()
+    while names:
+        installed = distribution(names.pop())
+        if installed.name in known:
+            continue
+        known.add(installed.name)
+        needed = map(Requirement, installed.requires or ())
+        names += [each.name for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
         for top in {file.parts[0] for file in installed.files or () if file.parts[0] not in ("..", "__pycache__")}:
             (found / top).symlink_to(str(installed.locate_file(top)))
     _add_to_path(python, found)
+    return found
 
 
 def let_it_train(python: Path) -> None:
@@ -88,8 +112,9 @@ def main() -> None:
     shutil.rmtree(arguments.out, ignore_errors=True)
     wheel = build(arguments.out)
     with tempfile.TemporaryDirectory() as scratch:
-        python = install(wheel, Path(scratch) / "environment")
+        python = environment(Path(scratch) / "environment")
         let_it_read_logs(python)
+        install(wheel, python)
         print(dalsegno(python, "logs", "list", str(ROOT / "tests" / "golden" / "logs"), folder=Path(scratch)))
         let_it_train(python)
         print(dalsegno(python, "demo", "--steps", arguments.steps, folder=Path(scratch)))

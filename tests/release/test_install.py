@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import tarfile
 import zipfile
 from importlib.metadata import version
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from release.install import ROOT, build, dalsegno, install, let_it_read_logs
+from release.install import ROOT, build, dalsegno, environment, install, let_it_read_logs
 
 pytest.importorskip("build")
 
@@ -36,10 +37,21 @@ def test_a_wheel_installs_into_an_empty_environment_and_reads_logs(tmp_path: Pat
         beside |= {"tests/conftest.py", "tests/golden/logs/printed.py", "docs/index.md", "benchmarks/__main__.py"}
         assert beside <= {name.partition("/")[2] for name in sdist.getnames()}
 
-    python = install(wheel, tmp_path / "environment")
+    python = environment(tmp_path / "environment")
+    packages = let_it_read_logs(python)
+    assert not (packages / "torch").exists()
+    assert install(wheel, python) == ""
     assert dalsegno(python, "--version", folder=tmp_path) == f"dalsegno {version('dalsegno')}\n"
-    let_it_read_logs(python)
-    listed = dalsegno(python, "logs", "list", str(ROOT / "tests" / "golden" / "logs"), folder=tmp_path)
+    logs = ROOT / "tests" / "golden" / "logs"
+    listed = dalsegno(python, "logs", "list", str(logs), folder=tmp_path)
     assert "diverged" in listed and "finished" in listed
-    dalsegno(python, "logs", "report", str(ROOT / "tests" / "golden" / "logs" / "killed"), folder=tmp_path)
+    dalsegno(python, "logs", "report", str(logs / "killed"), folder=tmp_path)
     assert (tmp_path / "report.html").is_file()
+    plot = [python.with_name("dalsegno"), "logs", "plot", "--terminal", logs / "killed"]
+    assert "loss" in dalsegno(python, *map(str, plot[1:]), folder=tmp_path)
+    (packages / "plotille").unlink()
+    done = subprocess.run(plot, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert (
+        done.stderr == "dalsegno: plotting in a terminal needs plotille, which is not installed; pip install plotille\n"
+    )

@@ -52,8 +52,8 @@ def how_to_install(extra: str | None = None) -> str:
 
 def require_extra(extra: str, module: str, what: str) -> None:
     """
-
-    Raises ConfigurationError if ``module`` is not installed.
+    Raises ConfigurationError if ``module`` is not installed; on a machine without torch, which an extra would bring, it
+    names the module alone.
 
     Args:
         extra: that includes the module.
@@ -61,4 +61,5 @@ def require_extra(extra: str, module: str, what: str) -> None:
         what: the task that needs it, as the subject of a sentence: "plotting".
     """
     if importlib.util.find_spec(module) is None:
-        raise ConfigurationError(f"{what} needs {module}, which is not installed; {how_to_install(extra)}")
+        how = how_to_install(extra) if importlib.util.find_spec("torch") else f"pip install {module}"
+        raise ConfigurationError(f"{what} needs {module}, which is not installed; {how}")
