@@ -84,7 +84,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def test_hf_trains_on(tmp_path: Path) -> None:
-    from transformers import TrainerCallback
+    from transformers import EarlyStoppingCallback, TrainerCallback
 
     trained = train(tmp_path / "run", model())
     place = str(tmp_path / f"out/checkpoint-{BEGUN}")
@@ -96,8 +96,10 @@ def test_hf_trains_on(tmp_path: Path) -> None:
             trained.check_loaded(kwargs["model"], kwargs["optimizer"].optimizer, kwargs["lr_scheduler"])
             assert (state.global_step, state.epoch) == (BEGUN, BEGUN * BATCH / SAMPLES)
 
-    trainer = hf_trainer(tmp_path / "out", model(seed=7), save_total_limit=1, optim="adamw_torch")
+    evaluates = {"eval_strategy": "steps", "eval_steps": 10, "metric_for_best_model": "loss"}
+    trainer = hf_trainer(tmp_path / "out", model(seed=7), save_total_limit=1, optim="adamw_torch", **evaluates)
     trainer.add_callback(Check())
+    trainer.add_callback(EarlyStoppingCallback(9))  # whose state each save of theirs looks up
     trainer.train(resume_from_checkpoint=place)
     losses = hf_losses(trainer)[-(STEPS - BEGUN) :]
     np.testing.assert_allclose(losses, losses_here(trained.folder)[BEGUN:], rtol=1e-4)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, Subset
 
 import dalsegno as ds
 from cli.command import dalsegno
@@ -48,7 +48,7 @@ def hf_trainer(folder: Path, net: Any, **more: Any) -> Any:
             **more,
         },
     )
-    return InOrder(net, arguments, train_dataset=Sentences())
+    return InOrder(net, arguments, train_dataset=Sentences(), eval_dataset=Subset(Sentences(), range(4)))
 
 
 def hf_losses(trainer: Any) -> list[float]:

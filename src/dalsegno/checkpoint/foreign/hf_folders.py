@@ -94,7 +94,8 @@ def _write_trainer(run: RunState, target: Path, prefix: str) -> Files:
         "global_step": run.step,
         "epoch": run.place.position,
         **settings,
-        "stateful_callbacks": {"TrainerControl": {"args": {}, "attributes": {}}},  # which its next save replaces
+        # Its next save replaces the first, and appends to the second; it raises KeyError for one that is not there.
+        "stateful_callbacks": {"TrainerControl": {"args": {}, "attributes": {}}, "EarlyStoppingCallback": []},
     }
     filesystem.replace_durably(target / _STATE, json.dumps(progress, indent=2).encode())
     return [*files, target / _STATE], left_out
