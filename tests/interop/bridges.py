@@ -120,12 +120,12 @@ def training_records(folder: Path) -> list[dict[str, Any]]:
 
 # --- docs/coming-from -------------------------------------------------------------------------------------------------
 
-PAGES = Path(__file__).parents[2] / "docs" / "coming-from"
+FOLDER = Path(__file__).parents[2] / "docs" / "coming-from"
 
 
 def section(library: str) -> str:
     """What the page of one library says of its bridge."""
-    page = (PAGES / f"{library}.md").read_text(encoding="utf-8")
+    page = (FOLDER / f"{library}.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"^## dalsegno's callbacks there\n(.*?)(?=^## |\Z)", page, flags=re.DOTALL | re.MULTILINE)
     return str(text)
 

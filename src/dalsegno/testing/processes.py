@@ -170,6 +170,8 @@ def _run_rank(
     args: tuple[Any, ...],
 ) -> None:
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    if world_size > 1:  # Accelerate and Lightning look for all that torchrun sets, although the group is there
+        ranks |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     forked.settle_after_fork(environment | ranks, threads=1)  # the same order of summation under any load
     value, error = None, None
     try:

@@ -86,7 +86,6 @@ def train_until_killed(output_dir: Path, step: int) -> None:
 
 
 def loop_on_a_rank(output_dir: Path) -> dict[str, Any]:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", LOCAL_WORLD_SIZE="2")
     rank = int(os.environ["RANK"])
 
     class OnRankOne(ds.Callback):

@@ -110,7 +110,6 @@ def resume(
 
 def resume_on_a_rank(output_dir: Path) -> list[str]:
     """The verdicts about an exact resume, and about one in which rank 1 draws a number of its own."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", LOCAL_WORLD_SIZE="2")
 
     def draw(control: Any) -> None:
         if os.environ["RANK"] == "1":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,6 @@ class Auditor(transformers.TrainerCallback):
 
 def train_on_a_rank(output_dir: Path) -> dict[str, Any]:
     """What this rank has seen, and what the auditor has computed."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", LOCAL_WORLD_SIZE="2")
     torch.manual_seed(0)
     auditor = Auditor(0.8)
     args = transformers.TrainingArguments(
@@ -201,7 +199,6 @@ def test_text(run: Any) -> None:
 
 def end_on_a_rank(output_dir: Path, detector: ds.Callback, bias: float = 0.0, **settings: Any) -> tuple[int, list[str]]:
     """Where training ends if it learns nothing, and rank 1's model is changed in step 4; and the checkpoints."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", LOCAL_WORLD_SIZE="2")
     torch.manual_seed(0)
     model = Speller()
     model.dropout.p = 0.0

@@ -174,8 +174,7 @@ class Language(pl.LightningModule):  # type: ignore[misc]
 
 def fit_on_a_rank(output_dir: Path) -> dict[str, Any]:
     """What this rank has seen, and what the auditor has computed."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
-    os.environ.update(LOCAL_WORLD_SIZE="2")
+    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
     auditor, rank = Auditor(0.8), int(os.environ["RANK"])
 
     class OnRankOne(ds.Callback):
@@ -235,8 +234,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
 
 def end_on_a_rank(output_dir: Path, detector: ds.Callback, bias: float = 0.0, **settings: Any) -> int:
     """Where training ends if it learns nothing, and rank 1's model is changed in step 4."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
-    os.environ.update(LOCAL_WORLD_SIZE="2")
+    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
     module, rank = Module(lr=0.0), int(os.environ["RANK"])
 
     def change() -> None:
