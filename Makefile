@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 PEERS  := .venv-peers
 
-.PHONY: demo test check docs dist bench soak proofs memory rollbacks diloco device lies requests peers clean
+.PHONY: demo test check docs dist bench soak proofs memory rollbacks diloco gpu lies requests peers clean
 
 demo: $(DEMO)
 	$(DEMO) demo
@@ -55,7 +55,7 @@ diloco: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m durability.diloco --kills $(or $(KILLS),100)
 
 # Kills, saves, waits and memory of runs on this machine's GPU, written to docs/why/gpu.md: six minutes or so.
-device: $(READY)
+gpu: $(READY)
 	PYTHONPATH=tests $(BIN)/python -W ignore -m durability.device --write
 
 # Three hundred kills of runs that also save in memory, half of them with a frozen layer: five minutes or so.

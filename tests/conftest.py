@@ -32,7 +32,7 @@ settings.register_profile("search", **steady)
 settings.register_profile("steady", **steady, derandomize=True, database=None)
 settings.load_profile("steady")
 
-# Tests run on the CPU: ranks are forked, which a process that has used a GPU cannot be. `make device` is for a GPU.
+# Tests run on the CPU: ranks are forked, which a process that has used a GPU cannot be. `make gpu` is for a GPU.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 # Small sums gain nothing by more threads, and these wait for each other by turning in circles.

@@ -19,7 +19,7 @@ from checkpoint.sameness import bits
 from dalsegno.checkpoint.files import PendingFile, StagedFile, StreamedFile
 from dalsegno.checkpoint.index import StoredTensor
 from dalsegno.checkpoint.sharding import Box, ListedChunks, StoredChunk
-from dalsegno.checkpoint.staging import Buffer, Copying, CudaCopies
+from dalsegno.checkpoint.staging import Buffer, Copying
 from dalsegno.checkpoint.tensor_files import DTYPES, FileLayout, StoredFile, TensorChunk
 from dalsegno.checkpoint.tensor_reader import ChunkReader
 from dalsegno.errors import DamagedCheckpoint, StateMismatch
@@ -29,7 +29,7 @@ from dalsegno.system import filesystem
 def kept(layout: FileLayout, tensors: Sequence[torch.Tensor], buffer: Buffer) -> PendingFile:
     """From a copy."""
     buffer.lay_out(layout)
-    copying = Copying(CudaCopies(), [])
+    copying = Copying()
     file = StagedFile("some.safetensors", buffer, copying.add(buffer, tensors))
     copying.run()
     return file

@@ -443,11 +443,11 @@ def page(results: dict[str, str]) -> str:
     rows = "\n".join(f"| {name} | {said} |" for name, said in results.items())
     return f"""# On a GPU
 
-What `make device` showed on {date.today().isoformat()}, on one {device} with {os.cpu_count()} cores and
+What `make gpu` showed on {date.today().isoformat()}, on one {device} with {os.cpu_count()} cores and
 torch {version}; it writes this page. Transformers in bf16 with dropout, EMA, a detector and loggers are killed at
 random instants and compared with the same run uninterrupted, bit by bit. What a checkpoint contains is compared with
 copies that were made while nothing else happened on the device. Several GPUs
-with NCCL have not been tried.
+with NCCL have not been tried. Every machine runs much of it on [a simulated accelerator](simulated.md).
 
 | check | result |
 |---|---|

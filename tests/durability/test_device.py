@@ -7,4 +7,4 @@ from . import device
 
 def test_the_page_has_each_check() -> None:
     rows = [line.split(" | ")[0].removeprefix("| ") for line in device.PAGE.read_text().splitlines()]
-    assert rows[-len(device.CHECKS) :] == [*device.CHECKS], "run `make device` on a machine with a GPU"
+    assert rows[-len(device.CHECKS) :] == [*device.CHECKS], "run `make gpu` on a machine with a GPU"

@@ -114,9 +114,9 @@ def _module() -> Any:
     )
 
 
-def waits() -> int:
-    """How often the host has waited for the devices."""
-    return int(torch.ops.simulated.waits())
+def waits(own: bool = False) -> int:
+    """How often the host has waited for the devices; ``own``: the thread that trains."""
+    return int(torch.ops.simulated.waits(own))
 
 
 @contextlib.contextmanager

@@ -105,7 +105,7 @@ struct Machine {
   std::mutex lock;
   std::condition_variable grown;
   std::map<Place, Queue> queues;
-  uint64_t launched = 0, waits = 0, order = 0, patience = 0;
+  uint64_t launched = 0, waits = 0, own_waits = 0, order = 0, patience = 0;
   bool forbids_waits = false;
   c10::StreamId newest = 0;
   std::mt19937_64 chance;
@@ -200,9 +200,11 @@ void wait_for(Lock& lock, const std::vector<Mark>& marks) {
   for (const Mark& mark : marks)
     waits = waits || !is_done(mark);
   if (waits) {
+    bool trains = getpid() == syscall(SYS_gettid);
     machine.waits++;
+    machine.own_waits += trains;
     TORCH_CHECK(!machine.forbids_waits, "the host waits for the simulated device");
-    if (machine.patience != 0 && getpid() != syscall(SYS_gettid)) {
+    if (machine.patience != 0 && !trains) {
       // Another thread than the one that trains: let that one hurry on, as it does while a real copy takes its time.
       uint64_t goal = machine.launched + machine.patience;
       machine.grown.wait_for(lock, std::chrono::milliseconds(500), [&] { return machine.launched >= goal; });
@@ -551,6 +553,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     wait_for(lock, {static_cast<Recorded*>(event)->mark});
   }
   double elapsedTime(void* first, void* second, DeviceIndex) const override {
+    Lock lock(machine.lock);
+    TORCH_CHECK(
+        is_done(static_cast<Recorded*>(first)->mark) && is_done(static_cast<Recorded*>(second)->mark),
+        "the time between events that are not over");
     std::chrono::duration<double, std::milli> elapsed =
         static_cast<Recorded*>(second)->at - static_cast<Recorded*>(first)->at;
     return elapsed.count();
@@ -981,7 +987,7 @@ TORCH_LIBRARY(simulated, m) {
     machine.patience = patience;
     machine.chance.seed(order);
   });
-  m.def("waits() -> int", [] { return int64_t(machine.waits); });
+  m.def("waits(bool own) -> int", [](bool own) { return int64_t(own ? machine.own_waits : machine.waits); });
   m.def("forbid_waits(bool forbid) -> ()", [](bool forbid) { machine.forbids_waits = forbid; });
   m.def("generator(int device) -> Generator?", [](int64_t device) { return default_generator(device); });
 }

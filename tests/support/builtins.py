@@ -58,7 +58,7 @@ class Model(TinyRegression):
         if y is not None:
             return super().forward(x, y)
         letters = len(Letters.alphabet)
-        logits: Tensor = self.layers(nn.functional.one_hot(x % 8, 8).float()) * torch.arange(letters)
+        logits: Tensor = self.layers(nn.functional.one_hot(x % 8, 8).float()) * torch.arange(letters, device=x.device)
         return logits
 
 

@@ -34,7 +34,7 @@ from dalsegno.checkpoint.names import SHARED, rank_sidecar
 from dalsegno.checkpoint.plan import FilePlan, Plan
 from dalsegno.checkpoint.sharding import Box
 from dalsegno.checkpoint.sidecar import SavedState, sidecar_arrays, sidecar_json
-from dalsegno.checkpoint.staging import Buffer, Copying, CudaCopies, Layouts, NoRoom, SharedFiles
+from dalsegno.checkpoint.staging import Buffer, Copying, Layouts, NoRoom, SharedFiles
 from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk
 from dalsegno.checkpoint.unchanged_files import LinkableFiles, UnchangedFile, live_digest
 from dalsegno.distributed import collectives
@@ -141,7 +141,6 @@ class Snapshotter:
         self._layout = layout or Layout.flat()
         self._shared = shared
         self._buffers: dict[str, Buffer] = {}
-        self._cuda = CudaCopies()
         self._base: FrozenChecksums | None = None
         self._plan = Plan((), {}, None)
         self._planned_for: object = None
@@ -244,7 +243,7 @@ class Snapshotter:
             copying = None
             files = [StreamedFile(file.name, file.layout, file.tensors) for file in (*changed, *sidecars)]
         else:
-            copying = Copying(self._cuda, [each.optimizer for each in sharded if each.optimizer is not None])
+            copying = Copying()
             files = [self._staged(file, copying) for file in (*changed, *sidecars)]
         return Snapshot(files, unchanged, digests, small, records, copying, durables, self._layout)
 

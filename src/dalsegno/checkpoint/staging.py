@@ -11,29 +11,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import math
 import mmap
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk
 from dalsegno.distributed import accelerator
 from dalsegno.errors import SaveFailed
 from dalsegno.system import filesystem
 from dalsegno.system.machine import thread_count
-
-logger = logging.getLogger("dalsegno")
 
 Layouts = Mapping[str, FileLayout]
 """Layouts of files by their names."""
@@ -114,12 +108,13 @@ class Buffer:
         self._pin()
 
     @torch.no_grad()
-    def copy(self, tensors: Sequence[torch.Tensor], cuda: CudaCopies, advance: Callable[[int], object]) -> None:
+    def copy(self, tensors: Sequence[torch.Tensor], advance: Callable[[int], object]) -> None:
         """Copy the tensors of the layout to their places, from any device and with any strides.
+
+        Copies from devices are put on their current streams, before all later work, and may still be in progress.
 
         Args:
             tensors: in the order of the layout.
-            cuda: makes the copies from GPUs.
             advance: called, on any thread, with a position before which everything on the host is copied; at last with
                 the length of the file.
         """
@@ -128,7 +123,7 @@ class Buffer:
         self._pin()
         on_host = HostCopies()
         # To ask thousands of tensors where they are takes a tenth of the time of their copies.
-        are_on_host = accelerator.kind() is None
+        are_on_host, arrive_late = accelerator.kind() is None, accelerator.can_pin()
         ordered = [tensors[number] for number in self._layout.order]
         for first, last in self._groups:
             group, places = ordered[first:last], self._places[first:last]
@@ -139,7 +134,7 @@ class Buffer:
                 if tensor.is_cpu:
                     on_host.add(begin, place, tensor)
                 else:
-                    cuda.copy(place, tensor)
+                    place.copy_(tensor, non_blocking=arrive_late)
         on_host.run(advance)
         advance(self._layout.length)
 
@@ -170,7 +165,7 @@ class Buffer:
 
     def _pin(self) -> None:
         if self._pinned is None:
-            self._pinned = weakref.finalize(self, pin(self._bytes))
+            self._pinned = weakref.finalize(self, accelerator.pin(self._bytes))
             self._pinned.atexit = False
 
 
@@ -391,16 +386,13 @@ class CopyProgress:
 class Copying:
     """The copies of one save, made once, on the thread that trains.
 
-    Args:
-        cuda: makes the copies from GPUs.
-        optimizers: alone change their parameters and their state, in ``step()``.
+    What a device's current stream does afterwards, such as a change of a copied tensor, comes after the copies.
     """
 
-    def __init__(self, cuda: CudaCopies, optimizers: Sequence[Optimizer]) -> None:
-        self._cuda, self._optimizers = cuda, optimizers
+    def __init__(self) -> None:
         self._files: list[tuple[Buffer, Sequence[torch.Tensor], CopyProgress]] = []
         self._has_begun_all = threading.Event()
-        self._wait_for_cuda: Callable[[], None] | None = None
+        self._arrivals: list[torch.Event] = []
         self._failure: BaseException | None = None
 
     def add(self, buffer: Buffer, tensors: Sequence[torch.Tensor]) -> CopyProgress:
@@ -414,10 +406,9 @@ class Copying:
         if self._has_begun_all.is_set():
             return
         try:
-            self._cuda.begin(self._optimizers)
             for buffer, tensors, progress in self._files:
-                buffer.copy(tensors, self._cuda, progress.advance)
-            self._wait_for_cuda = self._cuda.end()
+                buffer.copy(tensors, progress.advance)
+            self._arrivals = accelerator.recorded_events(tensor for _, tensors, _ in self._files for tensor in tensors)
         except BaseException as error:
             self.abandon(error)
             raise
@@ -439,8 +430,8 @@ class Copying:
             self._has_begun_all.wait()
             if self._failure is not None:
                 raise _not_copied(self._failure) from self._failure
-            if self._wait_for_cuda is not None:
-                self._wait_for_cuda()
+            for arrival in self._arrivals:
+                arrival.synchronize()
 
     def _finish(self) -> None:
         self._files = []  # the tensors are free
@@ -449,105 +440,3 @@ class Copying:
 
 def _not_copied(error: BaseException) -> SaveFailed:
     return SaveFailed(f"its state was not copied: {type(error).__name__}: {error}")
-
-
-# --- copies from CUDA memory ----------------------------------------------------------------------------------------
-
-
-class CudaCopies:
-    """Starts copies from devices to host memory, which overlap with training. One per snapshotter.
-
-    Parameters and optimizer state are copied on a stream of their own, beside the next forward and backward; only the
-    optimizer changes them, so its next step waits for the copies, on the device. Buffers, which a forward may change,
-    are copied on the current stream, before later work. The thread that writes the file waits for both.
-    """
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._optimized: set[int] = set()
-        self._pending: dict[torch.device, list[torch.cuda.Event]] = {}
-        self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-    def begin(self, optimizers: Iterable[Optimizer]) -> None:
-        """Begin a capture. Only ``step()`` of ``optimizers`` changes their parameters and state."""
-        if not torch.cuda.is_available():
-            return
-        self._optimized.clear()
-        for optimizer in optimizers:
-            if hasattr(optimizer, "register_step_pre_hook"):
-                self._optimized.update(_memory_of(each) for each in _tensors_of(optimizer))
-                if optimizer not in self._hooked:
-                    self._hooked.add(optimizer)
-                    optimizer.register_step_pre_hook(self._before_step)
-        for device, stream in self._streams.items():
-            stream.wait_stream(torch.cuda.current_stream(device))
-
-    def copy(self, place: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy ``tensor`` to ``place``; complete once the function that :meth:`end` returns has returned."""
-        if tensor.device.type != "cuda":
-            place.copy_(tensor)
-        elif _memory_of(tensor) in self._optimized:
-            stream = self._stream(tensor.device)
-            with torch.cuda.stream(stream):
-                place.copy_(tensor, non_blocking=True)
-            tensor.record_stream(stream)  # its memory must not be reused before
-        else:
-            self._stream(tensor.device)
-            place.copy_(tensor, non_blocking=True)
-
-    def end(self) -> Callable[[], None]:
-        """End the capture. Returns a function that waits, on any thread, until all copies are complete."""
-        self._pending = {
-            device: [torch.cuda.current_stream(device).record_event(), stream.record_event()]
-            for device, stream in self._streams.items()
-        }
-        events = [event for both in self._pending.values() for event in both]
-
-        def wait() -> None:
-            for event in events:
-                event.synchronize()
-
-        return wait
-
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream(device))
-        return self._streams[device]
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # Never removed: a hook that removes itself breaks the iteration over the hooks.
-        for device, events in self._pending.items():
-            for event in events:
-                torch.cuda.current_stream(device).wait_event(event)
-        self._pending = {}
-
-
-def pin(memory: torch.Tensor) -> Callable[[], object]:
-    """Page-lock host memory if CUDA is available, so that copies into it are asynchronous.
-
-    Returns:
-        A function that unlocks it. Call it before the memory is freed.
-    """
-    if not torch.cuda.is_available() or not len(memory):
-        return lambda: None
-    address = memory.data_ptr()
-    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = int(cudart.cudaHostRegister(address, len(memory), 1))  # 1: portable, good for every device
-    if status != 0:
-        logger.debug("cudaHostRegister returned %d; training waits for copies from the GPU into this memory", status)
-        return lambda: None
-    return partial(cudart.cudaHostUnregister, address)
-
-
-def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-    for state in optimizer.state.values():
-        if isinstance(state, dict):
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-
-
-def _memory_of(tensor: torch.Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()

@@ -1,19 +1,22 @@
 """The accelerator: everything that is asked of torch about devices other than the CPU.
 
 The kind of device has torch's name: ``cuda`` (and ROCm), ``mps`` (a Mac), ``xpu``, ``npu``, or one that a library
-registers. What only some kinds have is looked up on torch's module for the kind. No other module calls ``torch.cuda``,
-except for the copies of a save (``checkpoint/staging.py``).
+registers. What only some kinds have is looked up on torch's module for the kind. No other module calls ``torch.cuda``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, TypeGuard, final
 
 import torch
 import torch.distributed as dist
+
+logger = logging.getLogger("dalsegno")
 
 CPU = torch.device("cpu")
 
@@ -70,11 +73,12 @@ def name_of(device: torch.device) -> str:
     return device.type if get_name is None else str(get_name(device))
 
 
-def synchronize(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait until the devices of ``tensors`` have done all work, on every stream."""
-    for device in {tensor.device for tensor in tensors}:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+def recorded_events(tensors: Iterable[torch.Tensor]) -> list[torch.Event]:
+    """An event on the current stream of each device of ``tensors``: the work that it has so far."""
+    events = [torch.Event(device) for device in {tensor.device for tensor in tensors} if device.type != "cpu"]
+    for event in events:
+        event.record()
+    return events
 
 
 def has_timed_events(device: torch.device) -> bool:
@@ -160,6 +164,23 @@ def can_pin() -> bool:
     return here is not None and here not in _WITHOUT_PINNED_MEMORY
 
 
+def pin(memory: torch.Tensor) -> Callable[[], object]:
+    """Page-lock host memory, so that copies into it do not wait. Only CUDA has a way to do so in place.
+
+    Returns:
+        A function that unlocks it. Call it before the memory is freed.
+    """
+    if kind() != "cuda" or not len(memory):
+        return lambda: None
+    address = memory.data_ptr()
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = int(cudart.cudaHostRegister(address, len(memory), 1))  # 1: portable, good for every device
+    if status != 0:
+        logger.debug("cudaHostRegister returned %d; training waits for copies from the GPU into this memory", status)
+        return lambda: None
+    return partial(cudart.cudaHostUnregister, address)
+
+
 class LateNumbers:
     """Numbers that are copied from a device while it works on: at most one wait, and only if asked for. ``numbers``:
     0-dim tensors, on the host or on one device, or floats."""
@@ -175,8 +196,7 @@ class LateNumbers:
             together = torch.stack([wide(each.detach().reshape(())) for _, each in on_device])
             self._copy = torch.empty(together.shape, dtype=together.dtype, pin_memory=can_pin())
             self._copy.copy_(together, non_blocking=True)
-            self._event = torch.Event(together.device)
-            self._event.record()
+            (self._event,) = recorded_events([together])
 
     def are_here(self) -> bool:
         """Whether :meth:`values` would not wait."""
@@ -250,12 +270,13 @@ def seed_accelerator(seed: int) -> None:
 
 @contextmanager
 def seeded_accelerator(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the generators; restore them on exit. On CUDA only that of ``device``, if it is one: there may be many."""
-    if (found := _accelerator()) is not None and found[0] == "cuda":
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            if device.type == "cuda":
-                with torch.cuda.device(device):
-                    torch.cuda.manual_seed(seed)
+    """Seed the generators; restore them on exit. Of several devices only that of ``device``, if it is one of them."""
+    if (found := _accelerator()) is not None and hasattr(found[1], "get_rng_state_all"):
+        kind, module = found
+        own = [device] if device.type == kind else []
+        with torch.random.fork_rng(own, device_type=kind):
+            for each in own:
+                module.default_generators[each.index].manual_seed(seed)
             yield
         return
     before = capture_accelerator()

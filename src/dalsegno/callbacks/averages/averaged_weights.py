@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dalsegno.distributed import accelerator
 from dalsegno.distributed.sharded_tensors import named_parameters
 from dalsegno.distributed.stage_places import is_on_other_stage, like_parameter
 from dalsegno.errors import ConfigurationError
@@ -132,7 +131,6 @@ class WeightAverages(FlaglessCallback):
         """Copy the averages into the model, unless others are there; keep the weights. Returns whether it did."""
         if self._model is None or self._model in _in_place:
             return False
-        accelerator.synchronize(self._weights)  # a save may still be copying these weights on another stream
         self._kept = [weight.clone() for weight in self._weights]
         _in_place[self._model] = self.key
         if self._weights:

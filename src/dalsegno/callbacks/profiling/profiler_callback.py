@@ -117,7 +117,7 @@ class ProfilerCallback(FlaglessCallback):
         folder.mkdir(parents=True, exist_ok=True)
         name = f"step-{self._first:08d}-rank-{collectives.rank():05d}"
         running.export_chrome_trace(str(folder / f"{name}.trace.json.gz"))
-        by = "self_cpu_time_total" if len(_activities()) == 1 else f"self_{accelerator.kind()}_time_total"
+        by = "self_cpu_time_total" if len(_activities()) == 1 else "self_device_time_total"
         try:
             table = running.key_averages().table(sort_by=by, row_limit=_ROWS)
         except UnicodeDecodeError as error:  # torch 2.13 garbles names of Python functions on other threads

@@ -144,7 +144,7 @@ class Trainer(StandIn):
             torch_device=device,
             device=device,
             is_cpu=device.type == "cpu",
-            is_gpu=device.type == "cuda",
+            is_gpu=device.type != "cpu",
             is_csx=False,
             is_e2e_execution=True,
             is_tracing=False,

@@ -55,7 +55,7 @@ _FIXED: dict[str, Any] = {
 _LIVE: dict[str, Callable[[Any], Any]] = {
     "device": lambda args: device_of(args._model),
     "gradient_accumulation_steps": lambda args: args._args.accumulation.at(args._state.global_step),  # of the next step
-    "n_gpu": lambda args: 1 if str(args.device).startswith("cuda") else 0,
+    "n_gpu": lambda args: int(args.device.type != "cpu"),
     "_n_gpu": attrgetter("n_gpu"),
 }
 """Settings that change during a run."""
