@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/guides/plots.md: ``python docs/images/plots.py [FOLDER]``, with the runs in FOLDER.
+"""Makes the pictures of docs/guides/logs.md: ``python docs/images/plots.py [FOLDER]``, with the runs in FOLDER.
 
 Three small transformers learn the source of Python's standard library: one is killed and resumes, one has twice the
 learning rate, and one far too high a one. The picture of the report needs Chromium (environment variable CHROMIUM).
