@@ -21,6 +21,16 @@ def test_every_page_is_in_the_navigation() -> None:
     assert listed == pages
 
 
+def test_every_page_is_reached_from_the_first() -> None:
+    reached, unread = set(), {DOCS / "index.md"}
+    while unread:
+        page = unread.pop()
+        reached.add(page)
+        links = re.findall(r"\]\(([^)#:\s]+\.md)", page.read_text(encoding="utf-8"))
+        unread |= {(page.parent / link).resolve() for link in links} - reached
+    assert set(DOCS.rglob("*.md")) - reached == set()
+
+
 def test_the_reference_has_every_public_name() -> None:
     shown = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference" / "python").glob("*.md"))
     elsewhere = {*vars(errors), "analysis"}
