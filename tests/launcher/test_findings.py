@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from dalsegno.launcher.findings import Finding, OutOfMemoryKills, RankError, RestartProgress, first_cause, judge
+from dalsegno.launcher.findings import (
+    Finding,
+    OutOfMemoryKills,
+    RankError,
+    RestartProgress,
+    first_cause,
+    judge,
+    publish,
+    published,
+)
 
 LOST = RankError("RuntimeError: Connection closed by peer", 2.0)
 BROKEN = RankError("ValueError: broken", 1.0)
@@ -34,6 +45,29 @@ def test_of_several_hosts_the_one_that_knows_is_believed() -> None:
     derived, certain = Finding("rank 0 raised it", False, 1.0), Finding("rank 5 was killed", True, 2.0)
     assert first_cause([derived, certain]) == certain
     assert first_cause([]) is None
+
+
+def test_what_a_host_asks_for_does_not_grow_with_their_number() -> None:
+    """All have lost a rank at once, and each has offered its finding before it looks."""
+    store = CountingStore()
+    lost = [Finding(f"rank {number} raised it", False, float(number)) for number in range(1000)]
+    for finding in [*lost[500:], Finding("rank 5 was killed", True, 700.0), *lost[:500]]:
+        publish(store, finding)
+    found = {published(store) for _ in range(1001)}
+    assert found == {Finding("rank 5 was killed", True, 700.0)}
+    assert store.requests <= 4 * 1001
+    assert published(CountingStore()) is None
+
+
+class CountingStore:
+    """A store of one process, with the number of requests."""
+
+    def __init__(self) -> None:
+        self.requests, self._store = 0, dist.HashStore()
+
+    def __getattr__(self, request: str) -> Any:
+        self.requests += 1
+        return getattr(self._store, request)
 
 
 def test_a_kill_for_lack_of_memory_is_seen_by_the_kernels_counter(tmp_path: Path) -> None:

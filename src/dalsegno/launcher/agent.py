@@ -33,7 +33,15 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from dalsegno.launcher.findings import Finding, OutOfMemoryKills, RankError, RestartProgress, first_cause, judge
+from dalsegno.launcher.findings import (
+    Finding,
+    OutOfMemoryKills,
+    RankError,
+    RestartProgress,
+    judge,
+    publish,
+    published,
+)
 from dalsegno.launcher.hangs import DUMP, Heartbeats, print_stacks
 from dalsegno.launcher.options import LaunchOptions
 from dalsegno.launcher.ranks import HEARTBEATS, Ranks, RankStart
@@ -140,7 +148,7 @@ class RankAgent(SimpleElasticAgent):
         self._out_of_memory = OutOfMemoryKills()
         self._ranks: Ranks | None = None
         self._beats: Heartbeats | None = None
-        self._previous: tuple[Any, int] | None = None  # store and number of hosts of the leg that ended
+        self._previous: Any = None  # the store of the leg that ended
 
     # -- what the base class calls ------------------------------------------------------------------------------
 
@@ -162,7 +170,7 @@ class RankAgent(SimpleElasticAgent):
 
         Those of a leg that failed here have ended already.
         """
-        if self._ranks is not None and not self._findings(worker_group.store, worker_group.group_world_size):
+        if self._ranks is not None and published(worker_group.store) is None:
             self._ranks.send(signal.SIGTERM)
             self._ranks.end(_SAVE_SECONDS)
         self._end_leg(None)
@@ -260,27 +268,21 @@ class RankAgent(SimpleElasticAgent):
         """Leave the finding where the host of the next rank 0 reads it, once all hosts have met again."""
         store: Any = group.store
         if self.finding is not None:
-            store.set(f"dalsegno/finding/{group.group_rank}", self.finding.to_json())
+            publish(store, self.finding)
         for worker, pid in zip(group.workers, ranks.pids(), strict=True):
             if worker.global_rank == 0:
                 store.set("dalsegno/rank-zero", f"{os.uname().nodename} {pid}")
-        self._previous = store, int(group.group_world_size or 1)
+        self._previous = store
 
     def _previous_leg(self) -> PreviousLeg | None:
         if self._previous is None:
             return None
-        store, hosts = self._previous
-        found = first_cause(self._findings(store, hosts))
+        store = self._previous
+        found = published(store)
         if not store.check(["dalsegno/rank-zero"]):
             return None
         host, _, pid = store.get("dalsegno/rank-zero").decode().rpartition(" ")
         return PreviousLeg(host, int(pid), found.cause if found else "a host was lost")
-
-    @staticmethod
-    def _findings(store: Any, hosts: int | None) -> list[Finding]:
-        """What the agents have found out about this leg so far."""
-        keys = [f"dalsegno/finding/{number}" for number in range(hosts or 1)]
-        return [Finding.from_json(store.get(key).decode()) for key in keys if store.check([key])]
 
     def _environments(self, group: WorkerGroup) -> list[dict[str, str]]:
         """The environment of each rank: torchrun's variables, and what ended the previous leg."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 MOST_LOSSES = 3
 """Number of legs in a row, lost at the same step or an earlier one, after which there are no more restarts."""
@@ -39,6 +39,21 @@ class Finding:
 def first_cause(findings: list[Finding]) -> Finding | None:
     """The finding that explains the others: a kill or a hang rather than an exception, then the earliest."""
     return min(findings, key=lambda each: (not each.is_certain, each.time), default=None)
+
+
+_KEY = "dalsegno/finding"  # of the first cause, in the store of the leg's hosts
+
+
+def publish(store: Any, finding: Finding) -> None:
+    """Offer the other hosts a finding about this leg: the store keeps that of the first cause."""
+    there = ""
+    while not there or first_cause([Finding.from_json(there), finding]) is finding:
+        there = store.compare_set(_KEY, there, finding.to_json()).decode()
+
+
+def published(store: Any) -> Finding | None:
+    """The first cause of what the hosts have found out about this leg so far."""
+    return Finding.from_json(store.get(_KEY).decode()) if store.check([_KEY]) else None
 
 
 @dataclass(frozen=True, slots=True)
