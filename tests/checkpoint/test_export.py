@@ -19,6 +19,7 @@ from checkpoint import llama
 from checkpoint.jobs import Net
 from dalsegno.checkpoint import CheckpointManager, ModelState
 from dalsegno.testing import run_ranks
+from support.disks import small_disk
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +140,16 @@ def test_no_model_is_written_over(small: Path) -> None:
     ):
         ds.export_model(small, target)
     assert (target / "model.safetensors").read_bytes() == before
+
+
+def test_a_disk_that_is_too_small_gets_no_part_of_a_model(tmp_path: Path) -> None:
+    CheckpointManager(tmp_path / "run").save(1, [ModelState(nn.Linear(300, 100))], [])
+    with (
+        small_disk(tmp_path / "disk", kilobytes=100) as disk,
+        pytest.raises(ds.CannotSave, match=r"out: the model takes 1\d\d kB, and \d+ kB are free on this disk"),
+    ):
+        ds.export_model(tmp_path / "run", disk / "out")
+    assert not [*(tmp_path / "disk").glob("out/*")]
 
 
 def test_a_folder_with_a_configuration_is_taken(small: Path) -> None:

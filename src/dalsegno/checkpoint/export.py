@@ -37,6 +37,7 @@ from dalsegno.checkpoint.async_save import NewDirectory
 from dalsegno.checkpoint.contract import Captured, class_name_of
 from dalsegno.checkpoint.file_reading import FileRecord
 from dalsegno.checkpoint.files import Advance, write_hashed
+from dalsegno.checkpoint.free_space import free_disk
 from dalsegno.checkpoint.index import Index, StoredTensor
 from dalsegno.checkpoint.manifest import Checkpoint, Manifest, is_safe_name
 from dalsegno.checkpoint.names import ADAPTERS, CALLBACKS, MODEL, SETTINGS, checkpoint_path, component_and_name
@@ -46,7 +47,7 @@ from dalsegno.checkpoint.tensor_reader import ChunkReader
 from dalsegno.checkpoint.unchanged_files import LinkableFiles, UnchangedFile
 from dalsegno.errors import CannotSave, ConfigurationError, DamagedCheckpoint, NotFound, UnknownName
 from dalsegno.system import filesystem
-from dalsegno.system.progress import parse_bytes
+from dalsegno.system.progress import format_bytes, parse_bytes
 
 SINGLE_FILE = "model.safetensors"
 SHARD_INDEX = "model.safetensors.index.json"
@@ -136,7 +137,7 @@ def export_model(
         DamagedCheckpoint: if its bytes do not match its manifest.
         ConfigurationError: if ``max_shard_size`` is not a size, or ``folder`` contains a model; or for ``config_from``
             with a model with adapters, whose names ``from_pretrained`` does not find.
-        CannotSave: if a tensor has a dtype that safetensors lacks, such as complex.
+        CannotSave: if a tensor has a dtype that safetensors lacks, such as complex, or the disk has too little space.
     """
     try:
         limit = parse_bytes(str(max_shard_size))
@@ -408,6 +409,11 @@ def _write_model(
     shards = [*of_file.values(), *_shards({name: each for name, each in stored.items() if name not in linked}, limit)]
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     names = names if len(shards) > 1 else [SINGLE_FILE]
+    needed, free = sum(_size(stored[each]) for shard in shards[len(of_file) :] for each in shard), free_disk(target)
+    if needed > free:
+        raise CannotSave(
+            f"{target}: the model takes {format_bytes(needed)}, and {format_bytes(free)} are free on this disk"
+        )
     written = {}
     former = LinkableFiles(source.path, source.manifest.files)
     for name, file in zip(names, of_file, strict=False):

@@ -40,6 +40,18 @@ from support.models import Outputs
 from support.small import NOISY
 from support.threads import one_thread
 
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_logged_beside_the_loss_does_not_change_the_kind_of_a_record(tmp_path: Path) -> None:
+    trainer = with_bridge(tmp_path, [JsonLogger()], max_steps=2)
+    original = trainer.log
+    trainer.log = lambda logs, *given: original({**logs, "eval_ratio": 0.5, "train_loss": 1.0}, *given)
+    trainer.train()
+    kinds = [record.get("kind") for record in records(tmp_path)["train.jsonl"]]
+    assert kinds == ["header", None, "eval", "final"]
+
+
 # --- killed and resumed -----------------------------------------------------------------------------------------------
 
 

@@ -431,11 +431,11 @@ def partial_mean_after(state: Any) -> Callable[[RecordDifference], str | None]:
 
 
 def kind_of(logs: dict[str, Any]) -> str:
-    if {"train_runtime", "train_loss"} <= logs.keys() and "loss" not in logs:
+    if "loss" in logs:
+        return "train"
+    if {"train_runtime", "train_loss"} <= logs.keys():
         return "final"
-    if any(name.startswith("eval_") for name in logs):
-        return "eval"
-    return "train" if "loss" in logs else "user"
+    return "eval" if any(name.startswith("eval_") for name in logs) else "user"
 
 
 def set_name_of(metrics: dict[str, Any]) -> str:
