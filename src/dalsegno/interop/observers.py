@@ -301,6 +301,10 @@ class Observer(CallbackAdapter):
         self._worker = Worker(f"{self.key}, in the background")
 
     @property
+    def may_lose_attributes(self) -> bool:
+        return self.sets_control_flags and super().may_lose_attributes  # else another thread may be changing them
+
+    @property
     def counts(self) -> Counts:
         """Numbers of calls that ran, failed, and were dropped."""
         return self._worker.counts

@@ -397,9 +397,10 @@ def _read_value(value: Any, former: Values | None, name: str) -> Any:
     if kind in _PLAIN:
         return value
     if kind in (list, tuple, dict) and len(value) <= _MOST_ITEMS:
-        items = value.values() if kind is dict else value
-        if all(type(each) in _PLAIN for each in items) and (kind is not dict or {*map(type, value)} <= {str, int}):
-            return value if kind is tuple else value.copy()
+        held = value if kind is tuple else value.copy()  # at once: another thread may change it meanwhile
+        items = held.values() if kind is dict else held
+        if all(type(each) in _PLAIN for each in items) and (kind is not dict or {*map(type, held)} <= {str, int}):
+            return held
     if kind is not torch.Tensor or value.requires_grad or not is_plain(value):
         return _Other(id(value))
     if value.nbytes <= LARGEST:
