@@ -17,7 +17,7 @@ from dalsegno.logs import RunFile
 from dalsegno.system.exit_status import ExitStatus
 from dalsegno.testing import compare_runs
 
-PAGE = Path(__file__).parents[2] / "docs/guides/clusters.md"
+PAGE = Path(__file__).parents[2] / "docs/guides/launch.md"
 HAS_RAY = importlib.util.find_spec("ray") is not None
 
 
