@@ -210,13 +210,14 @@ def test_a_signal_to_the_whole_group_stops_the_ranks_with_a_checkpoint(folder: P
 
 
 def test_two_hosts_restart_together(folder: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        endpoint = f"localhost:{free.getsockname()[1]}"
-    words = ["launch", "--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-id", "both", "run.toml"]
-    words += ["--set", "callbacks.own_launch:Kill.step=5"]
-    hosts = [Program([DALSEGNO, *words], env=environment()) for _ in range(2)]
-    assert [host.wait() for host in hosts] == [0, 0]
+    with socket.socket() as reserved:  # bound but not listening: the launchers get this port, and nobody else does
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("localhost", 0))
+        endpoint = f"localhost:{reserved.getsockname()[1]}"
+        words = ["launch", "--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-id", "both"]
+        words += ["run.toml", "--set", "callbacks.own_launch:Kill.step=5"]
+        hosts = [Program([DALSEGNO, *words], env=environment()) for _ in range(2)]
+        assert [host.wait() for host in hosts] == [0, 0]
     assert legs(folder) == [(0, "rank 1 was killed by SIGKILL"), (4, None)]
 
 
