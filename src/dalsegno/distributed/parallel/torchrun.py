@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import secrets
 import time
 from datetime import timedelta
@@ -35,6 +36,7 @@ def init_distributed(use_cpu: bool) -> torch.device:
             )
         device, backend = accelerator.CPU, "gloo"
     if is_several and not dist.is_initialized():
+        allow_descriptors(int(os.environ["WORLD_SIZE"]))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             dist.init_process_group(
@@ -43,6 +45,28 @@ def init_distributed(use_cpu: bool) -> torch.device:
         else:
             dist.init_process_group(backend)
     return device
+
+
+def allow_descriptors(ranks: int) -> None:
+    """Let this process open as many files and sockets as gloo needs among so many ranks. Logs a warning if the hard
+    limit does not allow it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _PER_RANK * ranks + _FURTHER
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < needed and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "%d ranks need about %d open files and sockets each, and this process may open only %d: raise the hard "
+            "limit (ulimit -Hn, LimitNOFILE=, or the container's nofile)",
+            ranks,
+            needed,
+            hard,
+        )
+
+
+_PER_RANK = 3  # descriptors of gloo: of the job's group, of that of background saves, and of a mesh's
+_FURTHER = 1024  # data workers, logs, checkpoints
 
 
 def require_launch(setting: Setting) -> None:
