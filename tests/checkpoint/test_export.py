@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
+from transformers import LlamaForCausalLM
 
 import dalsegno as ds
 from checkpoint import llama
@@ -20,6 +21,7 @@ from checkpoint.jobs import Net
 from dalsegno.checkpoint import CheckpointManager, ModelState
 from dalsegno.testing import run_ranks
 from support.disks import small_disk
+from support.small import ByteLines, arguments
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,32 @@ def test_transformers_reads_a_run_of_two_ranks(trained: Any, tmp_path: Path, max
     for name, tensor in model.state_dict().items():
         assert np.array_equal(tensor.numpy(), expected["state"][name]), name
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+
+
+def splittable() -> Any:
+    config = llama.config(tied=True)
+    config.num_key_value_heads = 2
+    return config
+
+
+def train_split(output_dir: Path, split: bool) -> None:
+    parallel = ds.TensorParallel("auto", size=2) if split else "none"
+    settings = arguments(output_dir, max_steps=2, save_steps=2, parallel=parallel)
+    torch.manual_seed(0)
+    ds.Trainer(LlamaForCausalLM(splittable()), settings, train_dataset=ByteLines()).train()
+
+
+def test_transformers_reads_what_ranks_have_split_by_a_plan(tmp_path: Path) -> None:
+    train_split(tmp_path / "whole", False)
+    run_ranks(train_split, 2, tmp_path / "split", True)
+    splittable().save_pretrained(tmp_path)
+    read = {}
+    for name in ("whole", "split"):
+        ds.export_model(tmp_path / name, tmp_path / "out" / name, config_from=tmp_path)
+        model, info = LlamaForCausalLM.from_pretrained(tmp_path / "out" / name, output_loading_info=True)
+        assert not any(info.values()), info
+        read[name] = model.state_dict()
+    torch.testing.assert_close(read["split"], read["whole"], rtol=1e-4, atol=1e-5)
 
 
 def test_one_file_or_several_as_the_size_says(trained: Any, tmp_path: Path) -> None:
