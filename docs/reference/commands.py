@@ -18,8 +18,8 @@ HEAD = """\
 <!-- Written by docs/reference/commands.py from the parsers in src/dalsegno/cli. -->
 
 All commands of `dalsegno`. `dalsegno COMMAND --help` prints the same.
-`eval "$(dalsegno --print-completion bash)"` completes commands, options and file names; also for `zsh` and `tcsh`. `NO_COLOR=1`
-turns colours off. Every command that reads prints JSON with `--json`.
+`eval "$(dalsegno --print-completion bash)"` completes commands, options and file names; also for `zsh` and `tcsh`.
+`NO_COLOR=1` turns colours off. Every command that reads prints JSON with `--json`.
 
 | command | |
 |---|---|
