@@ -12,50 +12,75 @@ from dalsegno.events.table import Event
 PAGE = Path(__file__).with_suffix(".md")
 
 HEAD = """\
-# The events
+# Events
 
 <!-- Written by docs/reference/events.py from src/dalsegno/events/table.py. -->
 
 A callback has a method for each event that it handles: `def on_save(self, ctx)`. The table lists all events, in the
 order in which a run fires them. Every `ctx` has {common}; the last column lists what an event adds.
 
-A *micro-batch* is one forward and backward pass, a *step* one optimizer update. `state.global_step` counts finished
-steps: from `on_step_begin` to `on_optimizer_step` it still has the previous count, from `on_step_end` on the new one.
-`state.will_log`, `state.will_evaluate` and `state.will_save` are known from `on_step_begin` on.
-
-A `ctx` is reused for the next firing: use it inside the handler, or keep `ctx.copy()`. Numbers on a device (`loss`,
-`grad_norm`) are fetched when they are read. A step's `loss` is this rank's share; `logs`, `metrics` and `grad_norm` are
-reduced over all ranks.
-
-The end of a step fires `on_step_end`, `on_train_metrics`, `on_log_step`, `on_log`; then for each evaluation set
-`on_evaluate_begin`, its batches, `on_evaluate_end`, `on_log_step`, `on_log` (kind `eval`), `on_evaluate`; then
-`on_step_done`; after an epoch's last step `on_epoch_end`; then `on_before_save`; then the state is captured. So a
-checkpoint contains everything that happened in its step, and a resumed run repeats no event of it.
-
-`on_save` fires once the checkpoint is durable and published: at the end of a later step for a background save, which
-one depends on the disk, else at the end of this one. Its `ctx.state` is that of the checkpoint. It comes after the
-capture: whatever it changes or logs is not in this checkpoint, so a run that resumes from there fires it once more, as
-its first event of a step. Not for a checkpoint that only the end of a leg has caused (a signal, a time limit), since a
-run without interruption has none there. A handler that needs what `on_before_save` has left for it keeps that in its
-state. A save [in memory](saving.md#in-memory) fires `on_before_save`, and no `on_save`.
-
-**Random numbers.** Some events come at other places in a run that is interrupted, or not at all: all before the first
-`on_epoch_begin` or `on_step_begin` of a leg, `on_rollback`, `on_before_save`, `on_save`, and all after the last step.
-So do `state_dict` and `load_state_dict`, the lines before the loop of `ds.Run`, and what the program does between two
-calls of `train()`. Whatever they draw from the generators of Python, NumPy, torch and the accelerator leaves these as
-they were for the steps. Other events draw from the generators of the run, and a resumed run draws the same.
-
-If an evaluation is interrupted, by an exception or a stop, `on_evaluate_end` still fires: undo there what
-`on_evaluate_begin` has changed. `on_predict` belongs to `trainer.predict`. `on_rollback` fires once the
-run has gone [back to a checkpoint](../guides/rollback.md) and all states are restored: forget there what your
-`state_dict` does not contain. In [your own loop](../guides/own-loop.md) and under a
-[pipeline](../guides/pipelines.md) some events cannot be fired.
+A *micro-batch* is one forward and backward pass, a *step* one optimizer update. [Below](#what-a-context-has) is
+what the values mean.
 
 | handler | fires | adds to ctx |
 |---|---|---|
 """
 
 TAIL = """
+## What a context has
+
+- A `ctx` is reused for the next firing: use it inside the handler, or keep `ctx.copy()`.
+- `state.global_step` counts finished steps. From `on_step_begin` to `on_optimizer_step` it still has the previous
+  count, from `on_step_end` on the new one.
+- `state.will_log`, `state.will_evaluate` and `state.will_save` are known from `on_step_begin` on.
+- A step's `loss` is this rank's share; `logs`, `metrics` and `grad_norm` are reduced over all ranks.
+- Numbers on a device (`loss`, `grad_norm`) are fetched when they are read.
+
+`ctx.state` contains the run's progress: `global_step`, `epoch`, `max_steps` (-1: unknown), `num_input_tokens_seen`,
+`samples_seen`, `best_metric`, `best_global_step`, `best_model_checkpoint`, `is_world_process_zero`, and whether the end
+of the step will log, evaluate or save.
+
+## The end of a step
+
+1. `on_step_end`, `on_train_metrics`, `on_log_step`, `on_log`
+2. for each evaluation set `on_evaluate_begin`, its batches, `on_evaluate_end`, `on_log_step`, `on_log` (kind `eval`),
+   `on_evaluate`
+3. `on_step_done`; after an epoch's last step `on_epoch_end`
+4. `on_before_save`; then the state is captured
+
+So a checkpoint contains everything that happened in its step, and a resumed run repeats no event of it.
+
+## After a save
+
+`on_save` fires once the checkpoint is durable and published: for a background save at the end of a later step, which
+depends on the disk, else at the end of this one. Its `ctx.state` is that of the checkpoint.
+
+It comes after the capture. What it changes or logs is not in this checkpoint, so a run that resumes from there fires it
+once more, as its first event of a step; but not for a checkpoint that only a signal or a time limit has caused. A
+handler that needs what `on_before_save` has left for it keeps that in its state.
+
+A save [in memory](saving.md#in-memory) fires `on_before_save`, and no `on_save`.
+
+## Random numbers
+
+Handlers draw from the generators of the run, and a resumed run draws the same. Some events come at other places in a
+run that is interrupted, or not at all. What they draw leaves the generators of Python, NumPy, torch and the accelerator
+as they were for the steps:
+
+- all events before the first `on_epoch_begin` or `on_step_begin` of a leg, and all after the last step;
+- `on_rollback`, `on_before_save`, `on_save`;
+- `state_dict` and `load_state_dict`, the lines before the loop of `ds.Run`, and what the program does between two calls
+  of `train()`.
+
+## Interruptions
+
+- If an evaluation is interrupted, by an exception or a stop, `on_evaluate_end` still fires: undo there what
+  `on_evaluate_begin` has changed.
+- `on_rollback` fires once the run has gone [back to a checkpoint](../guides/rollback.md) and all states are restored:
+  forget there what your `state_dict` does not contain.
+- `on_predict` belongs to `trainer.predict`.
+- In [your own loop](../guides/own-loop.md) and under a [pipeline](../guides/pipelines.md) some events cannot be fired.
+
 ## Controlling the run
 
 A handler sets a flag of `ctx.control`; all ranks act on it together at the end of the step, even if only one rank set
@@ -70,10 +95,6 @@ flags set elsewhere take effect within a quarter of a second, so the step at whi
 | `ctx.control.should_abort_without_save = True` | end training without a checkpoint, even if one is due |
 | `ctx.control.should_epoch_stop = True` | end the epoch and start the next |
 | `ctx.control.should_log`, `should_evaluate`, `should_save` `= True` | do that at the end of this step |
-
-`ctx.state` contains the run's progress: `global_step`, `epoch`, `max_steps` (-1: unknown), `num_input_tokens_seen`,
-`samples_seen`, `best_metric`, `best_global_step`, `best_model_checkpoint`, `is_world_process_zero`, and whether the end
-of the step will log, evaluate or save: `will_log`, `will_evaluate`, `will_save`.
 """
 
 
