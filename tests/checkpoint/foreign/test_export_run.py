@@ -17,6 +17,9 @@ from torch.utils.data import DataLoader, Subset
 
 import dalsegno as ds
 from cli.command import dalsegno
+from dalsegno.checkpoint import read_tensors
+from dalsegno.checkpoint.foreign.programs import PROGRAMS
+from dalsegno.checkpoint.listing import newest_verified
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.testing import run_ranks
 
@@ -194,6 +197,18 @@ class InTheMiddle(DataLoader[Any]):
         first = 0 if self.begun else BEGUN * BATCH
         self.begun = True
         return iter(DataLoader(Subset(Sentences(), range(first, SAMPLES)), batch_size=BATCH))
+
+
+@pytest.mark.parametrize(("program", "name"), [(each, program.name) for each, program in PROGRAMS.items()])
+def test_what_is_exported_is_recognized_and_imported_again(
+    trained: Trained, tmp_path: Path, program: str, name: str
+) -> None:
+    source = trained.export(tmp_path / ("last.ckpt" if program == "lightning" else "there"), program)
+    done = ds.import_checkpoint(source, tmp_path / "back")
+    assert (done.run.program, done.run.step) == (name, BEGUN)
+    weights = read_tensors(newest_verified(tmp_path / "back"))["model"]
+    assert weights.keys() == trained.at_six.model.keys() - {"lm_head.weight"}, "which is tied"
+    assert all(torch.equal(each, trained.at_six.model[key]) for key, each in weights.items())
 
 
 def export_on_rank_zero(checkpoint: Path, target: Path) -> None:
