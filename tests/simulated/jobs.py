@@ -19,10 +19,12 @@ from dalsegno import callbacks
 from dalsegno.callbacks import EMA, JsonLogger, NaNChecker
 from dalsegno.callbacks.watchers import slow_rank_detector
 from dalsegno.checkpoint import staging
+from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk
 from dalsegno.data import loader
 from dalsegno.distributed import accelerator
 from dalsegno.logs import read_records
 from support.listeners import Listener
+from support.own_loops import OwnLoop
 from support.runs import busy_trainer
 from support.small import small_trainer
 
@@ -46,12 +48,26 @@ def background(output_dir: Path) -> ds.Trainer:
     return trainer(output_dir)
 
 
-def late(output_dir: Path) -> ds.Trainer:
-    return trainer(output_dir, order=0)
-
-
 def foreground(output_dir: Path) -> ds.Trainer:
-    return trainer(output_dir, save_in_background=False)
+    return trainer(output_dir, order=0, save_in_background=False)
+
+
+class OwnLoopThere(OwnLoop):
+    """A loop written by hand around ``ds.Run``, which moves model and batches itself."""
+
+    def __init__(self, output_dir: Path) -> None:
+        super().__init__(output_dir, max_steps=16, eval_steps=0)
+        self.model.to(KIND)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [10])
+
+    def update(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().update({key: value.to(KIND, non_blocking=True) for key, value in batch.items()})
+
+
+def own_loop(output_dir: Path) -> OwnLoop:
+    plug_in(1)
+    return OwnLoopThere(output_dir)
 
 
 def in_memory(output_dir: Path) -> ds.Trainer:
@@ -93,7 +109,9 @@ class Wait(NamedTuple):
 
 
 WAITS = (
-    Wait(staging.Copying.wait_for_devices, "arrival.synchronize()", "pass", "saved"),
+    Wait(staging.Buffer.wait_for_devices, "arrival.synchronize()", "pass", "saved"),
+    Wait(staging.Buffer._allocate, "self.wait_for_devices()", "pass", "kept"),
+    Wait(staging.Copying.wait_for_devices, "buffer.wait_for_devices()", "pass", "saved"),
     Wait(accelerator.recorded_events, "event.record()", "pass", "saved"),
     Wait(staging.Buffer.copy, "place.copy_(tensor, non_blocking=arrive_late)", "place.copy_(tensor)", "not held up"),
     Wait(accelerator.LateNumbers.values, "self._event.synchronize()", "pass", "logged"),
@@ -148,6 +166,17 @@ def not_held_up(output_dir: Path) -> None:
     )
     small_trainer(output_dir, counting, use_cpu=False, max_steps=5, save_steps=4).train()
     assert after[4] - before[0] == 1, "after step 4, for its loss: one that is not finite is not saved"
+
+
+def kept(output_dir: Path) -> None:
+    """A buffer keeps its memory until the copies of a save that failed have arrived."""
+    plug_in(0)
+    buffer = staging.Buffer()
+    for size in (1 << 12, 1 << 16):
+        tensor = torch.ones(size, device=KIND)
+        buffer.lay_out(FileLayout.of([TensorChunk.entire("weight", tensor)]))
+        buffer.copy([tensor], lambda position: None)
+    torch.accelerator.synchronize()
 
 
 def logged(output_dir: Path) -> None:
@@ -241,6 +270,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "saved, late": saved_late,
     "saved, fused": saved_fused,
     "not held up": not_held_up,
+    "kept": kept,
     "logged": logged,
     "timed": timed,
     "quiet": quiet,

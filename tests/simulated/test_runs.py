@@ -22,13 +22,13 @@ def _built() -> None:
 
 
 PLANS = [
-    FaultPlan(event=Event.AFTER_BACKWARD, count=7),
+    FaultPlan(event=Event.OPTIMIZER_STEP, count=4),
     FaultPlan(operation="any", path=".partial", count=25),
     FaultPlan(event=Event.STEP_BEGIN, count=3),
 ]
 
 
-@pytest.mark.parametrize("job", [jobs.background, jobs.late, jobs.foreground, jobs.in_memory])
+@pytest.mark.parametrize("job", [jobs.background, jobs.foreground, jobs.in_memory, jobs.own_loop])
 def test_killed_and_resumed(tmp_path: Path, job: Any) -> None:
     comparison = check_resume(job, PLANS, folder=tmp_path)
     assert comparison.identical, comparison.table()

@@ -57,6 +57,7 @@ class Buffer:
         self._reserved = 0  # bytes from the beginning that may be touched
         self._touched = 0  # bytes from the beginning that have physical memory
         self._pinned: weakref.finalize[..., Buffer] | None = None
+        self._arrivals: list[torch.Event] = []  # of the newest copies from devices
 
     def missing(self, layout: FileLayout) -> int:
         """Bytes of fresh memory that ``layout`` needs."""
@@ -135,8 +136,14 @@ class Buffer:
                     on_host.add(begin, place, tensor)
                 else:
                     place.copy_(tensor, non_blocking=arrive_late)
+        self._arrivals = [] if are_on_host else accelerator.recorded_events(tensors)
         on_host.run(advance)
         advance(self._layout.length)
+
+    def wait_for_devices(self) -> None:
+        """Wait, on any thread, until the copies from devices are complete."""
+        for arrival in self._arrivals:
+            arrival.synchronize()
 
     @property
     def length(self) -> int:
@@ -150,6 +157,7 @@ class Buffer:
         return self._memory
 
     def _allocate(self, length: int) -> None:
+        self.wait_for_devices()  # of a save that failed: they would arrive in memory that is others' by then
         if self._pinned is not None:
             self._pinned()
         self._memory, self._bytes = memoryview(b""), torch.empty(0, dtype=torch.uint8)  # free before allocating
@@ -391,8 +399,8 @@ class Copying:
 
     def __init__(self) -> None:
         self._files: list[tuple[Buffer, Sequence[torch.Tensor], CopyProgress]] = []
+        self._buffers: list[Buffer] = []
         self._has_begun_all = threading.Event()
-        self._arrivals: list[torch.Event] = []
         self._failure: BaseException | None = None
 
     def add(self, buffer: Buffer, tensors: Sequence[torch.Tensor]) -> CopyProgress:
@@ -408,7 +416,6 @@ class Copying:
         try:
             for buffer, tensors, progress in self._files:
                 buffer.copy(tensors, progress.advance)
-            self._arrivals = accelerator.recorded_events(tensor for _, tensors, _ in self._files for tensor in tensors)
         except BaseException as error:
             self.abandon(error)
             raise
@@ -430,10 +437,11 @@ class Copying:
             self._has_begun_all.wait()
             if self._failure is not None:
                 raise _not_copied(self._failure) from self._failure
-            for arrival in self._arrivals:
-                arrival.synchronize()
+            for buffer in self._buffers:
+                buffer.wait_for_devices()
 
     def _finish(self) -> None:
+        self._buffers = [buffer for buffer, _, _ in self._files]
         self._files = []  # the tensors are free
         self._has_begun_all.set()
 
