@@ -148,7 +148,7 @@ def saved_late(output_dir: Path) -> None:
 
 def saved_fused(output_dir: Path) -> None:
     """The optimizer steps within the backward pass."""
-    plug_in(0, patience=200)
+    plug_in(5, patience=200)
     fused = {"fuse_optim_with_backward": True, "max_grad_norm": 0, "optim": "adamw", "max_steps": 7, "save_steps": 2}
     durability.device.contents(output_dir, fused, durability.device.no_handlers, blocks=2, width=200)
 
