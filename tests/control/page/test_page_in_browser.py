@@ -194,7 +194,12 @@ def test_names_are_only_text(browser: Chromium) -> None:
 
 
 def test_numbers_are_short(browser: Chromium) -> None:
-    assert browser.run("[12821.4, 1234567, 0.123456].map(format)") == ["12,821", "1,234,567", "0.12346"]
+    assert browser.run("[5461.12, 12821.4, 1234567, 0.1234567].map(format)") == [
+        "5,461.1",
+        "12,821",
+        "1,234,567",
+        "0.12346",
+    ]
     assert browser.run("fact('peak memory (bytes)', 2 ** 29)") == ["peak memory", "0.50 GiB"]
 
 

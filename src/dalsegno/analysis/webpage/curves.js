@@ -61,7 +61,7 @@ function format(value) {
   if (value === null || value === undefined) return "not finite";
   if (value && (Math.abs(value) >= 1e7 || Math.abs(value) < 1e-4)) return value.toExponential(3).replace(/\.?0+e/, "e");
   const short = Number.isInteger(value) ? value : Number(value.toPrecision(5));
-  return Number.isInteger(short) ? short.toLocaleString("en") : String(short);
+  return short.toLocaleString("en", { maximumFractionDigits: 20 });
 }
 
 function ticks(low, high, most) {
