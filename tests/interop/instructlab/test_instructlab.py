@@ -16,6 +16,7 @@ from torch import nn
 import dalsegno as ds
 from dalsegno.args.other_names import INSTRUCTLAB
 from dalsegno.callbacks import JsonLogger
+from dalsegno.interop.instructlab import TrainerCallback
 from dalsegno.stateful.component import Stateful
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks, tiny_regression_data
 from interop.script import Broken, play
@@ -521,3 +522,18 @@ def test_state_survives_a_kill(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     caplog.set_level(logging.WARNING)
     assert isinstance(ds.adapt(Remembers(0.0), "instructlab"), Stateful)
     assert_resume_equivalent(remembering, [FaultPlan(event=ds.Event.STEP_END, count=7)], folder=tmp_path)
+
+
+class Observes(TrainerCallback):
+    """Counts on another thread, which reading would disturb."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step_end(self, context: Any) -> None:
+        self.steps += 1
+
+
+def test_what_it_counts_on_its_thread_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    small_trainer(tmp_path, Observes(), max_steps=4, save_steps=1).train()
+    assert "no checkpoint contains" not in caplog.text

@@ -17,7 +17,6 @@ import torch
 
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
-from dalsegno.interop.instructlab import TrainerCallback
 from dalsegno.interop.kempner import TrainingHook
 from dalsegno.logs import read_records
 from dalsegno.testing import FaultPlan, TinyRegression, assert_resume_equivalent, run_ranks, tiny_regression_data
@@ -388,16 +387,6 @@ class Watches(TrainingHook):
         self.made = ctx.step
 
 
-class Observes(TrainerCallback):
-    """Counts on another thread, which reading would disturb."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def on_step_end(self, context: Any) -> None:
-        self.steps += 1
-
-
 def test_attributes_that_no_checkpoint_contains_are_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -406,7 +395,6 @@ def test_attributes_that_no_checkpoint_contains_are_named_once(
     assert "training has changed Watches.best, Watches.seen, which" in said
     assert said.endswith("dalsegno.adapt(Watches(…), state=('best', 'seen'))")
     caplog.clear()
-    small_trainer(tmp_path / "observed", Observes(), max_steps=4, save_steps=1).train()
     saving = ds.adapt(Watches(), state=("best", "seen"))
     small_trainer(tmp_path / "second", saving, max_steps=4, save_steps=1).train()
     again = Watches()
