@@ -52,7 +52,10 @@ def pages() -> dict[Path, str]:
 
 
 def _settings(answers: dict[str, str]) -> str:
-    rows = [f"| `{name}` | {_cell(answer)} |" for name, answer in answers.items()]
+    names: dict[str, list[str]] = {}
+    for name, answer in answers.items():
+        names.setdefault(_cell(answer), []).append(f"`{name}`")
+    rows = [f"| {', '.join(same)} | {answer} |" for answer, same in names.items()]
     return "\n".join(["| there | here |", "|---|---|", *rows, ""])
 
 

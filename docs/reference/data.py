@@ -10,14 +10,30 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from durability.kinds import KINDS
+from durability import kinds
 from durability.matrix import shown
 
 PAGE = Path(__file__).with_suffix(".md")
 BEGIN, END = "<!-- written by docs/reference/data.py -->\n", "<!-- end -->\n"
 
-WORDS = {"exact": "exact", "said": "not exact, with a warning", "refused": "refused"}
+WORDS = {"exact": "exact", "said": "warned", "refused": "refused"}
 UNTRIED = "–"
+
+HOW = {
+    kinds.PLACE: "position",
+    kinds.ITS_STATE: "its state",
+    kinds.AGAIN: "read again",
+    kinds.AGAIN_TOO: "read again, generators",
+    kinds.OWN: "position, generators",
+    kinds.LOADERS: "loader's state, or read again",
+    kinds.NOT_SAVED: "cannot be saved",
+    "its own state, per rank": "loader's state",
+    "the process's generators are saved; worker processes' are seeded for each micro-batch from its position": (
+        "position, generators"
+    ),
+    "a number from (seed, epoch, index) for each sample": "position",
+}
+"""Short words for how each kind resumes; the page explains each once, above the table."""
 
 
 def table() -> str:
@@ -28,10 +44,10 @@ def table() -> str:
     """
     found = shown()
     rows = ["| what you have | 1 rank | 2 ranks | worker processes | how | may change |", "|---|---|---|---|---|---|"]
-    for name, kind in KINDS.items():
+    for name, kind in kinds.KINDS.items():
         cells = [f"{name} | {cell}" for cell in ("0 workers | 1 ranks", "0 workers | 2 ranks", "2 workers | 1 ranks")]
         verdicts = [WORDS[found[cell]] if cell in found else UNTRIED for cell in cells]
-        rows.append(f"| {kind.what} | {' | '.join(verdicts)} | {kind.how} | {kind.may_change} |")
+        rows.append(f"| {kind.what} | {' | '.join(verdicts)} | {HOW[kind.how]} | {kind.may_change} |")
     return "\n".join(rows) + "\n"
 
 
