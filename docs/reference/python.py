@@ -1,17 +1,20 @@
 """Writes the pages of docs/reference/python: ``python docs/reference/python.py``. A test compares them.
 
-A page names the objects, and the site fills in their signatures and docstrings. Packages with lazy exports are listed
-name by name, because their names are defined elsewhere. Contexts are described by the events that pass them.
+A page begins with a table of its names, each with the first sentence of its docstring; the site fills in signatures
+and whole docstrings. Packages with lazy exports are listed name by name, because their names are defined elsewhere.
+Contexts are described by the events that pass them.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import dalsegno
-from dalsegno import analysis
+from dalsegno import analysis, callbacks, errors, testing
 from dalsegno.events import contexts
 from dalsegno.events.table import Event
 
@@ -43,7 +46,14 @@ CONTEXT_OPTIONS = """\
       inherited_members: [loss]
       filters: ["!^_", "!^fill$"]"""
 """Of a context: its fields, and the loss that several have."""
-LAZY = {"dalsegno": dalsegno, "analysis": analysis}
+PACKAGES = {
+    "dalsegno": dalsegno,
+    "callbacks": callbacks,
+    "analysis": analysis,
+    "testing": testing,
+    "errors": errors,
+}
+LAZY = {"dalsegno", "analysis"}
 
 
 def pages() -> dict[Path, str]:
@@ -54,8 +64,28 @@ def pages() -> dict[Path, str]:
 def page(name: str) -> str:
     """The text of one page."""
     title, about = TITLES[name]
-    shown = list(_names(LAZY[name])) if name in LAZY else [f"dalsegno.{name}"]
-    return "\n\n".join([f"# {title}", about, *map(_entry, shown)]) + "\n"
+    package = PACKAGES[name]
+    shown = list(_names(package)) if name in LAZY else [f"dalsegno.{name}"]
+    listed = [each.rpartition(".")[2] for each in shown] if name in LAZY else sorted(dir(package), key=str.lower)
+    return "\n\n".join([f"# {title}", about, _table(package, listed), *map(_entry, shown)]) + "\n"
+
+
+def _table(package: ModuleType, names: list[str]) -> str:
+    """Those that are classes and functions of dalsegno, each with the first sentence about it."""
+    rows = ["| | |", "|---|---|"]
+    for name in names:
+        thing = getattr(package, name)
+        text = inspect.getdoc(thing) or ""
+        is_ours = (inspect.isclass(thing) or inspect.isfunction(thing)) and thing.__module__.startswith("dalsegno.")
+        if is_ours and not text.startswith(f"{name}("):  # as a dataclass without a docstring has it
+            rows.append(f"| `{name}` | {_sentence(text)} |")
+    return "\n".join(rows)
+
+
+def _sentence(text: str) -> str:
+    sentence = " ".join(re.split(r"(?<=[^.]\.)\s|:*\n\n", text, maxsplit=1)[0].split())
+    without_roles = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", sentence)
+    return without_roles.replace("``", "`").replace("|", "\\|")
 
 
 def _entry(name: str) -> str:
