@@ -1,4 +1,4 @@
-"""docs/coming-from: the examples in each dialect's section fit today's names and signatures, and run."""
+"""docs/coming-from: whole programs, and the examples of each dialect, fit today's names and signatures, and run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from dalsegno.analysis import open_log
 from interop.libraries import EXAMPLES
 from support.fragments import blocks_of, mismatches, run, scene
 
@@ -22,6 +23,20 @@ SECTIONS = [
 def test_the_example_of_several_libraries_fits() -> None:
     codes = blocks_of((FOLDER / "index.md").read_text(encoding="utf-8"))
     assert codes and list(mismatches(codes)) == []
+
+
+@pytest.mark.parametrize("library", ["hugging-face", "lightning"])
+def test_a_program_of_the_library_and_the_same_here_run(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (FOLDER / f"{library}.md").read_text(encoding="utf-8")
+    codes = blocks_of(page.partition("## Your program here\n")[2].partition("\n## ")[0])
+    assert codes and list(mismatches(codes)) == []
+    monkeypatch.chdir(tmp_path)
+    variables: dict[str, object] = {}
+    for code in codes:
+        exec(code, variables)  # our own page
+    assert open_log(Path("runs/a")).summary().state == "finished"
 
 
 @pytest.mark.parametrize("library", EXAMPLES.values(), ids=EXAMPLES)
