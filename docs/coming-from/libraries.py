@@ -12,7 +12,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from dalsegno.args import TrainingArguments
-from dalsegno.args.other_names import COMMON, HUGGING_FACE, INSTRUCTLAB, LIGHTNING
+from dalsegno.args.other_names import (
+    ACCELERATE,
+    CEREBRAS,
+    COMMON,
+    FORGATHER,
+    HUGGING_FACE,
+    INSTRUCTLAB,
+    KEMPNERFORGE,
+    LIGHTNING,
+)
 from interop.libraries import TRIED
 from interop.tried import Tried
 
@@ -21,6 +30,10 @@ BEGIN, END = "<!-- {}: written by docs/coming-from/libraries.py -->\n", "<!-- en
 SETTINGS = {
     "hugging-face": HUGGING_FACE,
     "lightning": LIGHTNING,
+    "accelerate": ACCELERATE,
+    "forgather": FORGATHER,
+    "kempnerforge": KEMPNERFORGE,
+    "cerebras": CEREBRAS,
     "instructlab": INSTRUCTLAB,
     "index": {name: answer for name, answer in COMMON.items() if name != answer},
 }

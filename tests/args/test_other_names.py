@@ -10,7 +10,8 @@ import pytest
 
 import dalsegno as ds
 from dalsegno import callbacks
-from dalsegno.args.other_names import COMMON, HUGGING_FACE, LIGHTNING
+from dalsegno.args import other_names
+from dalsegno.args.other_names import ACCELERATE, HUGGING_FACE, LIGHTNING
 from dalsegno.testing import TinyRegression
 
 SETTINGS = {field.name for field in dataclasses.fields(ds.TrainingArguments)}
@@ -39,8 +40,17 @@ def test_every_argument_of_lightnings_trainer_is_answered() -> None:
     assert parameters(lightning.Trainer.__init__) - SETTINGS - TRAINER - LIGHTNING.keys() == set()
 
 
-def test_answers_name_what_exists() -> None:
-    for name, answer in (COMMON | HUGGING_FACE | LIGHTNING).items():
+def test_every_argument_of_accelerates_is_answered() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    assert parameters(accelerate.Accelerator.__init__) - SETTINGS - TRAINER - ACCELERATE.keys() == set()
+
+
+LIBRARIES = {name: answers for name, answers in vars(other_names).items() if name.isupper() and name[0] != "_"}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_answers_name_what_exists(library: str) -> None:
+    for name, answer in LIBRARIES[library].items():
         assert answer in SETTINGS | TRAINER or not answer.isidentifier(), name
         for callback in re.findall(r"([A-Z]\w+)\(", answer.partition("callbacks=[")[2]):
             assert hasattr(callbacks, callback) or "another library's" in answer, answer

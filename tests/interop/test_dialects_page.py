@@ -43,7 +43,7 @@ def test_a_program_of_the_library_and_the_same_here_run(
 def test_the_examples_of_a_library_fit_and_run(
     library: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (section,) = [each for each in SECTIONS if each.startswith(f'\n`"{library.DIALECT}"`')]
+    (section,) = [each for each in SECTIONS if each.startswith(f'\nDialect `"{library.DIALECT}"`')]
     codes = blocks_of(section)
     assert list(mismatches(codes)) == []
     monkeypatch.chdir(tmp_path)

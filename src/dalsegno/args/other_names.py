@@ -25,6 +25,15 @@ _DEVICES = "torchrun --nproc-per-node N starts one process per device"
 _PRECISION = "bf16=True or fp16=True"
 _MINIMUM = "a run ends early only if a callback stops it: see patience= of EarlyStopping, warmup= of DivergenceDetector"
 _MEMORY = "callbacks=[PeakMemory()] or [MemoryMonitor()] records memory"
+_BETAS = "adam_beta1= and adam_beta2="
+_LENGTH = "datasets determine the length of samples; sequence_length_schedule= changes it during the run"
+_LOSS = "compute it in loss_fn= of the trainer"
+_MODEL = "prepare the model before you build the trainer"
+_ZERO = "parallel='fsdp', under torchrun, shards parameters, gradients and optimizer state as ZeRO-3 does"
+_FSDP = "parallel=FSDP(reshard_after_forward=…, mp_policy=…), under torchrun"
+_RESUME = "trainer.train() resumes by itself; trainer.train(path) from that checkpoint"
+_EPOCH = "an epoch ends with the data; max_steps= ends the run at a step"
+_OPTIM_ARGS = "optim_args={…} has the optimizer's own arguments"
 
 COMMON = {
     "model": "model",
@@ -48,14 +57,13 @@ COMMON = {
     "clip_grad_norm": "max_grad_norm",
     "gradient_clipping": "max_grad_norm",
     "grad_accum": "gradient_accumulation_steps",
+    "grad_accum_steps": "gradient_accumulation_steps",
     "accumulation_steps": "gradient_accumulation_steps",
     "num_epochs": "num_train_epochs",
-    "betas": "adam_beta1= and adam_beta2=",
+    "betas": _BETAS,
     "eps": "adam_epsilon",
     "momentum": "optim_args={'momentum': …}, for an optimizer that has one",
     "wd": "weight_decay",
-    "preserve_best_model": "keep=Latest(n) | Best(), which keeps the best checkpoint beside the newest ones",
-    "preserve_n_best": "keep=Best(n), or joined to others: keep=Latest(2) | Best(n)",
     "warmup": "warmup_steps",
     "amp": _PRECISION,
     "mixed_precision": _PRECISION,
@@ -67,14 +75,14 @@ COMMON = {
     "prefetch_factor": "dataloader_prefetch_factor",
     "drop_last": "dataloader_drop_last",
     "shuffle": "samples are shuffled by seed= and data_seed=; another order: Trainer(train_dataloader=…)",
-    "seq_len": "datasets determine the length of samples; sequence_length_schedule= changes it during the run",
-    "max_length": "datasets determine the length of samples; sequence_length_schedule= changes it during the run",
+    "seq_len": _LENGTH,
+    "max_length": _LENGTH,
     "ema": "callbacks=[EMA()] keeps averages of the weights and evaluates with them",
     "patience": "callbacks=[EarlyStopping(patience=…)]",
     "early_stopping_patience": "callbacks=[EarlyStopping(patience=…)]",
     "log_dir": "output_dir",
     "checkpoint_dir": "output_dir",
-    "resume": "trainer.train() resumes by itself; trainer.train(path) from that checkpoint",
+    "resume": _RESUME,
 }
 """Names in common use, and arguments of ``Trainer`` that are passed to ``TrainingArguments``."""
 
@@ -134,13 +142,13 @@ HUGGING_FACE = {
     "hub_revision": _HUB,
     "ignore_data_skip": "a resumed run always continues at the next sample; a map dataset takes no time for that",
     "restore_callback_states_from_checkpoint": "states of callbacks are always saved and restored",
-    "resume_from_checkpoint": "trainer.train() resumes by itself; trainer.train(path) from that checkpoint",
+    "resume_from_checkpoint": _RESUME,
     "full_determinism": "torch.use_deterministic_algorithms(True) before training",
     "accelerator_config": "samples are always split over the ranks, and shuffled by seed= and data_seed=",
     "parallelism_config": _PARALLEL,
     "fsdp": "parallel='fsdp', under torchrun",
-    "fsdp_config": "parallel=FSDP(reshard_after_forward=…, mp_policy=…), under torchrun",
-    "deepspeed": "parallel='fsdp', under torchrun, shards parameters, gradients and optimizer state as ZeRO-3 does",
+    "fsdp_config": _FSDP,
+    "deepspeed": _ZERO,
     "ddp_find_unused_parameters": _DDP,
     "ddp_bucket_cap_mb": _DDP,
     "ddp_broadcast_buffers": _DDP,
@@ -207,16 +215,126 @@ LIGHTNING = {
 }
 """Of Lightning's ``Trainer``."""
 
+ACCELERATE = {
+    "device_placement": "the trainer moves the model and each batch to the rank's device",
+    "split_batches": "per_device_train_batch_size= is each rank's",
+    "mixed_precision": _PRECISION,
+    "cpu": "use_cpu",
+    "dataloader_config": _LOADER,
+    "deepspeed_plugin": _ZERO,
+    "deepspeed_plugins": _ZERO,
+    "fsdp_plugin": _FSDP,
+    "torch_tp_plugin": "parallel=TensorParallel(), under torchrun",
+    "megatron_lm_plugin": _PARALLEL,
+    "parallelism_config": _PARALLEL,
+    "rng_types": "all random generators are saved and restored",
+    "log_with": "callbacks=[TBLogger(), WandbLogger()]",
+    "project_dir": "output_dir",
+    "project_config": "output_dir= for the folder, save_total_limit= for the number of checkpoints",
+    "gradient_accumulation_plugin": "gradient_accumulation_steps",
+    "step_scheduler_with_optimizer": "lr_scheduler= of the trainer is stepped after every step",
+    "kwargs_handlers": _DDP,
+    "dynamo_backend": "torch_compile_backend",
+    "dynamo_plugin": "torch_compile=True, torch_compile_backend= and torch_compile_mode=",
+}
+"""Of ``Accelerator``."""
+
+FORGATHER = {
+    "preserve_best_model": "keep=Latest(n) | Best(), which keeps the best checkpoint beside the newest ones",
+    "preserve_n_best": "keep=Best(n), or joined to others: keep=Latest(2) | Best(n)",
+    "best_model_metric": "metric_for_best_model",
+    "best_model_greater_is_better": "greater_is_better",
+    "max_eval_steps": _BATCHES,
+    "epoch_train_steps": _EPOCH,
+    "float32_matmul_precision": "torch.set_float32_matmul_precision(…) before training",
+    "fp8_recipe": _MODEL,
+    "qat_recipe": _MODEL,
+}
+"""Of Forgather's trainers, where they are not Hugging Face's."""
+
+KEMPNERFORGE = {
+    "grad_clip_norm": "max_grad_norm",
+    "compile_model": "torch_compile",
+    "activation_checkpointing": "gradient_checkpointing",
+    "z_loss_weight": _LOSS,
+    "ce_chunk_size": _LOSS,
+    "fused": "optim='adamw_fused'",
+    "muon_momentum": _OPTIM_ARGS,
+    "muon_ns_steps": _OPTIM_ARGS,
+    "dir": "output_dir",
+    "interval": "save_steps= of checkpoints, eval_steps= of evaluations",
+    "log_interval": "logging_steps",
+    "async_mode": "save_in_background",
+    "keep_last_n": "save_total_limit",
+    "load_path": _RESUME,
+    "exclude_from_loading": "trainer.train(path, load_components=(…)) names what is loaded",
+    "enable_wandb": "callbacks=[WandbLogger()]",
+    "enable_tensorboard": "callbacks=[TBLogger()]",
+    "wandb_project": _TRACKER,
+    "wandb_run_name": _TRACKER,
+    "tensorboard_dir": _OUTPUT_DIR,
+}
+"""Of KempnerForge's sections of settings."""
+
+CEREBRAS = {
+    "model_dir": "output_dir",
+    "backend": _DEVICE,
+    "schedulers": "lr_scheduler",
+    "precision": _PRECISION,
+    "sparsity": _MODEL,
+    "loop": "max_steps= or num_train_epochs=, and eval_steps=",
+    "num_steps": "max_steps",
+    "steps_per_epoch": _EPOCH,
+    "eval_frequency": "eval_steps",
+    "checkpoint": "save_steps= and save_total_limit=",
+    "logging": "logging_steps",
+    "loggers": "callbacks",
+    "autorestart": "`dalsegno launch --max-restarts N`",
+}
+"""Of the Model Zoo's ``Trainer`` and ``TrainingLoop``."""
+
+INSTRUCTLAB = {
+    "model_path": "load the model and pass it: Trainer(model, …)",
+    "data_path": "train_dataset",
+    "process_data": "tokenize the data and pass them: Trainer(train_dataset=…)",
+    "chat_tmpl_path": "tokenize the data and pass them: Trainer(train_dataset=…)",
+    "ckpt_output_dir": "output_dir",
+    "max_seq_len": _LENGTH,
+    "max_batch_len": _LOADER,
+    "effective_batch_size": "per_device_train_batch_size= · gradient_accumulation_steps= · ranks",
+    "save_samples": "save_steps= counts steps, not samples",
+    "checkpoint_at_epoch": "save_strategy='epoch'",
+    "accelerate_full_state_at_epoch": "each checkpoint has all that a resume needs",
+    "keep_last_checkpoint_only": "save_total_limit=1",
+    "adamw_weight_decay": "weight_decay",
+    "adamw_betas": _BETAS,
+    "adamw_eps": "adam_epsilon",
+    "random_seed": "seed",
+    "distributed_backend": _PARALLEL,
+    "fsdp_options": _FSDP,
+    "deepspeed_options": _ZERO,
+    "lora": _MODEL,
+    "use_liger": _KERNELS,
+    "logger_type": "callbacks=[TBLogger(), WandbLogger(), MLflowLogger()]",
+    "wandb_entity": _TRACKER,
+    "mlflow_run_name": _TRACKER,
+    "mlflow_tracking_uri": _TRACKER,
+    "mlflow_experiment_name": _TRACKER,
+    "tensorboard_log_dir": _OUTPUT_DIR,
+}
+"""Of InstructLab's ``TrainingArgs``."""
+
 _EVENTS = (
     *("on_train_begin", "on_epoch_begin", "on_step_begin", "on_before_forward", "on_after_forward"),
     *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_after_optimizer_step"),
     *("on_log", "on_evaluate", "on_save", "on_step_end", "on_epoch_end", "on_train_end"),
 )
 _FUNCTIONS = {**{event: event for event in _EVENTS}, "on_checkpoint": "on_save", "on_validation_loss": "on_evaluate"}
-INSTRUCTLAB = {theirs: f"callbacks=[dalsegno.functions({event}=…)]" for theirs, event in _FUNCTIONS.items()}
-"""Of the proposed ``TrainingArgs`` of InstructLab."""
+INSTRUCTLAB_FUNCTIONS = {theirs: f"callbacks=[dalsegno.functions({event}=…)]" for theirs, event in _FUNCTIONS.items()}
+"""Of the first proposal of InstructLab's ``TrainingArgs``."""
 
-_ANSWERS = {**INSTRUCTLAB, **LIGHTNING, **HUGGING_FACE, **COMMON}
+_OF_ONE_LIBRARY = CEREBRAS | KEMPNERFORGE | FORGATHER | ACCELERATE | INSTRUCTLAB_FUNCTIONS | INSTRUCTLAB
+_ANSWERS = {**_OF_ONE_LIBRARY, **LIGHTNING, **HUGGING_FACE, **COMMON}
 _ANSWERS |= {answer: answer for answer in _ANSWERS.values() if answer.isidentifier()}
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import dalsegno as ds
-from dalsegno.args.other_names import INSTRUCTLAB
+from dalsegno.args.other_names import INSTRUCTLAB_FUNCTIONS
 from dalsegno.callbacks import JsonLogger
 from dalsegno.interop.instructlab import TrainerCallback
 from dalsegno.stateful.component import Stateful
@@ -422,7 +422,7 @@ def test_a_function_for_each_event_of_the_proposal(tmp_path: Path) -> None:
     assert seen == {f"on_{name}": times for name, times in {**passes, **steps, **few}.items()}
 
 
-@pytest.mark.parametrize("argument", INSTRUCTLAB)
+@pytest.mark.parametrize("argument", INSTRUCTLAB_FUNCTIONS)
 def test_the_arguments_of_the_proposal_are_answered_by_functions(argument: str) -> None:
     with pytest.raises(ds.UnknownName, match="callbacks=") as caught:
         ds.TrainingArguments("runs/a", **{argument: print})  # type: ignore[arg-type]
