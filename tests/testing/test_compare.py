@@ -87,9 +87,14 @@ def test_ids_of_trackers_and_of_diloco_are_not_compared(tmp_path: Path, monkeypa
     assert "callbacks.DiLoCoCallback" in {row.what for row in comparison.rows}, "the rest of its state is compared"
 
 
-def test_a_file_in_json_that_is_no_log_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_torn_line_is_a_warning_but_not_a_file_in_json_that_is_no_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for name in ("one", "other"):
         small_trainer(tmp_path / name, max_steps=1, save_steps=1).train()
         (tmp_path / name / "config.json").write_text(json.dumps({"layers": 2}, indent=2))
     assert compare_runs(tmp_path / "one", tmp_path / "other").identical
     assert "skipped line" not in caplog.text
+    (tmp_path / "one" / "log.jsonl").write_text('{"step": 1}\n{"st')
+    assert not compare_runs(tmp_path / "one", tmp_path / "other").identical
+    assert "log.jsonl: skipped line 2" in caplog.text and "config.json" not in caplog.text

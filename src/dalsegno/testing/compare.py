@@ -7,6 +7,7 @@ Only wall-clock values may differ: ``timestamp``, ``tok_per_sec``, ``mfu``, ``pe
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +26,10 @@ from dalsegno.control.inbox import INBOX
 from dalsegno.errors import NotFound
 from dalsegno.logs import EventPosition, Position, ReadReport, is_wall_clock, read_records
 from dalsegno.logs.journal import JOURNAL
+from dalsegno.logs.values import Record
 from dalsegno.witness import WITNESS
+
+logger = logging.getLogger("dalsegno")
 
 _TITLES = {
     "model": "weights",
@@ -166,12 +170,18 @@ def _first(differences: Iterator[Difference]) -> str | None:
     return next(map(str, differences), None)
 
 
+def _records(path: Path) -> list[Record]:
+    """Of a log; a file of another kind, such as a model's ``config.json``, has none."""
+    report = ReadReport()
+    records = list(read_records(path, report)) if path.exists() else []
+    if records and report.skipped:
+        logger.warning("%s: skipped %s", path, "; ".join(report.skipped))
+    return records
+
+
 def _logs(ours: Path, theirs: Path) -> Iterator[Row]:
     for name in sorted(_log_names(ours) | _log_names(theirs)):
-        paths = [
-            folder / name for folder in (ours, theirs)
-        ]  # of logs, and of files of other kinds: a model's config.json
-        records = [list(read_records(path, ReadReport())) if path.exists() else [] for path in paths]
+        records = [_records(folder / name) for folder in (ours, theirs)]
         pairs = enumerate(zip_longest(*records), start=1)
         differences = (_record_difference(a, b, f"{Path(name).name} record {number}") for number, (a, b) in pairs)
         yield Row(name, len(records[0]), "records", next(filter(None, differences), None))
