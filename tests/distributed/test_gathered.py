@@ -67,3 +67,16 @@ def test_rank_zero_runs_ahead_until_all_meet(fails: bool) -> None:
         failure = "as rank 0 finds" if rank == 0 else "rank 0: as rank 0 finds"
         assert answers == ["one", {"two": 0}, [1], failure if fails else "x" * 5000]
         assert exchanges == (3 if fails else 4), "a long answer needs a broadcast"
+
+
+def stop_ahead() -> list[object]:
+    """What a rank is answered by rank 0 before all find the same error."""
+    answers: list[object] = []
+    with pytest.raises(ConfigurationError, match="as all find"), collectives.rank_zero_ahead():
+        answers.append(collectives.from_rank_zero(lambda: "one"))
+        raise ConfigurationError("as all find")
+    return [*answers, *collectives.gather(collectives.rank(), "after it")]
+
+
+def test_an_error_that_all_find_leaves_none_without_an_answer() -> None:
+    assert run_ranks(stop_ahead, 2) == [["one", 0, 1]] * 2

@@ -55,19 +55,32 @@ def foreground(output_dir: Path) -> ds.Trainer:
 class OwnLoopThere(OwnLoop):
     """A loop written by hand around ``ds.Run``, which moves model and batches itself."""
 
+    device = KIND
+
     def __init__(self, output_dir: Path) -> None:
         super().__init__(output_dir, max_steps=16, eval_steps=0)
-        self.model.to(KIND)
+        self.model.to(self.device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [10])
 
     def update(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return super().update({key: value.to(KIND, non_blocking=True) for key, value in batch.items()})
+        return super().update({key: value.to(self.device, non_blocking=True) for key, value in batch.items()})
+
+
+class OwnLoopElsewhere(OwnLoopThere):
+    """On a device that is not the process's current one."""
+
+    device = f"{KIND}:1"
 
 
 def own_loop(output_dir: Path) -> OwnLoop:
     plug_in(1)
     return OwnLoopThere(output_dir)
+
+
+def own_loop_elsewhere(output_dir: Path) -> OwnLoop:
+    plug_in(0)
+    return OwnLoopElsewhere(output_dir)
 
 
 def in_memory(output_dir: Path) -> ds.Trainer:
@@ -112,7 +125,7 @@ WAITS = (
     Wait(staging.Buffer.wait_for_devices, "arrival.synchronize()", "pass", "saved"),
     Wait(staging.Buffer._allocate, "self.wait_for_devices()", "pass", "kept"),
     Wait(staging.Copying.wait_for_devices, "buffer.wait_for_devices()", "pass", "saved"),
-    Wait(accelerator.recorded_events, "event.record()", "pass", "saved"),
+    Wait(accelerator.recorded_events, "event.record(stream)", "pass", "saved"),
     Wait(staging.Buffer.copy, "place.copy_(tensor, non_blocking=arrive_late)", "place.copy_(tensor)", "not held up"),
     Wait(accelerator.LateNumbers.values, "self._event.synchronize()", "pass", "logged"),
     Wait(accelerator.LateNumbers.are_here, "bool(self._event.query())", "True", "quiet"),

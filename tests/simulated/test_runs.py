@@ -28,7 +28,9 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("job", [jobs.background, jobs.foreground, jobs.in_memory, jobs.own_loop])
+@pytest.mark.parametrize(
+    "job", [jobs.background, jobs.foreground, jobs.in_memory, jobs.own_loop, jobs.own_loop_elsewhere]
+)
 def test_killed_and_resumed(tmp_path: Path, job: Any) -> None:
     comparison = check_resume(job, PLANS, folder=tmp_path)
     assert comparison.identical, comparison.table()

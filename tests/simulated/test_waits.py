@@ -16,7 +16,7 @@ from .accelerator import build, compiler
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the simulated accelerator needs a C++ compiler")
 WAITING = re.compile(
-    r"(?<!self)\.synchronize\(\)|\.record\(\)|\.query\(\)|non_blocking=|wait_event|wait_stream|record_stream|record_event"
+    r"(?<!self)\.synchronize\(\)|event\.record\(|\.query\(\)|non_blocking=|wait_event|wait_stream|record_stream|record_event"
 )
 
 

@@ -12,7 +12,7 @@ from dalsegno.testing import run_ranks
 from support.exchanges import Exchanges
 from support.small import small_trainer
 
-MOST = 22
+MOST = 23
 
 
 class FirstStep(ds.Callback):
@@ -42,6 +42,5 @@ def exchanges_until_the_first_step(output_dir: Path, parallel: Any) -> list[int 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_resume_makes_few_exchanges(tmp_path: Path, parallel: str) -> None:
     for _, resumed in run_ranks(exchanges_until_the_first_step, 2, tmp_path, parallel):
-        assert resumed is not None
         assert resumed is not None
         assert resumed <= MOST

@@ -233,12 +233,13 @@ def restore(
     tensors = collectives.run_on_all_ranks(begin)
     tensors.fetch()
 
-    def load() -> None:
-        tensors.run()
-        report.restored.extend(tensors.targets)
+    collectives.run_on_all_ranks(tensors.run)  # before what callbacks load, which may be collective
+    report.restored.extend(tensors.targets)
+
+    def load_components() -> None:
         restore_components(saved, (each for each in prepared if not each[0].precedes_tensors), report)
 
-    collectives.run_on_all_ranks(load)
+    collectives.run_on_all_ranks(load_components)
     report.notes.extend(tensors.casts())
     return report
 

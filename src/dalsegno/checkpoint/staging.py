@@ -126,17 +126,19 @@ class Buffer:
         # To ask thousands of tensors where they are takes a tenth of the time of their copies.
         are_on_host, arrive_late = accelerator.kind() is None, accelerator.can_pin()
         ordered = [tensors[number] for number in self._layout.order]
-        for first, last in self._groups:
-            group, places = ordered[first:last], self._places[first:last]
-            if last - first > 1 and (are_on_host or all(tensor.is_cpu for tensor in group)):
-                on_host.add_small(self._begins[first], places, group)
-                continue
-            for begin, place, tensor in zip(self._begins[first:last], places, group, strict=True):
-                if tensor.is_cpu:
-                    on_host.add(begin, place, tensor)
-                else:
-                    place.copy_(tensor, non_blocking=arrive_late)
-        self._arrivals = [] if are_on_host else accelerator.recorded_events(tensors)
+        try:
+            for first, last in self._groups:
+                group, places = ordered[first:last], self._places[first:last]
+                if last - first > 1 and (are_on_host or all(tensor.is_cpu for tensor in group)):
+                    on_host.add_small(self._begins[first], places, group)
+                    continue
+                for begin, place, tensor in zip(self._begins[first:last], places, group, strict=True):
+                    if tensor.is_cpu:
+                        on_host.add(begin, place, tensor)
+                    else:
+                        place.copy_(tensor, non_blocking=arrive_late)
+        finally:  # even those of a copy that fails still arrive
+            self._arrivals = [] if are_on_host else accelerator.recorded_events(tensors)
         on_host.run(advance)
         advance(self._layout.length)
 

@@ -75,10 +75,11 @@ def name_of(device: torch.device) -> str:
 
 def recorded_events(tensors: Iterable[torch.Tensor]) -> list[torch.Event]:
     """An event on the current stream of each device of ``tensors``: the work that it has so far."""
-    events = [torch.Event(device) for device in {tensor.device for tensor in tensors} if device.type != "cpu"]
-    for event in events:
-        event.record()
-    return events
+    devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
+    events = {torch.accelerator.current_stream(device): torch.Event(device) for device in devices}
+    for stream, event in events.items():
+        event.record(stream)  # without it: the stream of the process's current device
+    return [*events.values()]
 
 
 def has_timed_events(device: torch.device) -> bool:
@@ -276,7 +277,7 @@ def seeded_accelerator(seed: int, device: torch.device) -> Iterator[None]:
         own = [device] if device.type == kind else []
         with torch.random.fork_rng(own, device_type=kind):
             for each in own:
-                module.default_generators[each.index].manual_seed(seed)
+                module.default_generators[each.index or 0].manual_seed(seed)
             yield
         return
     before = capture_accelerator()

@@ -307,11 +307,16 @@ def from_rank_zero(work: Callable[[], T]) -> T:
 @contextlib.contextmanager
 def rank_zero_ahead() -> Iterator[None]:
     """Inside, rank 0 does not wait for the others at :func:`from_rank_zero`: it sends its results together, in one
-    exchange, when it comes to another collective of this module or leaves. No other collective may be inside."""
+    exchange, when it comes to another collective of this module or leaves."""
     global _is_ahead
     was_ahead, _is_ahead = _is_ahead, True
     try:
         yield
+    except Exception:
+        if not was_ahead and rank() == 0:
+            _deliver()  # with these answers the others come to the same error, or to the next collective
+        raise
+    else:
         if not was_ahead:
             _deliver()
     finally:
