@@ -48,8 +48,11 @@ class PlannedLoad:
         self._files.require({read.chunk.file for read in self._reads})
 
     def run(self) -> None:
-        """Read. Raises StateMismatch if an expanded tensor here is not one in the checkpoint."""
-        _read_all(self._reads, self._reader)
+        """Read, and close the files. Raises StateMismatch if an expanded tensor here is not one in the checkpoint."""
+        try:
+            _read_all(self._reads, self._reader)
+        finally:
+            self._reader.close()
 
 
 _LARGE_BYTES = 1 << 20  # of a read on average: several threads that read less at once wait for the GIL
@@ -186,6 +189,10 @@ class ChunkReader:
         for chunk in stored.chunks:
             self.fill(part(full, chunk.box), chunk, stored.dtype, chunk.box)
         return full
+
+    def close(self) -> None:
+        """Close the files."""
+        self._opened.clear()
 
     def _file(self, name: str) -> StoredFile:
         opened = self._opened.get(name)
