@@ -76,8 +76,11 @@ def adapt(
         if name is not None:
             callback.name = name
         return callback
-    if not (dialect or name or state) and id(callback) in _adapted:
-        return _adapted[id(callback)]
+    former = _adapted.get(id(callback))
+    if former is not None:
+        if not (dialect or name or state):
+            return former
+        dialect, name, state = dialect or former.dialect, name or former.name, state or former.saved_attributes
     if dialect is not None and dialect not in installed_dialects():
         raise UnknownName("dialect", dialect, installed_dialects())
     kind = _detect_dialect(callback) if dialect is None else installed_dialects()[dialect]
@@ -111,6 +114,8 @@ class CallbackAdapter(Callback):
     saves_states: ClassVar[bool] = True
     """Whether the library saves states of callbacks: then its own classes have those that they need."""
     background_safe = False
+    saved_attributes: Sequence[str] = ()
+    """Names of the callback's attributes that are its state."""
 
     def __init__(self, foreign: object, name: str | None = None) -> None:
         for base in type(foreign).__mro__:
@@ -171,13 +176,16 @@ class CallbackAdapter(Callback):
         for name in names:
             if not hasattr(foreign, name):
                 raise UnknownName(f"attribute of {type(foreign).__name__}:", name, vars(foreign))
+        self.saved_attributes = names
+        self.state_dict, self.load_state_dict = self._read_attributes, self._set_attributes
 
-        def load(state: State) -> None:
-            for name in names:
-                if name in state:
-                    setattr(foreign, name, state[name])
+    def _read_attributes(self) -> State:
+        return {name: getattr(self.__wrapped__, name) for name in self.saved_attributes}
 
-        self.state_dict, self.load_state_dict = lambda: {name: getattr(foreign, name) for name in names}, load
+    def _set_attributes(self, state: State) -> None:
+        for name in self.saved_attributes:
+            if name in state:
+                setattr(self.__wrapped__, name, state[name])
 
     def overridden_calls(self) -> list[tuple[Event, str]]:
         """Return those of :attr:`calls` whose method the callback overrides."""

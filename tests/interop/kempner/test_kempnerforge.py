@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import signal
@@ -403,6 +404,17 @@ def test_attributes_that_no_checkpoint_contains_are_named_once(
     in_a_rank: Any = sent(ds.adapt(again, state="seen"), tmp_path)
     assert in_a_rank.state_dict() == {"seen": [1, 2, 3, 4, 5]}, "as a launch brings it there"
     assert "no checkpoint contains" not in caplog.text
+
+
+def test_a_state_by_names_of_attributes_is_of_the_callback_that_has_it() -> None:
+    saving: Any = ds.adapt(Watches(), state=("seen",))
+    twin = copy.deepcopy(saving)
+    twin.load_state_dict({"seen": [1, 2]})
+    assert (twin.state_dict(), saving.state_dict()) == ({"seen": [1, 2]}, {"seen": []})
+    named: Any = ds.adapt(saving.__wrapped__, name="second")
+    again: Any = ds.adapt(saving.__wrapped__, state=("best", "seen"))
+    assert (named.key, named.state_dict()) == ("second", {"seen": []}), "what was said before still holds"
+    assert (again.key, again.state_dict()) == ("second", {"best": None, "seen": []})
 
 
 def test_a_state_by_names_of_attributes_is_refused_where_it_would_save_nothing() -> None:
