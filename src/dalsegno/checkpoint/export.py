@@ -241,7 +241,7 @@ def write_pretrained(
     source: Checkpoint, folder: Path, files: Mapping[str, bytes], advance: Advance = lambda count: None
 ) -> dict[str, FileRecord]:
     """Write the model of ``source`` for ``from_pretrained(folder)``: its adapters alone, if it has any. Needs no
-    verified checkpoint. Files of ``source`` that are the same become hard links to it.
+    verified checkpoint.
 
     Args:
         files: of :func:`pretrained_files`.
@@ -260,7 +260,7 @@ def write_pretrained(
         expect_all_saved(source, index.known_of(MODEL), stored)
         _check_types(source, stored)
         tied, limit = saved.state(MODEL)["tied"], parse_bytes(LARGEST_SHARD)
-        written |= _write_model(source, folder, stored, tied, limit, advance, links=True)
+        written |= _write_model(source, folder, stored, tied, limit, advance)
     for name, data in files.items():
         filesystem.make_directory((folder / name).parent)
         written[name] = write_hashed(folder / name, [data], advance)
@@ -399,12 +399,10 @@ def _write_model(
     tied: Mapping[str, str],
     limit: int,
     advance: Advance = lambda count: None,
-    *,
-    links: bool = False,
 ) -> dict[str, FileRecord]:
-    """Write the tensors ``stored``, and the index if there are several files. With ``links``, files of ``source`` that
-    have nothing else become links."""
-    of_file = _whole_files(stored) if links else {}
+    """Write the tensors ``stored``, and the index if there are several files. In the directory of ``source`` itself,
+    files that have nothing else become links; elsewhere, another program may write to what it finds."""
+    of_file = _whole_files(stored) if target == source.path else {}
     linked = {name for names in of_file.values() for name in names}
     shards = [*of_file.values(), *_shards({name: each for name, each in stored.items() if name not in linked}, limit)]
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -479,6 +480,19 @@ class Foreign:
         self.seen = [1]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
+
+
+@pytest.mark.parametrize("kind", [int, np.float32, np.float64, np.int64, torch.tensor])
+def test_a_number_of_any_kind_selects_the_best_model(kind: Any, tmp_path: Path) -> None:
+    class Adds(ds.TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, *, metrics: Any, **kwargs: Any) -> None:
+            metrics |= {"eval_score": kind(state.global_step), "eval_is_good": True, "eval_rows": torch.ones(2)}
+
+    parts = {"eval_dataset": tiny_regression_data(8, seed=1)}
+    best = {"metric_for_best_model": "eval_score", "greater_is_better": True}
+    trainer = small_trainer(tmp_path, Adds(), parts=parts, max_steps=2, eval_steps=1, **best)
+    trainer.train()
+    assert trainer.state.best_metric == 2.0
 
 
 def test_a_callback_arrives_at_the_ranks_of_a_launch(tmp_path: Path) -> None:

@@ -80,3 +80,23 @@ def best_on_a_rank(output_dir: Path) -> tuple[float | None, Any]:
 
 def test_a_metric_that_a_callback_adds_selects_the_best_model_on_all_ranks(tmp_path: Path) -> None:
     assert run_ranks(best_on_a_rank, 2, tmp_path) == [(2.0, (2, 0))] * 2
+
+
+def heard_on_rank_zero(output_dir: Path) -> tuple[int, int]:
+    """What a callback adds that the other rank does not have."""
+
+    class Adds(ds.TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, *, metrics: Any, **kwargs: Any) -> None:
+            metrics["eval_score"] = 1.0
+            heard.append(state.global_step)
+
+    heard: list[int] = []
+    adds = ds.adapt(Adds())
+    adds.ranks = "zero"
+    parts = {"eval_dataset": tiny_regression_data(8, seed=1)}
+    trainer = small_trainer(output_dir, adds, parts=parts, max_steps=2, eval_steps=1, per_device_train_batch_size=2)
+    return trainer.train().global_step, len(heard)
+
+
+def test_a_callback_of_rank_zero_hears_of_evaluations(tmp_path: Path) -> None:
+    assert run_ranks(heard_on_rank_zero, 2, tmp_path) == [(2, 2), (2, 0)]

@@ -80,6 +80,34 @@ def test_what_a_callback_writes_into_the_checkpoint_is_kept(tmp_path: Path) -> N
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
+class Tokens:
+    """Writes into a folder."""
+
+    def save_pretrained(self, folder: str) -> None:
+        (Path(folder) / "tokens").mkdir()
+        (Path(folder) / "tokens" / "words.json").write_text("{}")
+
+
+def test_no_callback_damages_the_checkpoint(tmp_path: Path) -> None:
+    """It overwrites all files, one of which was once a link, adds another beside them, and fails."""
+
+    class Overwrites(TrainerCallback):  # type: ignore[misc]
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            for each in filter(Path.is_file, folder.rglob("*")):
+                each.write_text("of the callback")
+            (folder / "tokens" / "more.json").touch()
+            raise RuntimeError("the disk of the hub is full")
+
+    parts = {"processing_class": Tokens()}
+    with pytest.raises(RuntimeError, match="the disk of the hub is full"):
+        small_trainer(tmp_path, Overwrites(), parts=parts, **QUIET).train()
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    assert [each.name for each in (checkpoint / "tokens").iterdir()] == ["more.json"]
+    assert not list(tmp_path.glob("checkpoint-*"))
+    small_trainer(tmp_path, parts=parts, max_steps=3).train(resume_from_checkpoint=checkpoint)
+
+
 def test_the_weights_are_those_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three more steps are done when the checkpoint is published."""
     at_save: dict[str, torch.Tensor] = {}

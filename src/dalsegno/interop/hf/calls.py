@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from numbers import Real
+from pathlib import Path
 from typing import Annotated, Any, Protocol, TypedDict
 
 import torch
@@ -106,7 +108,7 @@ if_epoch_left = under(lambda shared, ctx: ctx.kind == "final" and shared.inside_
 
 def with_mutable_metrics(invoke: Invoke, binder: Binder) -> Call:
     """Call with a copy of an evaluation's metrics. Numbers that the method adds to it, on rank 0, may select the best
-    model, and are known to all handlers after this one."""
+    model, and are known to all handlers after this one; not those of a callback that other ranks do not call."""
     shared = binder.shared(SharedState)
     live = shared.context.state
 
@@ -114,14 +116,19 @@ def with_mutable_metrics(invoke: Invoke, binder: Binder) -> Call:
         metrics = shared.metrics_of(ctx)
         before = set(metrics)
         answer = invoke(adapted, ctx, metrics=metrics)
-        if ctx.state is live:  # in the background, it comes too late
-            added = {name: metrics[name] for name in metrics.keys() - before if type(metrics[name]) in (int, float)}
+        if ctx.state is live and adapted.ranks == "all":  # in the background, it comes too late
+            added = {name: float(metrics[name]) for name in metrics.keys() - before if _is_number(metrics[name])}
             added = collectives.broadcast(added, f"metrics that {adapted.key} adds")
             for each in (ctx.metrics, ctx.all_metrics):
                 each.update(added)
         return answer
 
     return call
+
+
+def _is_number(value: object) -> bool:
+    is_element = isinstance(value, torch.Tensor) and value.numel() == 1
+    return is_element or (isinstance(value, Real) and not isinstance(value, bool))
 
 
 def with_record(invoke: Invoke, binder: Binder) -> Call:
@@ -350,7 +357,8 @@ def uploads_checkpoints(callback: object) -> bool:
 @contextmanager
 def checkpoint_view(ctx: SaveContext, shared: SharedState) -> Iterator[None]:
     """Have ``checkpoint-<step>`` below ``output_dir``: weights, configuration, tokenizer and ``trainer_state.json``.
-    What else is in it at the end is moved into the checkpoint's directory."""
+    What else is in it at the end is moved into the checkpoint's directory. All are copies: a callback may write to
+    them."""
     folder = ctx.args.directory / f"checkpoint-{ctx.step}"
     if folder.exists():
         if not (folder / _MARK).exists():
@@ -363,14 +371,25 @@ def checkpoint_view(ctx: SaveContext, shared: SharedState) -> Iterator[None]:
         filesystem.replace_durably(folder / _MARK, json.dumps({"made_from": ctx.path.name}).encode())
         write_pretrained(Checkpoint.open(ctx.path), folder, pretrained_files(ctx.model, ctx.processing_class))
         shared.state_at(ctx.state).save_to_json(str(folder / "trainer_state.json"))
-        ours = {each.name for each in folder.iterdir()}
-        yield
-        for each in sorted(folder.iterdir()):
-            if each.name not in ours:
-                place = ctx.path / each.name
-                filesystem.rename(each, filesystem.numbered(ctx.path, each.name) if place.exists() else place)
+        ours = sorted(folder.rglob("*"), reverse=True)  # a folder after what is in it
+        try:
+            yield
+        finally:
+            _move_others(folder, ours, ctx.path)
     finally:
         filesystem.remove(folder)
+
+
+def _move_others(folder: Path, ours: Sequence[Path], target: Path) -> None:
+    for each in ours:
+        if each.is_dir():
+            with suppress(OSError):  # it has more in it
+                each.rmdir()
+        else:
+            filesystem.remove(each)
+    for each in sorted(folder.glob("*")):
+        place = target / each.name
+        filesystem.rename(each, filesystem.numbered(target, each.name) if place.exists() else place)
 
 
 def check_uploads(callback: Any, context: Context) -> None:
