@@ -149,12 +149,6 @@ class CallbackAdapter(Callback):
         own = getattr(self.__wrapped__, "name", None)
         return own if isinstance(own, str) and own else type(self.__wrapped__).__name__
 
-    @property
-    def may_lose_attributes(self) -> bool:
-        """Whether attributes that training changes are lost at a resume, and the library's authors did not mean it."""
-        theirs = {kind.__name__ for kind in type(self.__wrapped__).__mro__ if self._is_theirs(kind)}
-        return not isinstance(self, Stateful) and not (self.saves_states and theirs - {*self.bases})
-
     @abstractmethod
     def call(self, event: Event, method: str, binder: Binder) -> Callable[[Any, Any], Answer]:
         """Return a function ``(adapted, ctx)`` that calls ``method`` at ``event`` of one run."""
@@ -167,6 +161,20 @@ class CallbackAdapter(Callback):
         """Return the methods that take and restore its state; None if it is stateless."""
         foreign = self.__wrapped__
         return (foreign.state_dict, foreign.load_state_dict) if isinstance(foreign, Stateful) else None
+
+    def unsaved_attributes(self) -> dict[str, Any]:
+        """Return the attributes that no checkpoint contains, though the library's authors did not mean it."""
+        kinds = type(self.__wrapped__).__mro__
+        theirs = [kind for kind in kinds if self.saves_states and self._is_theirs(kind)]
+        if isinstance(self, Stateful) or kinds[0] in theirs:
+            return {}
+        methods = [each for kind in theirs for each in vars(kind).values() if isinstance(each, FunctionType)]
+        meant = {name for method in methods for name in inspect.unwrap(method).__code__.co_names}
+        held: dict[str, Any] = {}
+        for kind in (each for each in reversed(kinds) if each not in theirs):
+            held |= vars(kind)  # a default, which the first change replaces in the callback itself
+        held |= getattr(self.__wrapped__, "__dict__", {})
+        return {name: value for name, value in held.items() if name not in meant}
 
     def save_attributes(self, names: Sequence[str]) -> None:
         """Let these attributes of the callback be its state."""

@@ -300,9 +300,8 @@ class Observer(CallbackAdapter):
         super().__init__(foreign, name)
         self._worker = Worker(f"{self.key}, in the background")
 
-    @property
-    def may_lose_attributes(self) -> bool:
-        return self.sets_control_flags and super().may_lose_attributes  # else another thread may be changing them
+    def unsaved_attributes(self) -> dict[str, Any]:
+        return super().unsaved_attributes() if self.sets_control_flags else {}  # another thread may be changing them
 
     @property
     def counts(self) -> Counts:

@@ -9,8 +9,7 @@ script of each leg has it.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, cast
@@ -24,8 +23,6 @@ from dalsegno.data import NOT_EXACT
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import strip_wrappers
 from dalsegno.errors import StateMismatch
-from dalsegno.events.adapters import CallbackAdapter
-from dalsegno.events.callback import Callback
 from dalsegno.system.progress import format_bytes
 
 logger = logging.getLogger("dalsegno")
@@ -60,12 +57,9 @@ class Flags:
     state_schema = dict[str, dict[str, Any]]
     reshard_note = "those of the first rank"
 
-    def __init__(
-        self, modules: Mapping[str, nn.Module], optimizer: Optimizer, callbacks: Callable[[], Iterable[Callback]]
-    ) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], optimizer: Optimizer) -> None:
         self._modules = modules
         self._optimizer = optimizer
-        self._unsaved = _UnsavedAttributes(callbacks)
         self._places: dict[str, _Place] = {}
         self._built: Reading = {}  # of what the training has changed: the value before
         self._caches: set[tuple[str, str]] = set()  # what modules make in each leg, and keep
@@ -76,13 +70,11 @@ class Flags:
 
     def begin_leg(self) -> None:
         """What has changed until here is the script's."""
-        self._unsaved.begin_leg()
         self._changed()
 
     def resume(self) -> None:
         """Before the first step: set what was loaded again. A leg puts all modules into training mode, and handlers of
         on_train_begin prepare the model as for a new run."""
-        self._unsaved.begin_training()
         self._changed()
         self._set(self._loaded)
 
@@ -107,7 +99,6 @@ class Flags:
     # -- the component ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> Reading:
-        self._unsaved.warn()
         self.note_changes()
         state, lost = Reading(), list[str]()
         with_caches = {path for path, _ in self._caches}
@@ -227,69 +218,6 @@ class Flags:
                 else:
                     setattr(holder, name, value.copy() if isinstance(value, list | dict) else value)
         return [f"{path}.{name}" for path in state.keys() - holders.keys() for name in state[path]]
-
-
-class _UnsavedAttributes:
-    """Attributes of other libraries' callbacks that training changes and no checkpoint contains; each is said once.
-
-    Numbers, texts, and lists and dicts of them, which the next leg's callback would have as its constructor sets them.
-    Not what ``on_train_begin`` sets, and not the time.
-    """
-
-    def __init__(self, callbacks: Callable[[], Iterable[Callback]]) -> None:
-        self._callbacks = callbacks
-        self._built: dict[str, Values] = {}
-        self._lost: dict[tuple[str, str], None] = {}  # by key and name, in the order in which they were found
-        self._since: list[float] = []
-
-    def begin_leg(self) -> None:
-        self._built = self._read()
-
-    def begin_training(self) -> None:
-        now = self._read()
-        self._built = {key: _equal(values, now.get(key, {})) for key, values in self._built.items()}
-        self._since = [clock() for clock in _CLOCKS]
-
-    def warn(self) -> None:
-        before = len(self._lost)
-        for key, now in self._read().items():
-            built = self._built.get(key, {})
-            different = built.keys() - _equal(built, now).keys()
-            self._lost |= {(key, name): None for name in sorted(different) if self._is_lost(now.get(name))}
-        if len(self._lost) > before and collectives.rank() == 0:
-            newest, _ = next(reversed(self._lost))
-            logger.warning(
-                "a resumed run may differ from an uninterrupted one: training has changed %s, which no checkpoint "
-                "contains. Give the class state_dict and load_state_dict, or name what to save: "
-                "dalsegno.adapt(%s(…), state=%r)",
-                _listed([f"{key}.{name}" for key, name in self._lost]),
-                newest,
-                tuple(name for key, name in self._lost if key == newest),
-            )
-
-    def _is_lost(self, value: Any) -> bool:
-        if type(value) is float:
-            return not any(begin <= value <= clock() for begin, clock in zip(self._since, _CLOCKS, strict=True))
-        return type(value) in (int, str, list, tuple, dict)
-
-    def _read(self) -> dict[str, Values]:
-        adapted = [each for each in self._callbacks() if isinstance(each, CallbackAdapter) and each.may_lose_attributes]
-        return {
-            callback.key: {
-                name: _read_value(value, None, name)
-                for name, value in [*getattr(callback.__wrapped__, "__dict__", {}).items()]
-                if not isinstance(value, torch.Tensor)  # which would be read at each save
-            }
-            for callback in adapted
-        }
-
-
-def _equal(before: Values, now: Values) -> Values:
-    """Those of ``before`` that are the same now; NaN is the same as itself."""
-    return {name: value for name, value in before.items() if name in now and [now[name]] == [value]}
-
-
-_CLOCKS = (time.time, time.perf_counter, time.monotonic)
 
 
 class _Place:

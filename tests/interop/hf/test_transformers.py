@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import transformers
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
-from transformers.trainer_callback import DefaultFlowCallback
+from transformers.trainer_callback import DefaultFlowCallback, ProgressCallback
 
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
@@ -263,6 +263,23 @@ def stop_counters(output_dir: Path, *callbacks: Any, max_steps: int) -> list[int
         **{"max_steps": max_steps, "eval_steps": 2, "save_steps": 2, **NOT_BETTER},
     ).train()
     return [callback.__wrapped__.early_stopping_patience_counter for callback in callbacks]
+
+
+def test_what_a_class_built_on_theirs_adds_is_missed_in_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Counts(ProgressCallback):  # type: ignore[misc]
+        """Its base counts, too, and begins anew at each start."""
+
+        count = 0
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.count += 1
+
+    settings = {"max_steps": 2, "save_steps": 1, "gradient_accumulation_steps": 2}
+    small_trainer(tmp_path, Counts(), ProgressCallback(), **settings).train()
+    (said,) = [each.getMessage() for each in caplog.records if "no checkpoint contains" in each.getMessage()]
+    assert "training has changed Counts.count, which" in said
 
 
 def test_two_of_one_class_are_not_mixed_up(tmp_path: Path) -> None:

@@ -406,6 +406,32 @@ def test_attributes_that_no_checkpoint_contains_are_named_once(
     assert "no checkpoint contains" not in caplog.text
 
 
+class Counts(TrainingHook):
+    """Its steps begin at the class's number, and its losses are more than a glance reads."""
+
+    steps = 0
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.gap = math.nan
+        self.since = 0
+
+    def on_step_end(self, ctx: Any) -> None:
+        self.steps += 1
+        self.losses += [ctx.loss] * 300
+        self.gap, self.since = -math.nan, time.time_ns()
+
+
+def test_the_warning_of_an_attribute_tells_how_to_save_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    small_trainer(tmp_path / "first", ds.adapt(Counts(), name="mine"), max_steps=2, save_steps=1).train()
+    (said,) = [each.getMessage() for each in caplog.records if "no checkpoint contains" in each.getMessage()]
+    assert "training has changed mine.losses, mine.steps, which" in said
+    assert said.endswith("dalsegno.adapt(Counts(…), name='mine', state=('losses', 'steps'))")
+    caplog.clear()
+    small_trainer(tmp_path / "second", Counts(), max_steps=2, eval_steps=1, save_steps=0).train()
+    assert "no checkpoint contains" not in caplog.text, "nothing is saved"
+
+
 def test_a_state_by_names_of_attributes_is_of_the_callback_that_has_it() -> None:
     saving: Any = ds.adapt(Watches(), state=("seen",))
     twin = copy.deepcopy(saving)
