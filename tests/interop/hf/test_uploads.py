@@ -103,9 +103,9 @@ def test_no_callback_damages_the_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the disk of the hub is full"):
         small_trainer(tmp_path, Overwrites(), parts=parts, **QUIET).train()
     (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    small_trainer(tmp_path, parts=parts, max_steps=3).train(resume_from_checkpoint=checkpoint)
     assert [each.name for each in (checkpoint / "tokens").iterdir()] == ["more.json"]
     assert not list(tmp_path.glob("checkpoint-*"))
-    small_trainer(tmp_path, parts=parts, max_steps=3).train(resume_from_checkpoint=checkpoint)
 
 
 def test_the_weights_are_those_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
