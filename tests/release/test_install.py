@@ -47,11 +47,16 @@ def test_a_wheel_installs_into_an_empty_environment_and_reads_logs(tmp_path: Pat
     assert "diverged" in listed and "finished" in listed
     dalsegno(python, "logs", "report", str(logs / "killed"), folder=tmp_path)
     assert (tmp_path / "report.html").is_file()
-    plot = [python.with_name("dalsegno"), "logs", "plot", "--terminal", logs / "killed"]
-    assert "loss" in dalsegno(python, *map(str, plot[1:]), folder=tmp_path)
+    assert "loss" in dalsegno(python, "logs", "plot", "--terminal", str(logs / "killed"), folder=tmp_path)
     (packages / "plotille").unlink()
-    done = subprocess.run(plot, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert (
-        done.stderr == "dalsegno: plotting in a terminal needs plotille, which is not installed; pip install plotille\n"
-    )
+    (tmp_path / "events.out.tfevents.1.host").touch()
+    lacking = {
+        f"plot --terminal {logs}/killed": ("plotting in a terminal", "plotille"),
+        f"export {logs}/killed --to tensorboard -o events": ("writing event files", "tensorboard"),
+        f"show {tmp_path}": ("reading event files", "tensorboard"),
+    }
+    for call, (what, package) in lacking.items():
+        words = [python.with_name("dalsegno"), "logs", *call.split()]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+        hint = f"dalsegno: {what} needs {package}, which is not installed; pip install {package}\n"
+        assert (done.returncode, done.stderr) == (2, hint)

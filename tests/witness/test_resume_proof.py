@@ -80,6 +80,8 @@ def test_steps_that_are_repeated_bit_for_bit(tmp_path: Path, caplog: pytest.LogC
     assert proof.line == "resumed exactly: steps 5 to 7 repeated bit for bit"
     assert [each.levelname for each in caplog.records if each.message == proof.line] == ["INFO"]
     assert json.loads((tmp_path / "run.json").read_text())["legs"][1]["resumed"]["verdict"] == "exact"
+    (log,) = ds.open_log(tmp_path)
+    assert [log.lineage()[0].redone, log.restarts()[0].redone] == [3, 3], "the log of the leg before ends at step 6"
 
 
 def test_a_leg_that_does_not_resume_has_no_proof(tmp_path: Path) -> None:

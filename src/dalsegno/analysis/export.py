@@ -29,8 +29,8 @@ def export_log(log: TrainingLog, to: Target, path: Path | BinaryIO) -> None:
         path: path or open file; for ``tensorboard`` a directory without event files.
 
     Raises:
-        ConfigurationError: for an unknown format, a directory with event files, or if Polars, which writes ``csv`` and
-            ``parquet``, is not installed.
+        ConfigurationError: for an unknown format, a directory with event files, or if what writes it is not installed:
+            Polars for ``csv`` and ``parquet``, or tensorboard.
     """
     if to not in TARGETS:
         raise ConfigurationError(f"to is {to!r}; allowed: {', '.join(TARGETS)}")
@@ -67,6 +67,7 @@ _WRITERS: Mapping[str, Callable[[TrainingLog, BinaryIO], None]] = {
 
 
 def _write_events(records: Iterator[Record], folder: Path) -> None:
+    require_extra(None, "tensorboard", "writing event files")
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter

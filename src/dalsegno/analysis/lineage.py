@@ -61,7 +61,7 @@ class Restart:
     step: int
     """Step it resumed from: the checkpoint's step; for a rollback, the step before the first repeated one."""
     reached: int
-    """Last step in the log before it; the steps after ``step`` were repeated. Equal to ``step`` if there were none."""
+    """Last step known before it; the steps after ``step`` were repeated. Equal to ``step`` if there were none."""
     leg: int | None
     """Number of the leg that started, from 2; None for a rollback within a leg."""
     reason: str | None = None
@@ -144,10 +144,15 @@ def find_restarts(legs: Sequence[Leg], tails: Sequence[Tail]) -> list[Restart]:
         restarts += recorded or [Restart(max(0, tail.first_step - 1), tail.last_step, None) for tail in own]
         if following is not None:
             step = following.first_step
-            reached = max(step, cut_by_restart.last_step) if cut_by_restart is not None else step
+            reached = max(step, _compared_until(following), cut_by_restart.last_step if cut_by_restart else step)
             why = leg.cause or leg.why
             restarts.append(Restart(step, reached, following.leg, why.splitlines()[0] if why else None))
     return restarts
+
+
+def _compared_until(leg: Leg) -> int:
+    """Last step that it repeated and compared: the leg before may have got further than its log."""
+    return 0 if leg.resumed is None else leg.resumed.last_step or 0
 
 
 def _number(value: object) -> float:
@@ -218,7 +223,7 @@ def summarize_legs(
             )
         )
     for place, following in enumerate(run.legs[1:]):
-        redone = max(0, legs[place].end_step - following.first_step)
+        redone = max(0, legs[place].end_step - following.first_step, _compared_until(following) - following.first_step)
         legs[place] = replace(legs[place], redone=redone, idle=max(0.0, following.started - legs[place].ended))
     return legs
 

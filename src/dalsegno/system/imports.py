@@ -50,13 +50,13 @@ def how_to_install(extra: str | None = None) -> str:
     return f"in a clone of dalsegno, pip install -e '.{of_extra}'; from an index, pip install 'dalsegno{of_extra}'"
 
 
-def require_extra(extra: str, module: str, what: str) -> None:
+def require_extra(extra: str | None, module: str, what: str) -> None:
     """
-    Raises ConfigurationError if ``module`` is not installed; on a machine without torch, which an extra would bring, it
+    Raises ConfigurationError if ``module`` is not installed; on a machine without torch, which dalsegno would bring, it
     names the module alone.
 
     Args:
-        extra: that includes the module.
+        extra: that includes the module; None: dalsegno itself does.
         module: a module of the library.
         what: the task that needs it, as the subject of a sentence: "plotting".
     """

@@ -47,6 +47,32 @@ class Crash(ds.Callback):
 # -- lines --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({}, "resumed exactly: steps 5 to 6 repeated bit for bit"),
+        (
+            {"learning_rate": 0.02},
+            "not repeated bit for bit: learning rate of step 5 differs: learning_rate: saved 0.01",
+        ),
+    ],
+)
+def test_what_the_repeated_steps_show_is_said_once(
+    tmp_path: Path, stream: type[io.StringIO], changed: dict[str, Any], line: str
+) -> None:
+    def leg(*callbacks: Any, **settings: Any) -> list[str]:
+        progress = ProgressCallback(output_stream=(shown := stream()))
+        usual = {"max_steps": 10, "save_steps": 4, "logging_steps": 2, "save_in_background": False}
+        small_trainer(tmp_path, progress, *callbacks, **usual | settings).train()
+        return re.split(r"[\r\n]+", shown.getvalue())
+
+    with pytest.raises(RuntimeError):
+        leg(Crash())
+    (said,) = [each for each in leg(**changed) if "repeated" in each]
+    assert said.startswith(line)
+
+
 def test_what_is_printed(tmp_path: Path) -> None:
     stream = io.StringIO()
     progress = ProgressCallback(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dalsegno.logs.values import Record
+from dalsegno.system.imports import require_extra
 
 from .source import Skipped, Source
 
@@ -42,6 +43,7 @@ class EventFiles(Source):
     program = "TensorBoard"
 
     def read(self, skipped: Skipped) -> Iterator[tuple[int, Record]]:
+        require_extra(None, "tensorboard", "reading event files")
         files = self.files()
         restarts = [_restart_step(path) for path in files]
         for number, path in enumerate(files):

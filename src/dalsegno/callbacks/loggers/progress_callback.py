@@ -25,7 +25,7 @@ from dalsegno.events.contexts import (
     TrainEndContext,
 )
 from dalsegno.events.table import Event
-from dalsegno.state import Handler
+from dalsegno.state import Handler, ResumeProof
 
 
 class ProgressCallback(FlaglessCallback):
@@ -33,7 +33,9 @@ class ProgressCallback(FlaglessCallback):
 
     Evaluations and records of ``trainer.log`` are one line each, with all their values. A long evaluation says every 10
     seconds how far it is. From the first 10 seconds of a leg on, the lines of records end with the number of steps in
-    all, the present speed, and the time left at the leg's mean speed.
+    all, the present speed, and the time left at the leg's mean speed. Before the first record after the steps that a
+    resumed leg repeats, a line says that they were the same, or which reason they had not to be; if they had none, that
+    was a warning.
 
     Args:
         use_tqdm: True: always a bar; False: never; None: on a terminal and in a notebook.
@@ -74,9 +76,11 @@ class ProgressCallback(FlaglessCallback):
         self._lines = Lines(stream, self._columns, header_interval, shows_absent=is_listed)
         self._display: Lines | Bar = self._lines
         self._began = self._first_step = self._spoke = 0.0
+        self._proof: ResumeProof | None = None
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._lines.begin()
+        self._proof = ctx.state.resume_proof  # of an earlier leg
         self._began, self._first_step = ctx.state.elapsed(), ctx.state.global_step
         if self._wants_bar(ctx.args):
             self._display = Bar(self._stream, self._columns, ctx.state.global_step, ctx.state.max_steps)
@@ -107,6 +111,7 @@ class ProgressCallback(FlaglessCallback):
 
     def on_log(self, ctx: LogContext) -> None:
         state, logs = ctx.state, ctx.logs
+        self._say_proof(state.resume_proof)
         if ctx.kind == "train":
             self._display.record({"step": state.global_step, "epoch": state.epoch, **logs}, self._outlook(ctx))
             return
@@ -117,9 +122,15 @@ class ProgressCallback(FlaglessCallback):
             self._display.say(f"{state.global_step:>{WIDTH}}  {kind}: {values}")
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
+        self._say_proof(ctx.state.resume_proof)
         if isinstance(self._display, Bar):
             self._display.close()
         self._display = self._lines
+
+    def _say_proof(self, proof: ResumeProof | None) -> None:
+        if proof is not None and proof != self._proof and proof.verdict in ("exact", "changed"):
+            self._display.say(proof.line)
+        self._proof = proof
 
     def _outlook(self, ctx: LogContext) -> str:
         """What follows a record in a line: steps in all, speed and time left."""
