@@ -90,8 +90,9 @@ flags set elsewhere take effect within a quarter of a second, so the step at whi
 | | |
 |---|---|
 | `ctx.control.roll_back("why")` | go [back to a checkpoint](../guides/rollback.md) and train on from there |
-| `ctx.control.stop("why")` | end training, with a checkpoint; `save=False`: without one |
-| `ctx.control.should_training_stop = True` | the same, without a reason |
+| `ctx.control.stop("why")` | end this leg, with a checkpoint; the next start resumes. `save=False`: without one; \
+`final=True`: [end the run](../guides/stopping.md#the-runs-end) |
+| `ctx.control.should_training_stop = True` | end the run, without a reason: the next start trains nothing |
 | `ctx.control.should_abort_without_save = True` | end training without a checkpoint, even if one is due |
 | `ctx.control.should_epoch_stop = True` | end the epoch and start the next |
 | `ctx.control.should_log`, `should_evaluate`, `should_save` `= True` | do that at the end of this step |
