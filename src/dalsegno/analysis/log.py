@@ -104,10 +104,10 @@ class TrainingLog:
         """Yield the records of one kind (``train``, ``eval``, ``final``, ``user``), or all; never the header.
 
         Each has ``global_step`` and ``kind``, and ``timestamp`` and ``epoch`` if the log has them, under whatever
-        names.
+        names. Lines that cannot be of the kind are not decoded, and so not noted as skipped.
         """
         self.skipped = Skipped()
-        for record in self.source.records(self.skipped):
+        for record in self.source.records(self.skipped, kind):
             if record["kind"] != HEADER and kind in (None, record["kind"]):
                 yield record
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dalsegno.analysis.blocks import Block, FrameBlock, RecordBlock
 from dalsegno.analysis.formats.json_frames import FrameReader
-from dalsegno.analysis.formats.source import FIRST, HEADER, OURS, Naming, Skipped, Source, named, no_step
+from dalsegno.analysis.formats.source import FIRST, HEADER, OURS, Naming, Skipped, Source, named, no_step, trace_of
 from dalsegno.errors import ConfigurationError, NotFound
 from dalsegno.logs.reader import record_in
 from dalsegno.logs.values import Record, from_json
@@ -46,12 +46,15 @@ class JsonLines(Source):
     program = "JSON lines"
     unit = "line"
 
-    def read(self, skipped: Skipped) -> Iterator[tuple[int, Record]]:
+    def read(self, skipped: Skipped, kind: str | None = None) -> Iterator[tuple[int, Record]]:
         number = 1
         for chunk in read_chunks(self.path):
             lines = chunk.splitlines(keepends=True)
-            yield from decode_lines(lines, number, skipped)
+            yield from decode_lines(lines if kind is None else _without_others(lines, kind), number, skipped)
             number += len(lines)
+
+    def records(self, skipped: Skipped, kind: str | None = None) -> Iterator[Record]:
+        return named(self.read(skipped, kind), self.naming(), skipped, self.unit)
 
     def blocks(self, skipped: Skipped) -> Iterator[Block]:
         if self.path.stat().st_size < LONG or find_spec("polars") is None:
@@ -77,6 +80,16 @@ class JsonLines(Source):
         chunks = read_chunks(self.path, BEGINNING)
         found = (each for chunk in chunks for each in decode_lines(chunk.splitlines(keepends=True), 1, Skipped()))
         return _naming_of(found, self)
+
+
+def _without_others(lines: Iterable[bytes], kind: str) -> list[bytes]:
+    """The lines; blank where one is certainly a whole record of another kind, which saves its decoding."""
+    has_trace = trace_of(kind).search
+    ends = (b"}\n", b"},\n", b"}\r\n")
+    return [
+        line if has_trace(line) or b"\\" in line or not (line.startswith(b"{") and line.endswith(ends)) else b""
+        for line in lines
+    ]
 
 
 def _naming_of(records: Iterable[tuple[int, Record]], source: Source) -> Naming:

@@ -134,6 +134,18 @@ def is_of_evaluation(name: str) -> bool:
     return word.lower() in EVALUATIONS
 
 
+_TRACES = {
+    "train": b"",  # also a record without a kind of its own
+    "eval": b'"(?i:%s)[-_./"]' % "|".join(EVALUATIONS).encode(),
+    "final": b'"(?:final|train_runtime)"',
+}
+
+
+def trace_of(kind: str) -> re.Pattern[bytes]:
+    """What the JSON of each record of this kind contains unless it has a backslash; that of others may, too."""
+    return re.compile(_TRACES.get(kind, b'"%s"' % re.escape(kind.encode())))
+
+
 def is_setting(name: str) -> bool:
     """``learning_rate``, ``train/lr``, ``lr-AdamW``, ``weight_decay/0`` …"""
     return re.search(SETTING, name, re.IGNORECASE) is not None
@@ -261,8 +273,9 @@ class Source(ABC):
         """The names in what :meth:`read` yields."""
         return OURS
 
-    def records(self, skipped: Skipped) -> Iterator[Record]:
-        """Yield the records in the order of the file; see :func:`named`."""
+    def records(self, skipped: Skipped, kind: str | None = None) -> Iterator[Record]:
+        """Yield the records in the order of the file; see :func:`named`. Those of other kinds than ``kind`` may be left
+        out."""
         return named(self.read(skipped), self.naming(), skipped, self.unit)
 
     def blocks(self, skipped: Skipped) -> Iterator[Block]:

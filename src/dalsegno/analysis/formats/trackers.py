@@ -40,7 +40,7 @@ TIMELINE = "dalsegno/timeline"
 class TrackedRun(Source):
     """A run of which dalsegno's trackers may have written several timelines."""
 
-    def records(self, skipped: Skipped) -> Iterator[Record]:
+    def records(self, skipped: Skipped, kind: str | None = None) -> Iterator[Record]:
         return without_old_timelines(super().records(skipped), skipped)
 
 
