@@ -18,7 +18,7 @@ import uvicorn
 from control.talking import Answer, Stream, ask, connect, is_closed_by_peer, wait_until
 from dalsegno.args import TrainingArguments
 from dalsegno.control.api import MOST_STREAMS
-from dalsegno.control.feed import LiveJob, LogFile, MemoryLog
+from dalsegno.control.feed import Chunk, LiveJob, LogFile, MemoryLog
 from dalsegno.control.queue import CommandQueue
 from dalsegno.control.server import ControlServer
 from dalsegno.errors import ConfigurationError
@@ -234,6 +234,10 @@ def test_prometheus_can_read_the_metrics(served: Served) -> None:
 # -- records ----------------------------------------------------------------------------------------------------------
 
 
+def steps_of(chunk: Chunk) -> list[int]:
+    return [json.loads(record)["global_step"] for record in chunk.records]
+
+
 @pytest.mark.parametrize("name", ["train.jsonl", "train.json"])
 def test_records_are_read_on_from_any_position(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
@@ -248,18 +252,18 @@ def test_records_are_read_on_from_any_position(tmp_path: Path, name: str) -> Non
         saved = log.state() if step == 3 else saved
         positions.append(feed.after(positions[-1] if positions else "").position)
     every = feed.after("")
-    assert [record["global_step"] for record in every.records] == [1, 2, 3, 4, 5]
+    assert steps_of(every) == [1, 2, 3, 4, 5]
     assert list(every.positions) == positions
     for number, position in enumerate(positions, start=1):
-        assert [record["global_step"] for record in feed.after(position).records] == list(range(number + 1, 6))
+        assert steps_of(feed.after(position)) == list(range(number + 1, 6))
         assert not feed.after(position).is_reset
     log.open(saved)  # a resume from an older checkpoint
     assert feed.after(positions[4]).is_reset
-    assert [record["global_step"] for record in feed.after(positions[4]).records] == [1, 2, 3]
+    assert steps_of(feed.after(positions[4])) == [1, 2, 3]
     assert feed.after(positions[2]).records == [] and not feed.after(positions[2]).is_reset
     log.append({"global_step": 40})
     assert feed.after(positions[3]).is_reset
-    assert [record["global_step"] for record in feed.after(positions[2]).records] == [40]
+    assert steps_of(feed.after(positions[2])) == [40]
     log.close()
 
 
@@ -276,9 +280,31 @@ def test_a_torn_line_waits_for_its_rest(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text('{"global_step": 1}\nnonsense\n{"global_s')
     chunk = LogFile(lambda: path).after("")
-    assert [record["global_step"] for record in chunk.records] == [1]
+    assert steps_of(chunk) == [1]
     path.write_text('{"global_step": 1}\nnonsense\n{"global_step": 2}\n')
-    assert [record["global_step"] for record in LogFile(lambda: path).after(chunk.position).records] == [2]
+    assert steps_of(LogFile(lambda: path).after(chunk.position)) == [2]
+
+
+def test_a_viewer_gets_the_text_of_the_log_where_any_client_can_read_it(tmp_path: Path) -> None:
+    """The process that trains does not encode again what is on disk."""
+    as_it_is = ['{"global_step":1,  "loss": 1.50}', '{"loss": 2e0, "note": "\\u00e9\\n", "global_step": 2}']
+    other = ['{"global_step": 3, "loss": NaN}', '{"global_step": 4, "loss": "-Infinity"}', '{"é": "NaN"}']
+    spelled = ['{"global_step": 3, "loss": "NaN"}', other[1], '{"\\u00e9": "NaN"}']
+    damaged = ['{"global_step": 6} {}', '{"global_step": 7, "loss": }', "[8]", "\x00"]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(f"{line}\n" for line in [*damaged, *as_it_is, *other]), encoding="utf-8")
+    assert LogFile(lambda: path).after("").records == [*as_it_is, *spelled]
+    records = [json.loads(record) for record in [*as_it_is, *spelled]]
+    served = Served(tmp_path, log=path)
+    try:
+        assert served.ask("GET", "/jobs/job/records").json["records"] == records
+        stream = Stream(served.port, "/jobs/job/stream", TOKEN)
+        assert [content for _, (_, content) in zip(range(5), stream, strict=False)] == [
+            *map(json.loads, [*as_it_is, *spelled])
+        ]
+        stream.close()
+    finally:
+        served.server.stop()
 
 
 def test_a_long_log_comes_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

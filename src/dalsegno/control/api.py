@@ -41,7 +41,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dalsegno.errors import ConfigurationError, NotFound, NotRunning, UnknownName
-from dalsegno.logs.values import from_json, to_json
+from dalsegno.logs.values import from_json
 from dalsegno.web.answers import Answer, answer_error, first_of, off_loop, read_json, shorten
 from dalsegno.web.security import Gate
 
@@ -150,7 +150,8 @@ class _Api:
     async def records(self, request: Request) -> Response:
         chunk = await off_loop(partial(self._job.records.after, request.query_params.get("since", "")))
         place = {"position": chunk.position, "reset": chunk.is_reset, "more": chunk.has_more}
-        return Answer({"records": chunk.records, **place})
+        content = f'{{"records": [{", ".join(chunk.records)}], {json.dumps(place)[1:]}'
+        return Response(content, media_type="application/json")
 
     async def stream(self, request: Request) -> Response:
         since = request.headers.get("last-event-id") or request.query_params.get("since", "")
@@ -197,7 +198,7 @@ class _Api:
             is_last = self._stopping.is_set()
             events = self._job.events.after(event_position)
             chunk = await off_loop(partial(self._job.records.after, record_position))
-            messages = [_message("reset", {})] if chunk.is_reset else []
+            messages = [_message("reset", "{}")] if chunk.is_reset else []
             for position, record in zip(chunk.positions, chunk.records, strict=True):
                 messages.append(_message("record", record, f"{position}/{event_position}"))
             record_position = chunk.position
@@ -205,7 +206,7 @@ class _Api:
                 messages.append(_message("event", event, f"{record_position}/{position}"))
             event_position = events.position
             if is_last and not chunk.has_more:
-                messages.append(_message("end", {}))
+                messages.append(_message("end", "{}"))
             if messages or time.monotonic() - sent > _HEARTBEAT:
                 sent = time.monotonic()
                 yield "".join(messages) or ":\n\n"
@@ -258,8 +259,8 @@ def _wait(request: Request) -> float:
     return seconds
 
 
-def _message(kind: str, content: Mapping[str, Any], id: str | None = None) -> str:
-    data = f"event: {kind}\ndata: {json.dumps(to_json(content), allow_nan=False)}\n\n"
+def _message(kind: str, content: str, id: str | None = None) -> str:
+    data = f"event: {kind}\ndata: {content}\n\n"
     return data if id is None else f"id: {id}\n{data}"
 
 

@@ -22,7 +22,7 @@ from dalsegno.errors import CannotSave, StateMismatch
 from dalsegno.logs import RunFile
 from dalsegno.logs.journal import Journal, JournalEntry
 from dalsegno.logs.reader import record_in, strip_line
-from dalsegno.logs.values import Record, to_json
+from dalsegno.logs.values import encode, to_json
 from dalsegno.state import TrainerState
 
 from .queue import CommandQueue
@@ -47,7 +47,8 @@ _COMMAND = ("id", "time", "by", "command", "data", "step", "error")
 class Chunk:
     """Records after a position: an opaque text without blanks; empty: the beginning."""
 
-    records: Sequence[Mapping[str, Any]]
+    records: Sequence[str]
+    """As JSON in ASCII, non-finite numbers as strings."""
     positions: Sequence[str]
     """After each of them."""
     position: str
@@ -106,7 +107,8 @@ class MemoryLog:
         is_known = leg == self._leg and number.isdecimal() and len(number) < 19 and first <= int(number) <= count
         begin = int(number) if is_known else first
         positions = [f"{self._leg}.{each}" for each in range(begin, count + 1)]
-        return Chunk(entries[begin - first :], positions[1:], positions[-1], bool(position) and not is_known, False)
+        records = [encode(entry).decode() for entry in entries[begin - first :]]
+        return Chunk(records, positions[1:], positions[-1], bool(position) and not is_known, False)
 
 
 class RunHistory:
@@ -208,7 +210,7 @@ def _shown(values: Mapping[str, Any]) -> dict[str, Any]:
     return shown
 
 
-def _records_after(descriptor: int, begin: int) -> tuple[list[Record], list[str]]:
+def _records_after(descriptor: int, begin: int) -> tuple[list[str], list[str]]:
     """The complete records from ``begin`` on, and the position after each."""
     data = os.pread(descriptor, CHUNK, begin)
     while data and b"\n" not in data.strip() and len(more := os.pread(descriptor, CHUNK, begin + len(data))):
@@ -222,7 +224,8 @@ def _records_after(descriptor: int, begin: int) -> tuple[list[Record], list[str]
             except ValueError:  # torn by a kill
                 record = None
             if record is not None:
-                records.append(record)
+                is_ready = text.isascii() and b"NaN" not in text and b"Infinity" not in text
+                records.append((text if is_ready else encode(record)).decode())
                 end = place + line.index(text) + len(text)
                 positions.append(f"{end}.{len(text)}.{xxhash.xxh3_64_hexdigest(text)}")
         place += len(line)
