@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 KINDS = ("train", "eval", "final", "user", "sync")
 """Kinds of records, the header aside. Columns store the index; any other kind has index ``len(KINDS)``."""
 
+_NUMBERS = {int, float, type(None)}
+
 WHOLE = 1 << 63
 """Integers of this magnitude do not fit int64."""
 
@@ -73,13 +75,18 @@ class RecordBlock:
         return np.array([kind_place(record["kind"]) for record in self._records], np.uint8)
 
     def numeric(self) -> list[str]:
-        return list({name: None for record in self._records for name, value in record.items() if is_number(value)})
+        found: dict[str, None] = {}
+        for record in self._records:
+            found.update({name: None for name, value in record.items() if name not in found and is_number(value)})
+        return list(found)
 
     def column(self, name: str) -> Column:
-        found = [_as_float(record.get(name)) for record in self._records]
+        found = [record.get(name) for record in self._records]
+        if not {*map(type, found)} <= _NUMBERS:
+            found = [value if is_number(value) else None for value in found]
         known = [value for value in found if value is not None]
         present = None if len(known) == len(found) else np.array([value is not None for value in found])
-        return Column(present, np.array(known))
+        return Column(present, np.array(known, np.float64))
 
     def frame(self) -> pl.DataFrame:
         import polars as pl

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -85,20 +86,6 @@ class Naming:
         pairs = {self.step: "global_step", self.time: "timestamp", self.epoch: "epoch"}
         return {name: ours for name, ours in pairs.items() if name is not None and name != ours}
 
-    def apply(self, record: Record) -> Record | None:
-        """The record under dalsegno's names, with its kind; None if it has no step and is not the header."""
-        if record.get("kind") == HEADER:
-            return record
-        renames = self.renames()
-        if renames:  # a field that already has the name gets a suffix: some programs log "step" and "global_step"
-            taken = {ours: f"{ours}_" for ours in renames.values()}
-            record = {renames.get(name) or taken.get(name, name): value for name, value in record.items()}
-        if not is_step(record.get("global_step")):
-            return None
-        if isinstance(time := record.get("timestamp"), str) and (seconds := moment(time)) is not None:
-            record = {**record, "timestamp": seconds}
-        return record if record.get("kind") in KINDS else {**record, "kind": kind_of(record)}
-
 
 OURS = Naming("global_step", "timestamp", "epoch")
 
@@ -124,10 +111,11 @@ def kind_of(record: Record) -> str:
         return kind
     if record.get("train_runtime") is not None and record.get("loss") is None:
         return "final"
-    metrics = [name for name, value in record.items() if name not in OF_ALL_KINDS and value is not None]
-    return "eval" if metrics and all(map(is_of_evaluation, metrics)) else "train"
+    metrics = (name for name, value in record.items() if name not in OF_ALL_KINDS and value is not None)
+    return "eval" if is_of_evaluation(next(metrics, "")) and all(map(is_of_evaluation, metrics)) else "train"
 
 
+@lru_cache(1 << 12)  # a log has few names, each of them in most records
 def is_of_evaluation(name: str) -> bool:
     """``eval_loss``, ``val/accuracy``, ``test-loss`` …"""
     word = name.replace("/", "_").replace("-", "_").replace(".", "_").partition("_")[0]
@@ -204,8 +192,9 @@ def named(
     timestamp that is a date, a finite epoch, and names and values that JSON in UTF-8 can hold. Records without a step
     and values that are none of this are left out, and noted. Integers beyond the range of floats become infinite.
     """
+    renames = naming.renames()
     for number, record in records:
-        renamed = naming.apply(_sound(record, what, number, skipped))
+        renamed = _renamed(_sound(record, what, number, skipped), renames)
         if renamed is None:
             skipped.note(f"{what} {number}: no number under {naming.step!r}")
             continue
@@ -215,6 +204,20 @@ def named(
                 skipped.note(f"{what} {number}: {name} {value!r:.40} is left out")
                 renamed = {other: value for other, value in renamed.items() if other != name}
         yield renamed
+
+
+def _renamed(record: Record, renames: Mapping[str, str]) -> Record | None:
+    """The record under dalsegno's names, with its kind; None if it has no step and is not the header."""
+    if record.get("kind") == HEADER:
+        return record
+    if renames:  # a field that already has the name gets a suffix: some programs log "step" and "global_step"
+        taken = {ours: f"{ours}_" for ours in renames.values()}
+        record = {renames.get(name) or taken.get(name, name): value for name, value in record.items()}
+    if not is_step(record.get("global_step")):
+        return None
+    if isinstance(time := record.get("timestamp"), str) and (seconds := moment(time)) is not None:
+        record = {**record, "timestamp": seconds}
+    return record if record.get("kind") in KINDS else {**record, "kind": kind_of(record)}
 
 
 def _sound(record: Record, what: str, number: int, skipped: Skipped) -> Record:
