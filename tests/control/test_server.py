@@ -546,8 +546,37 @@ def test_a_client_that_does_not_read_is_cut_off(served: Served) -> None:
     raw.close()
 
 
-def test_headers_that_arrive_at_once_are_bounded_too(served: Served) -> None:
-    assert served.ask("GET", "/jobs", headers={f"X-{number}": "y" * 1000 for number in range(20)}).status in (400, 431)
+@pytest.mark.parametrize("limits", [Limits(connections=4)])
+def test_clients_that_do_not_read_do_not_keep_others_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are places, each asking again and again: a new client gets the place of one of them."""
+    for _ in range(200):
+        served.job.note_log({"text": "x" * 5000}, "train")
+    asked: list[str] = []
+    after = served.job.records.after
+    monkeypatch.setattr(served.job.records, "after", lambda position: asked.append(position) or after(position))
+    request = f"GET /jobs/job/records HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+    greedy = [connect(served.port, 40 * request) for _ in range(4)]
+    counts: list[int] = []
+
+    def is_stuck() -> bool:
+        counts.append(len(asked))
+        return len(counts) > 30 and counts[-1] == counts[-30] >= len(greedy)
+
+    wait_until(is_stuck)
+    assert len(asked) < 40 * len(greedy)
+    assert served.ask("GET", "/jobs/job/status").status == 200
+    for raw in greedy:
+        raw.close()
+
+
+@pytest.mark.parametrize("count, status", [(160, 200), (165, 431), (600, 431)])
+def test_a_request_s_line_and_headers_are_bounded_however_they_are_spread(
+    served: Served, count: int, status: int
+) -> None:
+    """16 KiB, of which the names, values and addresses are a part; also where they arrive at once."""
+    assert served.ask("GET", "/jobs", headers={f"X-{number:03}": "y" * 91 for number in range(count)}).status == status
+    assert served.ask("GET", "/jobs?" + "y" * 100 * count).status == status
+    assert served.ask("GET", "/" + "y" * 100 * count).status == (404 if status == 200 else 431)
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,19 @@ logger = logging.getLogger("dalsegno")
 
 @dataclass(slots=True)
 class _Connection:
-    """An accepted connection. ``waiting_since``: for a request; infinity if one is in progress."""
+    """An accepted connection.
+
+    ``waiting_since``: for a request, or for its client to read; infinity while an answer is made. ``patience``: seconds
+    that it may wait.
+    """
 
     socket: socket.socket
+    patience: float
     waiting_since: float = field(default_factory=monotonic)
     is_closing: bool = False
+
+    def wait(self, patience: float) -> None:
+        self.waiting_since, self.patience = monotonic(), patience
 
     def close(self) -> None:
         self.is_closing = True
@@ -69,7 +77,7 @@ class Connections:
             backlog=_BACKLOG,
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=cast(int, _DRAIN),  # handed to asyncio, which takes fractions
-            h11_max_incomplete_event_size=HEADER_BYTES,
+            h11_max_incomplete_event_size=4 * HEADER_BYTES,  # up to this the gate sees it, and answers 431
         )
         config.load()
         config.ssl = tls
@@ -107,7 +115,7 @@ class Connections:
         """If all places are taken, close the connection that has been waiting longest; the new one, if none other is
         waiting."""
         self._accepted = {who: each for who, each in self._accepted.items() if each.socket.fileno() >= 0}
-        self._accepted[client] = _Connection(accepted)
+        self._accepted[client] = _Connection(accepted, self._limits.request_timeout)
         if len(self._open()) > self._limits.connections:
             min(self._open(), key=lambda each: each.waiting_since).close()
 
@@ -115,10 +123,10 @@ class Connections:
         return [each for each in self._accepted.values() if each.socket.fileno() >= 0 and not each.is_closing]
 
     async def _sweep(self) -> None:
-        """Close connections that have waited too long for a request, or for its rest after its answer."""
+        """Close connections that have waited too long: for a request, for its rest after its answer, for a reader."""
         while True:
             for each in self._open():
-                if each.waiting_since <= monotonic() - self._limits.request_timeout:
+                if each.waiting_since <= monotonic() - each.patience:
                     each.close()
             await asyncio.sleep(_SWEEP)
 
@@ -145,14 +153,20 @@ class Connections:
         connection = self._accepted.get(scope["client"])
         if connection is None:  # the client is gone
             return
+
+        async def send_in_time(message: Message) -> None:
+            connection.wait(limits.write_timeout)
+            await send(message)
+            connection.waiting_since = inf
+
         connection.waiting_since = inf
         try:
-            await self._app(scope, receive_in_time, send)
+            await self._app(scope, receive_in_time, send_in_time)
         except Exception:
             logger.exception("HTTP server: %s %s", scope["method"], scope["path"])
             raise
         finally:
-            connection.waiting_since = monotonic()
+            connection.wait(limits.request_timeout)
 
 
 class _Listener(socket.socket):

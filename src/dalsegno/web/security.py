@@ -44,8 +44,7 @@ class Limits:
     large_bodies: bool = False
     """Restart the time for a body with each part that arrives: it may take long, but not stand still."""
     write_timeout: float = 20.0
-    """Seconds for which a client may leave an answer unread, once the buffers of the system are full. Linux holds it,
-    no other system does."""
+    """Seconds for which a client may leave an answer unread, once the buffers of the system are full."""
 
 
 DEFAULT_LIMITS = Limits()
@@ -138,8 +137,13 @@ class Gate:
         await JSONResponse({"error": error, "detail": error}, status, headers)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > HEADER_BYTES:
-            return 431, f"the headers may have at most {HEADER_BYTES} bytes"
+        line = (
+            len(f"{scope['method']}  HTTP/1.1\r\n")
+            + len(scope.get("raw_path") or scope["path"])
+            + len(scope["query_string"])
+        )
+        if line + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"]) > HEADER_BYTES:
+            return 431, f"a request's line and headers may have at most {HEADER_BYTES} bytes"
         hosts, origins, credentials = (_values(scope, name) for name in (b"host", b"origin", b"authorization"))
         if len(hosts) != 1 or not self._is_known(hosts[0]):
             return 421, "the Host header does not name this server"
