@@ -17,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from checkpoint.sameness import assert_same
+from dalsegno.checkpoint import codec
 from dalsegno.checkpoint.codec import DEEPEST, decode, encode
 from dalsegno.checkpoint.tensor_files import DTYPES
 from dalsegno.errors import CannotSave, DamagedCheckpoint
@@ -274,6 +275,31 @@ def test_the_deepest_state_comes_back() -> None:
     for _ in range(DEEPEST):
         tree = (tree,)
     assert_same(through_json(tree), tree)
+
+
+@pytest.mark.parametrize("inner", [[1], (0.5,), ["name"], {"a": 1}, {1: "name"}], ids=repr)
+def test_a_deeper_state_is_refused_when_it_is_saved_whatever_it_contains(inner: Any) -> None:
+    """Not when it is loaded."""
+    tree = inner
+    for _ in range(DEEPEST):
+        tree = [tree]
+    with pytest.raises(CannotSave, match="nested deeper"):
+        encode(tree, "callbacks.MyCb")
+    assert_same(through_json(tree[0]), tree[0])
+
+
+@pytest.mark.parametrize("keys", [str, int])
+@pytest.mark.parametrize("values", [int, float, str])
+def test_names_and_numbers_under_thousands_of_keys_are_looked_at_as_one(
+    keys: type, values: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = {"all": collections.OrderedDict({keys(number): values(number) for number in range(3000)})}
+    looked_at: list[object] = []
+    inside = codec.inside
+    monkeypatch.setattr(codec, "inside", lambda where, key: looked_at.append(key) or inside(where, key))
+    encoded, _ = encode(tree, "callbacks.MyCb")
+    assert looked_at == ["all"]
+    assert_same(decode(json.loads(json.dumps(encoded)), lambda *_: torch.empty(0), "callbacks.MyCb"), tree)
 
 
 @pytest.mark.parametrize(

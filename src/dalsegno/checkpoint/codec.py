@@ -15,7 +15,7 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,7 +139,10 @@ def _encode_dict(value: dict[Any, Any], where: str, found: _Found, depth: int) -
     for key in value:
         if type(key) is not str and type(key) is not int:
             raise CannotSave(f"{where}: cannot save a dict with the key {key!r}, a {_class(key)}; {_ALLOWED}")
-    items = {key: _encode(each, inside(where, key), found, depth + 1) for key, each in value.items()}
+    if depth < DEEPEST and _are_plain(value.values()):
+        items = dict(value)
+    else:
+        items = {key: _encode(each, inside(where, key), found, depth + 1) for key, each in value.items()}
     if all(type(key) is str and not key.startswith("$") and type(_key_as_json(key)) is str for key in items):
         return items
     return {"$dict": [[_key_as_json(key), each] for key, each in items.items()]}
@@ -150,14 +153,19 @@ def _key_as_json(key: str | int) -> Json:
 
 
 def _encode_list(value: list[Any], where: str, found: _Found, depth: int) -> Json:
-    kinds = {*map(type, value)}  # fast paths for thousands of names or numbers
-    if (
-        (kinds == {str} and "".join(value).isascii())
-        or (kinds == {int} and -(1 << 63) <= min(value) <= max(value) < 1 << 64)
-        or (kinds == {float} and all(map(math.isfinite, value)))
-    ):
+    if depth < DEEPEST and _are_plain(value):
         return value.copy()
     return [_encode(each, f"{where}[{number}]", found, depth + 1) for number, each in enumerate(value)]
+
+
+def _are_plain(values: Collection[Any]) -> bool:
+    """Whether they are all names, or all numbers, that JSON has as they are: a fast path for thousands of them."""
+    kinds = {*map(type, values)}
+    return (
+        (kinds == {str} and "".join(values).isascii())
+        or (kinds == {int} and -(1 << 63) <= min(values) <= max(values) < 1 << 64)
+        or (kinds == {float} and all(map(math.isfinite, values)))
+    )
 
 
 def _encode_size(value: torch.Size, where: str, found: _Found, depth: int) -> Json:
