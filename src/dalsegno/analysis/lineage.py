@@ -144,15 +144,16 @@ def find_restarts(legs: Sequence[Leg], tails: Sequence[Tail]) -> list[Restart]:
         restarts += recorded or [Restart(max(0, tail.first_step - 1), tail.last_step, None) for tail in own]
         if following is not None:
             step = following.first_step
-            reached = max(step, _compared_until(following), cut_by_restart.last_step if cut_by_restart else step)
+            reached = max(step, _repeated_until(following), cut_by_restart.last_step if cut_by_restart else step)
             why = leg.cause or leg.why
             restarts.append(Restart(step, reached, following.leg, why.splitlines()[0] if why else None))
     return restarts
 
 
-def _compared_until(leg: Leg) -> int:
-    """Last step that it repeated and compared: the leg before may have got further than its log."""
-    return 0 if leg.resumed is None else leg.resumed.last_step or 0
+def _repeated_until(leg: Leg) -> int:
+    """Last step that it is known to have repeated: the leg before may have got further than its log."""
+    proof = leg.resumed
+    return proof.last_step or 0 if proof is not None and proof.verdict == "exact" else 0
 
 
 def _number(value: object) -> float:
@@ -223,7 +224,7 @@ def summarize_legs(
             )
         )
     for place, following in enumerate(run.legs[1:]):
-        redone = max(0, legs[place].end_step - following.first_step, _compared_until(following) - following.first_step)
+        redone = max(0, legs[place].end_step - following.first_step, _repeated_until(following) - following.first_step)
         legs[place] = replace(legs[place], redone=redone, idle=max(0.0, following.started - legs[place].ended))
     return legs
 
