@@ -351,6 +351,7 @@ def test_a_rollback_that_a_later_leg_completes_is_in_the_history(tmp_path: Path)
     steps = [[(each["from_step"], each["to_step"]) for each in leg.leg.rollbacks] for leg in (first, second)]
     assert steps == [[(10, 4)], [(6, 0)]]
     assert (first.reason, first.redone, second.leg.first_step) == ("died", 0, 4)
+    assert second.leg.resumed is None, "other steps than before are wanted"
     (summary,) = [log.summary()]
     assert (summary.rollbacks, summary.redone_steps) == (2, 12)
     assert [(each.step, each.reached, each.leg) for each in log.restarts()] == [(4, 10, None), (4, 4, 2), (0, 6, None)]

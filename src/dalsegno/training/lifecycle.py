@@ -104,7 +104,7 @@ class RunLifecycle:
         self._result: TrainResult | None = None  # of the previous leg in this process
         self._options = ResumeOptions()  # of the leg
         self._model_modified = False  # trained, or loaded, in this process
-        self._repeats = False  # the leg resumes from a checkpoint of this run
+        self._repeats = False  # the leg resumes from a checkpoint of this run, and not to roll back
         self._changed: list[str] = []  # settings, since the checkpoint from which the leg resumes
 
     @contextmanager
@@ -167,8 +167,9 @@ class RunLifecycle:
         if checkpoint is not None:
             parts.dispatcher.before_load.fire_with(checkpoint.path, checkpoint.step)
             self._model_modified = True  # even if the load fails
+            goes_back = parts.rollback_effects.pending is not None
             self._load(checkpoint)
-            self._repeats = self._checkpoints.owns(checkpoint.path, checkpoint.step)
+            self._repeats = not goes_back and self._checkpoints.owns(checkpoint.path, checkpoint.step)
             return checkpoint.path
         if not options.load_components:
             parts.dispatcher.before_load.fire_with(None, 0)
