@@ -80,6 +80,10 @@ def _cell(answer: str) -> str:
 
 
 def _tried(classes: list[Tried]) -> str:
+    libraries = {_library(each) for each in classes}
+    if len(libraries) == 1:
+        rows = [f"| `{each.name}` | {_result(each)} |" for each in classes]
+        return "\n".join([f"| class of {libraries.pop().strip('()')} | result |", "|---|---|", *rows, ""])
     rows = [f"| `{each.name}` | {_library(each)} | {_result(each)} |" for each in classes]
     return "\n".join(["| class | library | result |", "|---|---|---|", *rows, ""])
 
