@@ -277,7 +277,9 @@ def seeded_accelerator(seed: int, device: torch.device) -> Iterator[None]:
         own = [device] if device.type == kind else []
         with torch.random.fork_rng(own, device_type=kind):
             for each in own:
-                module.default_generators[each.index or 0].manual_seed(seed)
+                module.default_generators[module.current_device() if each.index is None else each.index].manual_seed(
+                    seed
+                )
             yield
         return
     before = capture_accelerator()

@@ -217,7 +217,7 @@ class UnsavedAttributes:
         self._dispatcher = dispatcher
         self._before: dict[str, dict[str, Any]] = {}  # by the callback's key and the name
         self._lost: dict[str, list[str]] = {}
-        self._began: list[float] = []
+        self._began = [clock() for clock in _CLOCKS]  # a number since then is a time
 
     def begin_leg(self) -> None:
         """Before ``on_train_begin``."""
@@ -228,7 +228,6 @@ class UnsavedAttributes:
         for each in self._adapted():
             before, now = self._before.get(each.key, {}), _plain(each.unsaved_attributes())
             self._before[each.key] = {name: was for name, was in before.items() if _is_same(was, now.get(name))}
-        self._began = [clock() for clock in _CLOCKS]
 
     def warn(self) -> None:
         """Before a save."""

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 import dalsegno as ds
+from dalsegno.checkpoint import export
 from support.held_saves import hold_save
 from support.listeners import Listener
 from support.small import small_trainer
@@ -49,6 +50,16 @@ class Uploader(TrainerCallback):  # type: ignore[misc]
         if (folder / "config.json").exists():
             batch = {name: each[None] for name, each in texts(1)[0].items()}
             self.losses.append(LlamaForCausalLM.from_pretrained(folder)(**batch).loss.item())
+
+
+def test_on_save_is_left_out_where_the_disk_is_too_small_for_its_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(export, "free_disk", lambda path: 10)
+    uploader = Uploader()
+    result = small_trainer(tmp_path, uploader, model=tiny_llama(), parts={"train_dataset": texts(16)}, **QUIET).train()
+    assert result.global_step == 4 and not uploader.files and not [*tmp_path.glob("checkpoint-*")]
+    assert "Uploader.on_save is left out at step 4: " in caplog.text and "10 B are free" in caplog.text
 
 
 def test_a_callback_finds_the_checkpoint_that_it_uploads(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from dalsegno.checkpoint import Checkpoint
 from dalsegno.checkpoint.export import pretrained_files, write_pretrained
 from dalsegno.distributed import collectives
-from dalsegno.errors import ConfigurationError
+from dalsegno.errors import CannotSave, ConfigurationError
 from dalsegno.events import contexts
 from dalsegno.events.callback import Answer, Binder, Callback
 from dalsegno.events.contexts import Context, SaveContext
@@ -26,6 +27,8 @@ from dalsegno.events.table import Event
 from dalsegno.interop.hf.shared_state import RANK_PEAK_MEM, SharedRecord, SharedState, record_of
 from dalsegno.stateful.schema import Count, Must
 from dalsegno.system import filesystem
+
+logger = logging.getLogger("dalsegno")
 
 Call = Callable[[Any, Any], Answer]
 """``(adapted, ctx)``"""
@@ -160,7 +163,12 @@ def with_checkpoint_view(invoke: Invoke, binder: Binder) -> Call:
     def call(adapted: Any, ctx: contexts.SaveContext) -> Answer:
         if not (ctx.state.is_world_process_zero and uploads_checkpoints(adapted.__wrapped__)):
             return invoke(adapted, ctx)
-        with checkpoint_view(ctx, shared):
+        with ExitStack() as inside:
+            try:
+                inside.enter_context(checkpoint_view(ctx, shared))
+            except (CannotSave, OSError) as error:  # the checkpoint is safe, and training goes on
+                logger.error("%s.on_save is left out at step %d: %s", adapted.key, ctx.step, error)
+                return None
             return invoke(adapted, ctx)
 
     return call
