@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from dalsegno import callbacks
 from dalsegno.events.callback import Callback
 from dalsegno.training.run import UNSUPPORTED_EVENTS
 
-PAGE = Path(__file__).with_suffix(".md")
-BEGIN, END = "<!-- written by docs/guides/own-loop.py -->\n", "<!-- end -->\n"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from written import page_with, write
 
 
 def table() -> str:
@@ -33,11 +35,8 @@ def listed(names: list[str]) -> str:
 
 def pages() -> dict[Path, str]:
     """Return the page with the current table."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return {PAGE: before + BEGIN + table() + END + after}
+    return page_with(table(), __file__)
 
 
 if __name__ == "__main__":
-    for path, text in pages().items():
-        path.write_text(text, encoding="utf-8")
+    write(pages())

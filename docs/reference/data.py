@@ -8,13 +8,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from written import page_with, write
 
 from durability import kinds
 from durability.matrix import shown
-
-PAGE = Path(__file__).with_suffix(".md")
-BEGIN, END = "<!-- written by docs/reference/data.py -->\n", "<!-- end -->\n"
 
 WORDS = {"exact": "exact", "said": "warned", "refused": "refused"}
 UNTRIED = "–"
@@ -53,11 +53,8 @@ def table() -> str:
 
 def pages() -> dict[Path, str]:
     """Return the page with the current table."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return {PAGE: before + BEGIN + table() + END + after}
+    return page_with(table(), __file__)
 
 
 if __name__ == "__main__":
-    for path, text in pages().items():
-        path.write_text(text, encoding="utf-8")
+    write(pages())

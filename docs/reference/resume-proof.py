@@ -8,13 +8,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from written import page_with, write
 
 from durability.scenarios import SCENARIOS
 from durability.scenarios.scenario import GROUPS, WAYS, shown
-
-PAGE = Path(__file__).with_suffix(".md")
-BEGIN, END = "<!-- written by docs/reference/resume-proof.py -->\n", "<!-- end -->\n"
 
 WORDS = {"different": "**not seen**"}
 
@@ -33,11 +33,8 @@ def table() -> str:
 
 def pages() -> dict[Path, str]:
     """Return the page with the current table."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return {PAGE: before + BEGIN + table() + END + after}
+    return page_with(table(), __file__)
 
 
 if __name__ == "__main__":
-    for path, text in pages().items():
-        path.write_text(text, encoding="utf-8")
+    write(pages())

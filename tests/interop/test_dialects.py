@@ -120,7 +120,9 @@ def test_two_of_one_class_need_names(library: ModuleType, tmp_path: Path) -> Non
 
 
 def test_one_of_dalsegnos_own_is_named_likewise(tmp_path: Path) -> None:
-    small_trainer(tmp_path, JsonLogger(), ds.adapt(JsonLogger(path="second.jsonl"), name="JsonLogger-2"))
+    second = ds.adapt(JsonLogger(path="second.jsonl"), name="JsonLogger-2")
+    small_trainer(tmp_path, JsonLogger(), second)
+    assert second.key == "JsonLogger-2"
 
 
 @for_each_library
