@@ -1,4 +1,4 @@
-"""Makes the picture of docs/guides/rollback.md: ``python docs/images/rollback.py [FOLDER]``, with the runs in FOLDER.
+"""Makes the picture of docs/guides/stopping.md: ``python docs/images/rollback.py [FOLDER]``, with the runs in FOLDER.
 
 A small network learns a function. Some samples have wrong targets, 1,000 times too large, and come in a row; or the
 learning rate is too high. Without rollbacks the training is lost. With them it reaches the loss of a training without

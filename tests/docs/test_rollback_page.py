@@ -1,4 +1,4 @@
-"""The table of docs/guides/rollback.md."""
+"""The rollbacks that docs/guides/stopping.md shows."""
 
 from __future__ import annotations
 
