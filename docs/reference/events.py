@@ -76,10 +76,11 @@ as they were for the steps:
 
 - If an evaluation is interrupted, by an exception or a stop, `on_evaluate_end` still fires: undo there what
   `on_evaluate_begin` has changed.
-- `on_rollback` fires once the run has gone [back to a checkpoint](../guides/stopping.md#roll-back-after-a-divergence) and all states are restored:
-  forget there what your `state_dict` does not contain.
+- `on_rollback` fires once the run has gone [back to a checkpoint](../guides/stopping.md#roll-back) and all states are
+  restored: forget there what your `state_dict` does not contain.
 - `on_predict` belongs to `trainer.predict`.
-- In [your own loop](../guides/own-loop.md) and under a [pipeline](../guides/parallel.md#pipelines) some events cannot be fired.
+- In [your own loop](../guides/own-loop.md) and under a [pipeline](../guides/parallel.md#pipelines), some events
+  cannot be fired.
 
 ## Controlling the run
 
@@ -89,7 +90,7 @@ flags set elsewhere take effect within a quarter of a second, so the step at whi
 
 | | |
 |---|---|
-| `ctx.control.roll_back("why")` | go [back to a checkpoint](../guides/stopping.md#roll-back-after-a-divergence) and train on from there |
+| `ctx.control.roll_back("why")` | go [back to a checkpoint](../guides/stopping.md#roll-back) and train on from there |
 | `ctx.control.stop("why")` | end this leg, with a checkpoint; the next start resumes. `save=False`: without one; \
 `final=True`: [end the run](../guides/stopping.md#the-runs-end) |
 | `ctx.control.should_training_stop = True` | end the run, without a reason: the next start trains nothing |
