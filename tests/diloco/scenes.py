@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
@@ -76,7 +77,7 @@ def play(folder: Path, versions: int = 5, *, save_every: int = 2, save: bool = T
             run.release_submissions()
     tensors = {name: each.detach().clone() for name, each in run._globals.model.by_name.items()}
     momentum = [each["momentum_buffer"].clone() for each in run._globals.optimizer.state.values()]
-    state = {**run.state.to_json(), "run_id": None}
+    state = {**dataclasses.asdict(run.state), "run_id": None}
     run.close(save=save)
     return {"tensors": tensors, "momentum": momentum, "state": state}
 

@@ -20,8 +20,8 @@ import torch
 
 from control.talking import wait_until
 from dalsegno.diloco import DiLoCoClient, DiLoCoServer, DiLoCoWorker, WorkerOptions, nesterov
-from dalsegno.diloco.server.api import Bell, build_app
-from dalsegno.diloco.server.files import PIECE, Growth
+from dalsegno.diloco.server.api import build_app
+from dalsegno.diloco.server.files import PIECE, Bell, Growth
 from dalsegno.diloco.server.run import OuterRun
 from dalsegno.diloco.server.store import Scratch
 from dalsegno.diloco.wire.messages import (

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import os
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -49,7 +48,7 @@ from dalsegno.web.answers import Answer, answer_error, first_of, off_loop, read_
 from dalsegno.web.security import Gate
 
 from .coordinator import Coordinator
-from .files import Growth, SpooledTensors
+from .files import Bell, Growth, SpooledTensors
 
 LARGEST_DESCRIPTION = 1 << 26
 """Bytes of a worker's description of its model."""
@@ -69,37 +68,9 @@ class _Registration(TypedDict):
     dylu: bool
 
 
-class Bell:
-    """Wakes the requests that wait for a result. :meth:`ring` may be called on any thread."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._rung = asyncio.Event()
-
-    def open(self) -> None:
-        """Ring on this thread's event loop from now on."""
-        self._loop = asyncio.get_running_loop()
-
-    def ring(self) -> None:
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
-                self._loop.call_soon_threadsafe(self._wake)
-
-    def _wake(self) -> None:
-        rung, self._rung = self._rung, asyncio.Event()
-        rung.set()
-
-    @property
-    def next(self) -> asyncio.Event:
-        """Set when it rings next."""
-        return self._rung
-
-
 def build_app(
     coordinator: Coordinator, bell: Bell, stopping: asyncio.Event, *, host: str, token: str | None
 ) -> ASGIApp:
-    """The application of one server. ``stopping``: set when the server is about to end."""
-    bell.open()
     api = _Api(coordinator, bell, stopping)
     routes = [
         Route("/status", api.status),
@@ -150,8 +121,8 @@ class _Api:
         body = await read_json(request, LARGEST_DESCRIPTION)
         check(body, _Registration, "registration", ConfigurationError)
         worker_id, settings = body["worker_id"], Settings(**body["settings"])
-        given = {"count": body.get("count"), "run_id": body.get("run_id"), "dylu": body["dylu"]}
-        answer = await off_loop(partial(self._coordinator.register, worker_id, settings, **given))
+        given = {"count": None, "run_id": None, **body, "settings": settings}
+        answer = await off_loop(partial(self._coordinator.register, **given))
         if answer["needs_parameters"]:
             self._described[worker_id] = settings
         else:
@@ -159,13 +130,11 @@ class _Api:
         return Answer(answer)
 
     async def heartbeat(self, request: Request) -> Response:
-        worker_id = check_worker_id((await read_json(request)).get("worker_id"))
-        self._coordinator.note_seen(worker_id)
+        self._coordinator.note_seen(await _worker_id_in(request))
         return Answer({})
 
     async def deregister(self, request: Request) -> Response:
-        worker_id = check_worker_id((await read_json(request)).get("worker_id"))
-        await off_loop(partial(self._coordinator.deregister, worker_id))
+        await off_loop(partial(self._coordinator.deregister, await _worker_id_in(request)))
         return Answer({})
 
     async def initialize(self, request: Request) -> Response:
@@ -218,7 +187,7 @@ class _Api:
         loop = asyncio.get_running_loop()
         end = loop.time() + wait
         while True:
-            rung = self._bell.next
+            rung = self._bell.next()
             result = await off_loop(partial(self._coordinator.result, worker_id, number))
             left = end - loop.time()
             if result is not None or left <= 0 or self._stopping.is_set():
@@ -232,8 +201,7 @@ class _Api:
         check_head: Callable[[Any], object],
         finish: Callable[[SpooledTensors], object],
     ) -> Response:
-        """Write the tensors of a frame to a file, call ``finish`` with it, and answer. Raises ConfigurationError if it
-        is not a complete frame with these tensors, or has a NaN or an infinity."""
+        """Write the tensors of a frame to a file, call ``finish`` with it, and answer."""
         least, most = length_limits(specs)
         length = request.headers.get("content-length", "")
         if not length.isdecimal() or not least <= int(length) <= most:
@@ -253,6 +221,10 @@ class _Api:
         return Answer({})
 
 
+async def _worker_id_in(request: Request) -> str:
+    return check_worker_id((await read_json(request)).get("worker_id"))
+
+
 class _Body:
     """A request's body, which a thread reads into its own memory. Its pieces are copied there by the event loop."""
 
@@ -262,8 +234,7 @@ class _Body:
         self._loop = asyncio.get_running_loop()
 
     def read_into(self, memory: memoryview) -> None:
-        """Fill ``memory`` with the next bytes. Not on the event loop's thread. Raises ConnectionError if the client
-        does not send them."""
+        """Fill ``memory`` with the next bytes. Not on the event loop's thread."""
         filling = self._fill(memory)
         try:
             asyncio.run_coroutine_threadsafe(filling, self._loop).result()

@@ -45,23 +45,16 @@ class Closing(Exception):
 
 
 class Patience:
-    """Waits for a disk that is full, or has another trouble that may pass. Used by one thread, except :meth:`close`."""
+    """Waits for a disk that is full, or has another trouble that may pass. Used by one thread."""
 
     def __init__(self) -> None:
         self.obstacle: str | None = None
         """Why the disk refuses what workers wait for, if it does."""
-        self._closing = threading.Event()
-
-    def close(self) -> None:
-        """Wait no longer. May be called on any thread."""
-        self._closing.set()
+        self.closing = threading.Event()
+        """Set on any thread: wait no longer."""
 
     def insist(self, write: Callable[[], object]) -> None:
-        """Call ``write`` until it raises no OSError. Why it waits is logged at once, and then every minute.
-
-        Raises Closing if :meth:`close` is called before. Passes on errors which trying again would not help:
-        DalsegnoError, NotDurable, and OSError if the folder is gone or the disk is read-only.
-        """
+        """Call ``write`` until it raises no OSError that may pass. Raises Closing if :attr:`closing` is set before."""
         report_at = -math.inf
         while True:
             try:
@@ -80,7 +73,7 @@ class Patience:
                     "permissions; if the disk is broken, stop the server, and start it with a copy of the folder",
                     self.obstacle,
                 )
-            if self._closing.wait(_PAUSE):
+            if self.closing.wait(_PAUSE):
                 raise Closing
         if self.obstacle is not None:
             logger.warning("the DiLoCo server can write again")
@@ -121,11 +114,10 @@ class Coordinator:
     # -- start and end ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop applying, and save a checkpoint. Requests must have ended. Raises SaveFailed if it cannot be written;
-        the journal has all that was acknowledged."""
+        """Stop applying, and save a checkpoint. Requests must have ended."""
         with self._lock:
             self._is_closing = True
-            self._patience.close()
+            self._patience.closing.set()
             self._lock.notify_all()
         self._thread.join()
         self._run.close(save=self.failure is None)
@@ -133,7 +125,6 @@ class Coordinator:
     # -- members ----------------------------------------------------------------------------------------------------
 
     def note_seen(self, worker_id: str) -> None:
-        """Note that a worker is alive. Takes no lock."""
         self._rounds.note_seen(worker_id)
 
     def register(
@@ -153,9 +144,6 @@ class Coordinator:
             again. Otherwise ``run_id`` and ``asynchronous``; ``adopt``, the number of the result with which the worker
             begins, or None if it continues with the parameters of its checkpoint; ``known``, the number of its newest
             submission here.
-
-        Raises StateMismatch if the worker has another model, other fragments, or is of another run; ConfigurationError
-        if ``settings`` cannot work.
         """
         specs = settings.specs()
         with self._lock:
@@ -230,7 +218,7 @@ class Coordinator:
         self._run.record(Joined(worker_id, number, state.version + is_in_round, dylu))
 
     def deregister(self, worker_id: str) -> None:
-        """A worker ends. What it has submitted counts. Raises NotFound if it has not joined."""
+        """A worker ends. What it has submitted counts."""
         with self._lock:
             self._check_running()
             if not self._member(worker_id).has_left:
@@ -247,13 +235,10 @@ class Coordinator:
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def spooled(self, specs: Specs, frame: FrameReader) -> AbstractContextManager[SpooledTensors]:
-        """Write tensors that arrive to a file, on any thread: see :func:`.spool.spooled`."""
         return self._run.store.spooled(specs, frame)
 
     def initialize(self, arrived: SpooledTensors, num_fragments: int = 1) -> None:
-        """Take a worker's parameters as the first version. Raises StateMismatch if the run has parameters;
-        ConfigurationError if a parameter has an impossible name; NotDurable, and the server has failed, if the disk may
-        lose the journal."""
+        """Take a worker's parameters as the first version."""
         with self._lock:
             self._check_running()
             if self._run.has_begun:
@@ -262,21 +247,14 @@ class Coordinator:
                 self._run.begin(arrived, num_fragments)
 
     def parameters(self, version: int, fragment: int | None) -> tuple[FileIO, Growth]:
-        """Open the file of a version, a frame, for the caller to close; it may grow. Takes no lock. Raises NotFound if
-        it is not kept."""
+        """Open the file of a version, a frame, for the caller to close; it may grow. Takes no lock."""
         return self._run.store.versions.open(Version(version, fragment))
 
     # -- submissions ------------------------------------------------------------------------------------------------
 
     def offer(self, submission: Submission) -> Specs | None:
-        """Check whether a submission can be used, before it is sent.
-
-        Returns:
-            What its frame must have; None if it has been accepted before.
-
-        Raises NotFound if the worker has not joined; StateMismatch if it is not the worker's next one, or of an old
-        round: the worker registers again.
-        """
+        """What the frame of a submission must have; None if it has been accepted before. Raises StateMismatch if it is
+        not the worker's next one, or of an old round: the worker registers again."""
         with self._lock:
             if self._is_new(submission):
                 return self._run.sent(submission)
@@ -284,7 +262,6 @@ class Coordinator:
         return None
 
     def _is_new(self, submission: Submission) -> bool:
-        """Whether a submission is the next one, not one that has been accepted before. Raises as :meth:`offer`."""
         member = self._member(submission.worker_id)
         self.note_seen(submission.worker_id)
         if submission.number <= member.number:
@@ -293,20 +270,18 @@ class Coordinator:
         return True
 
     def accept(self, submission: Submission, arrived: SpooledTensors) -> None:
-        """Accept a submission. Once this returns it is never lost. Raises StateMismatch as :meth:`offer`, since things
-        may have changed while it was sent. NotDurable: the disk has lost it, and the server has failed; restarted, it
-        takes the submission again."""
+        """Accept a submission. Once this returns it is never lost. NotDurable: the disk has lost it, and the server has
+        failed; restarted, it takes the submission again."""
         with self._lock:
             self._check_running()
-            is_new = self._is_new(submission)
+            is_new = self._is_new(submission)  # again: things may have changed while it was sent
             if is_new:
                 self._run.accept(submission, arrived)
                 self._lock.notify_all()
         self._commit(arrived if is_new else None)
 
     def result(self, worker_id: str, number: int) -> dict[str, Any] | None:
-        """What became of a submission, or of joining, as JSON values; None if it is not known yet. Raises NotFound if
-        the worker never submitted it, or its result is not kept."""
+        """What became of a submission, or of joining, as JSON values; None if it is not known yet."""
         with self._lock:
             self._check_running()
             member = self._member(worker_id)
@@ -321,7 +296,6 @@ class Coordinator:
     # -- the outer step ---------------------------------------------------------------------------------------------
 
     def _apply_submissions(self) -> None:
-        """Apply submissions until :meth:`close` or a failure. Runs on a thread of its own."""
         begun: list[Version] = []
         try:
             while (change := self._next_change()) is not None:
@@ -337,11 +311,8 @@ class Coordinator:
             self._run.store.versions.abandon(begun)  # not before it has failed: a worker must not register again
 
     def _next_change(self) -> tuple[list[Version], ServerState | None] | None:
-        """Wait until submissions are to be applied, or workers to begin, and do it.
-
-        Returns:
-            The versions to publish, and the state of a checkpoint that is due; None at the end.
-        """
+        """Wait until submissions are to be applied, or workers to begin, and do it. Returns the versions to publish,
+        and the state of a checkpoint that is due; None at the end."""
         with self._lock:
             while not self._is_closing and self.failure is None:
                 if self._run.has_begun:
@@ -356,7 +327,6 @@ class Coordinator:
             return None
 
     def _fail(self, error: BaseException) -> None:
-        """Stop applying submissions, and refuse requests."""
         with self._lock:
             if self.failure is not None:
                 return
@@ -402,7 +372,7 @@ class Coordinator:
 
     def _publish(self, begun: Sequence[Version]) -> None:
         """Allow workers to fetch what a change led to, once the change is on disk. They may begin while the versions
-        are written. Raises Closing if the server closes before."""
+        are written."""
         self._patience.insist(self._commit)
         self._committed = self._run.state.version
         self._changed()
@@ -411,8 +381,6 @@ class Coordinator:
         self._insist_locked(lambda: self._run.release_versions(self._rounds.may_repeat(self._run.state)))
 
     def _insist_locked(self, write: Callable[[], object]) -> None:
-        """As :meth:`Patience.insist`; each attempt has the lock."""
-
         def locked() -> None:
             with self._lock:
                 write()

@@ -43,7 +43,7 @@ _WRITE_BACK = 8 << 20
 
 
 class SpareFiles:
-    """Files of a directory that have no name yet, or no longer. Used by any thread."""
+    """Files of a directory that have no name yet, or no longer. Used on any thread."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -52,15 +52,14 @@ class SpareFiles:
         self._numbers = itertools.count()
 
     def take(self) -> Path:
-        """Return the path of a file to overwrite; it may not exist yet."""
+        """The path of a file to overwrite; it may not exist yet."""
         try:
             return self._spare.pop()
         except IndexError:
             return self._new_path()
 
     def give_back(self, path: Path) -> None:
-        """Allow a file to be overwritten. It loses its name at once, without an fsync: after a power cut the name may
-        be back, with any content."""
+        """Allow a file to be overwritten. After a power cut its name may be back, with any content."""
         spare = path
         if path.suffix != _PARTIAL:
             spare = self._new_path()
@@ -70,9 +69,11 @@ class SpareFiles:
                 return
         self._spare.append(spare)
 
-    def named(self) -> Iterator[Path]:
-        """The files that have a name."""
-        return (path for path in self._directory.iterdir() if path.suffix != _PARTIAL)
+    def release(self, is_needed: Callable[[Path], object]) -> None:
+        """Allow all files that have a name and are not needed to be overwritten."""
+        for path in [each for each in self._directory.iterdir() if each.suffix != _PARTIAL]:
+            if not is_needed(path):
+                self.give_back(path)
 
     def delete_all(self) -> None:
         """Delete the files without a name, also those of a killed process. To be called while none is in use."""
@@ -99,14 +100,13 @@ class SpooledTensors:
         self._turn = threading.Lock()  # of the threads that wait for the disk
 
     def keep(self, path: Path) -> None:
-        """Give the file its name."""
         filesystem.rename_nosync(self.path, path)
         self.path = path
         self.is_kept = True
 
     def make_durable(self) -> None:
-        """Wait until the file and its name are on disk. On any thread. Raises NotDurable if the disk refuses it, at
-        this call or at an earlier one."""
+        """Wait until the file and its name are on disk, on any thread. Raises NotDurable if the disk refuses it, now or
+        at an earlier call."""
         with self._turn:
             if not self._is_durable and self._failure is None:
                 try:
@@ -119,7 +119,6 @@ class SpooledTensors:
                 raise NotDurable(self._failure.errno, f"fsync failed: {self._failure.strerror}", str(self.path))
 
     def close(self) -> None:
-        """Close the file. It must be durable by now if it is to be used."""
         with self._turn:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -128,7 +127,7 @@ class SpooledTensors:
 @contextmanager
 def spooled(files: SpareFiles, specs: Specs, frame: FrameReader) -> Iterator[SpooledTensors]:
     """Write tensors to a file of ``files``, which takes the file back at the end, unless it was kept. Raises
-    ConfigurationError if a tensor has a NaN or an infinity; names it; OSError if the file cannot be written."""
+    ConfigurationError if a tensor has a NaN or an infinity."""
     tensors = SpooledTensors(files.take(), specs)
     try:
         try:
@@ -212,52 +211,57 @@ class Version:
         return f"{self.number:08d}-{'all' if self.fragment is None else self.fragment}.frame"
 
 
-class Growth:
-    """How much of a file is written. Advanced on one thread; awaited on event loops.
+class Bell:
+    """Wakes those who wait on event loops. Rung on any thread."""
 
-    Attributes:
-        length: of the complete file, in bytes.
-    """
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], object]] = deque()
+
+    def next(self) -> asyncio.Event:
+        """Set when it rings next. Look then, before waiting, whether what is waited for has come."""
+        rung = asyncio.Event()
+        self._waiting.append(partial(asyncio.get_running_loop().call_soon_threadsafe, rung.set))
+        return rung
+
+    def ring(self) -> None:
+        for _ in range(len(self._waiting)):
+            with suppress(IndexError, RuntimeError):  # another thread has rung; the server has ended with its loop
+                self._waiting.popleft()()
+
+
+class Growth:
+    """How much of a file is written. Advanced on one thread; awaited on event loops."""
 
     def __init__(self, length: int, written: int = 0) -> None:
         self.length = length
+        """Of the complete file, in bytes."""
         self._written = written
         self._has_failed = False
-        self._waiting: list[Callable[[], object]] = []
+        self._bell = Bell()
 
     @classmethod
     def complete(cls, length: int) -> Growth:
-        """Of a file that is not written any more."""
         return cls(length, length)
 
     def advance(self, written: int) -> None:
-        """Note that so many bytes are written, from the beginning of the file."""
         self._written = written
-        self._wake()
+        self._bell.ring()
 
     def fail(self) -> None:
         """Note that no more bytes will be written."""
         self._has_failed = True
-        self._wake()
+        self._bell.ring()
 
     async def beyond(self, begin: int) -> int:
-        """Wait until more than ``begin`` bytes are written, and return how many are. Raises EOFError if they will not
-        be written."""
+        """Wait until more than ``begin`` bytes are written, and return how many are."""
         while self._written <= begin:
-            woken = asyncio.Event()
-            self._waiting.append(partial(asyncio.get_running_loop().call_soon_threadsafe, woken.set))
-            if self._written > begin:  # advanced before this was in the list, so perhaps nothing wakes it
+            rung = self._bell.next()
+            if self._written > begin:
                 break
             if self._has_failed:
                 raise EOFError("the file is not written to its end")
-            await woken.wait()
+            await rung.wait()
         return self._written
-
-    def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for wake in waiting:
-            with suppress(RuntimeError):  # the loop is closed: the server has ended
-                wake()
 
 
 class _Growing:
@@ -271,11 +275,9 @@ class _Growing:
         self._written = 0
 
     def open(self) -> FileIO:
-        """Open the file to read; it may have nothing yet."""
         return FileIO(filesystem.open_own(self.path, os.O_RDONLY | os.O_CREAT))
 
     def write(self) -> None:
-        """Write the file. After an OSError, such as that of a full disk, another call continues where it was."""
         descriptor = filesystem.open_own(self.path, os.O_WRONLY | os.O_CREAT)
         try:
             os.lseek(descriptor, self._written, os.SEEK_SET)
@@ -297,25 +299,24 @@ class Versions:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._spare = SpareFiles(directory)
+        self.spare = SpareFiles(directory)
         self._growing: dict[Version, _Growing] = {}
         self._lock = threading.Lock()  # so that a file does not get its name while it is looked for
 
     def has(self, version: Version) -> bool:
-        """Whether a version can be opened."""
         return version in self._growing or self._path(version).exists()
 
     def begin(self, versions: Mapping[Version, Specs], model: GlobalModel) -> None:
-        """Announce versions that will be written, of the present parameters: all of them, or none if this raises. With
-        the specs of their tensors."""
+        """Announce versions that will be written, of the present parameters: all of them, or none if this raises."""
         growing = {}
         for version, specs in versions.items():
             layout = FrameLayout({"version": version.number}, specs)
-            growing[version] = _Growing(self._spare.take(), layout, model)
+            growing[version] = _Growing(self.spare.take(), layout, model)
         self._growing.update(growing)
 
     def write(self, version: Version) -> None:
-        """Write a version that was begun, unless it is written. After an OSError, another call continues."""
+        """Write a version that was begun, unless it is written. After an OSError, such as that of a full disk, another
+        call continues where it was."""
         growing = self._growing.get(version)
         if growing is not None:
             growing.write()
@@ -335,8 +336,7 @@ class Versions:
                     filesystem.remove(growing.path)
 
     def open(self, version: Version) -> tuple[FileIO, Growth]:
-        """Open the file of a version, for the caller to close, and return how much of it is written. Raises NotFound if
-        it is not kept."""
+        """Open the file of a version, for the caller to close, and return how much of it is written."""
         with self._lock:
             growing = self._growing.get(version)
             if growing is not None:
@@ -348,23 +348,18 @@ class Versions:
         return file, Growth.complete(os.fstat(file.fileno()).st_size)
 
     def release(self, *, except_for: Collection[Version]) -> None:
-        """Allow the files of versions that no worker may ask for any more to be overwritten."""
         names = {version.file_name for version in except_for}
-        for path in list(self._spare.named()):
-            if path.name not in names:
-                self._spare.give_back(path)
+        self.spare.release(lambda path: path.name in names)
 
     def release_damaged(self) -> None:
-        """As :meth:`release`, for files that a power cut has left with other content: a mixture, or the version that
-        was in the file before."""
-        for path in list(self._spare.named()):
-            head = head_of_whole_frame(path)
-            if head is None or not path.name.startswith(f"{head.get('version')!s:0>8}-"):
-                self._spare.give_back(path)
-
-    def delete_spare(self) -> None:
-        """Delete the files without a name. To be called while none is in use."""
-        self._spare.delete_all()
+        """Release the files that a power cut has left with other content: a mixture, or the version that was in the
+        file before."""
+        self.spare.release(_has_its_version)
 
     def _path(self, version: Version) -> Path:
         return self._directory / version.file_name
+
+
+def _has_its_version(path: Path) -> bool:
+    head = head_of_whole_frame(path)
+    return head is not None and path.name.startswith(f"{head.get('version')!s:0>8}-")

@@ -52,16 +52,15 @@ class Rounds:
         self._seen: dict[str, float] = {}  # monotonic time of each worker's newest request
 
     def note_seen(self, worker_id: str) -> None:
-        """Note that a worker is alive. Takes no lock."""
+        """Takes no lock."""
         self._seen[worker_id] = time.monotonic()
 
     def seconds_ago(self, worker_id: str) -> float | None:
-        """Seconds since a worker was seen; None if it was not seen since the server's start."""
+        """Seconds since a worker was seen; None: not since the server's start."""
         seen = self._seen.get(worker_id)
         return None if seen is None else time.monotonic() - seen
 
     def is_alive(self, worker_id: str) -> bool:
-        """Whether a worker has been seen within the timeout."""
         ago, timeout = self.seconds_ago(worker_id), self._rules.heartbeat_timeout
         return timeout == 0 or (ago is not None and ago < timeout)
 
@@ -103,8 +102,7 @@ class Rounds:
         return len(state.members) >= self._rules.num_workers and any(self._is_in_round(state, name) for name in others)
 
     def check_next(self, state: ServerState, submission: Submission) -> None:
-        """Raises StateMismatch if a submission is not the next one of its worker, which has joined, or is of an old
-        round."""
+        """Raises StateMismatch if a submission is not the next one of its worker, or is of an old round."""
         member, who = state.members[submission.worker_id], f"{submission.worker_id}, submission {submission.number}"
         if member.pending is not None or submission.number != member.number + 1:
             raise StateMismatch(f"{who}: not the next one; {member.number} was accepted last")

@@ -30,15 +30,9 @@ logger = logging.getLogger("dalsegno")
 
 
 class OuterRun:
-    """The run in ``folder``; a new one has no parameters until :meth:`begin`. Used by one thread at a time, except
-    :meth:`commit`, and except :meth:`write_versions` and :meth:`save` while other threads record events.
-
-    Args:
-        save_every: outer steps between two checkpoints.
-
-    Raises StateMismatch if the folder is another kind of run's, or was trained by another optimizer; DamagedCheckpoint
-    if none of its checkpoints verifies.
-    """
+    """The run in ``folder``; a new one has no parameters until :meth:`begin`. A checkpoint is due every ``save_every``
+    outer steps. Used by one thread at a time, except :meth:`commit`, and except :meth:`write_versions` and :meth:`save`
+    while other threads record events."""
 
     def __init__(self, folder: Path, make_optimizer: MakeOptimizer, save_every: int) -> None:
         self.store = ServerStore(folder)
@@ -54,19 +48,17 @@ class OuterRun:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has parameters."""
         return self._state is not None
 
     @property
     def state(self) -> ServerState:
-        """Changed by :meth:`record` only. Raises NotFound if no worker has sent its parameters yet."""
+        """Changed by :meth:`record` only."""
         if self._state is None:
             raise NotFound("this run has no parameters yet; register first")
         return self._state
 
     def begin(self, arrived: SpooledTensors, num_fragments: int = 1) -> None:
-        """Take a worker's parameters as the first version, and save them. The run has not begun if this raises:
-        ConfigurationError for a parameter with an impossible name, SaveFailed, or OSError of the journal."""
+        """Take a worker's parameters as the first version, and save them. The run has not begun if this raises."""
         file, scratch = TensorFile(arrived.path, arrived.specs), Scratch()
 
         def fill(spec: TensorSpec, parameter: Tensor) -> None:
@@ -78,7 +70,7 @@ class OuterRun:
         self.begin_with(arrived.specs, num_fragments, fill)
 
     def begin_with(self, specs: Specs, num_fragments: int, fill: Callable[[TensorSpec, Tensor], object]) -> None:
-        """As :meth:`begin`, with the parameters that ``fill`` writes, one after the other. Raises what that raises."""
+        """As :meth:`begin`, with the parameters that ``fill`` writes, one after the other."""
         settings = Settings([spec.to_json() for spec in specs], num_fragments)
         parts = Globals.of(specs, self._make_optimizer)
         for spec in specs:
@@ -128,8 +120,7 @@ class OuterRun:
         return self._parts
 
     def close(self, *, save: bool) -> None:
-        """Save a checkpoint if ``save``, then close the log. Raises SaveFailed if it cannot be written; the journal has
-        all that was acknowledged."""
+        """Save a checkpoint if ``save``, then close the log. The journal has what was acknowledged."""
         try:
             if save and self._state is not None:
                 self._save_last(self._state)
@@ -159,7 +150,7 @@ class OuterRun:
         """Carry out an event. Call :meth:`commit` before anything that depends on it leaves the server.
 
         It is recorded first, so that commits of other threads write it to disk during an outer step. If carrying it out
-        raises, nothing is committed any more, as another event would get its number.
+        raises, nothing is committed any more: another event would get its number.
         """
         self.store.journal.record(event, self.state.events + 1, make_durable)
         try:
@@ -174,7 +165,7 @@ class OuterRun:
         self.record(Accepted(submission), arrived.make_durable)
 
     def commit(self) -> None:
-        """Write what was recorded to disk, as :meth:`.Journal.commit`. May be called on any thread."""
+        """Write what was recorded to disk, on any thread."""
         self.store.journal.commit()
 
     def _carry_out(self, event: Event) -> None:
@@ -187,7 +178,6 @@ class OuterRun:
         state.change(event)
 
     def _step(self, state: ServerState, parts: Globals, event: Applied) -> None:
-        """The outer step of an event, and its record in the log."""
         submissions, loss = state.pending(event.worker_ids), state.mean_loss(event.worker_ids)
         specs = self._fragments[submissions[0].fragment]
         weights = [each.samples for each in submissions]
@@ -213,21 +203,18 @@ class OuterRun:
         }
         self._opened = now
         self.newest_record = record
-        self.store.log(record)
+        self.store.unlogged.append(record)
 
     def state_to_save(self) -> ServerState | None:
-        """A copy of the state every ``save_every`` outer steps, for a checkpoint of this version; None otherwise."""
+        """A copy of the state, if a checkpoint of this version is due."""
         return copy.deepcopy(self.state) if self.state.version % self._save_every == 0 else None
 
     def save(self, state: ServerState) -> bool:
         """Save a checkpoint of the present parameters, and drop the events that it contains from the journal. They were
         committed. Meanwhile, other threads may record events, but no outer step.
 
-        Returns:
-            Whether both are done, so that :meth:`release_submissions` may follow. A failure is logged: the journal has
-            everything.
-
-        Raises NotDurable if the disk may lose the journal; each later commit raises it again.
+        Returns whether both are done, so that :meth:`release_submissions` may follow. A failure is logged: the journal
+        has everything, unless the disk may lose it (NotDurable).
         """
         try:
             return self.store.save(state, self._globals) and self._shorten_journal(state)
@@ -252,11 +239,11 @@ class OuterRun:
     # -- versions ---------------------------------------------------------------------------------------------------
 
     def specs(self, fragment: int | None) -> Specs:
-        """What a fragment has; None: the whole model."""
+        """Of a fragment; None: of the whole model."""
         return self.state.settings.specs() if fragment is None else self._fragments[fragment]
 
     def sent(self, submission: Submission) -> Specs:
-        """What the frame of a submission has."""
+        """Of the frame of a submission."""
         return submission.sent(self._fragments[submission.fragment])
 
     def has(self, result: Result | None) -> bool:
@@ -267,11 +254,8 @@ class OuterRun:
         return self.store.versions.has(Version(result.version, result.fragment))
 
     def begin_versions(self) -> list[Version]:
-        """Announce the present parameters that workers will fetch; from now on they can be. Changes nothing on disk.
-
-        The caller writes them (:meth:`write_versions`) and at the end, also after a failure, calls
-        :meth:`.Versions.abandon`.
-        """
+        """Announce the present parameters that workers will fetch; from now on they can be. The caller writes them, and
+        at the end, also after a failure, calls :meth:`.Versions.abandon`."""
         state, versions = self.state, self.store.versions
         present = {each for each in self._needed_versions(state.members) if each.number == state.version}
         missing = sorted((each for each in present if not versions.has(each)), key=lambda each: each.file_name)
@@ -279,8 +263,7 @@ class OuterRun:
         return missing
 
     def write_versions(self, begun: Iterable[Version]) -> None:
-        """Write the present parameters. Meanwhile, other threads may record events, but no outer step. Raises OSError
-        if the disk refuses it; the next call continues."""
+        """Write the present parameters. Meanwhile, other threads may record events, but no outer step."""
         for each in begun:
             self.store.versions.write(each)
 

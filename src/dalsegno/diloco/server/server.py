@@ -25,6 +25,7 @@ from dalsegno.web.security import Limits, check_access, is_loopback, new_token, 
 from dalsegno.web.server import ServerThread, check_installed, listen
 
 from .coordinator import Coordinator
+from .files import Bell
 from .outer import MakeOptimizer, nesterov
 from .rounds import Rules
 from .run import OuterRun
@@ -121,7 +122,6 @@ class DiLoCoServer:
 
     @property
     def coordinator(self) -> Coordinator:
-        """Raises NotRunning before :meth:`start`, and after :meth:`stop`."""
         if self._coordinator is None:
             raise NotRunning("the DiLoCo server is not running")
         return self._coordinator
@@ -141,7 +141,7 @@ class DiLoCoServer:
             held.enter_context(DirectoryLock(self.folder))
             if not self._disable_auth:
                 self._token = self._token or self._stored_token()
-            from .api import Bell, build_app
+            from .api import build_app  # starlette takes long to import
 
             bell = Bell()
             run = OuterRun(self.folder, self._make_optimizer, self._rules.save_every)

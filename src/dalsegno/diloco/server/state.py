@@ -6,8 +6,7 @@ repeats the events after its newest checkpoint, and is where every worker left i
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -90,13 +89,8 @@ class Returned:
 
 
 Event = Joined | Accepted | Applied | Left | Returned
-EVENTS: Mapping[str, type[Event]] = {
-    "joined": Joined,
-    "accepted": Accepted,
-    "applied": Applied,
-    "left": Left,
-    "returned": Returned,
-}
+_KINDS: tuple[type[Event], ...] = (Joined, Accepted, Applied, Left, Returned)
+_EVENTS = {kind.__name__.lower(): kind for kind in _KINDS}
 
 
 @dataclass(slots=True)
@@ -155,21 +149,17 @@ class ServerState:
         samples = sum(weight for _, weight in losses)
         return sum(loss * weight for loss, weight in losses) / samples if losses else None
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_json(cls, content: Any) -> ServerState:
-        """Raises StateMismatch if ``content`` is not the state of a server."""
+        """Undo ``dataclasses.asdict``."""
         check(content, ServerState, "the state of a DiLoCo server")
         members = {worker_id: _member(each) for worker_id, each in content["members"].items()}
         return cls(**{**content, "settings": Settings(**content["settings"]), "members": members})
 
 
 def event_from_json(content: Any) -> Event:
-    """Raises StateMismatch if ``content`` is not an event."""
     check(content, dict[str, Any], "event")
-    kind = EVENTS.get(str(content.get("kind")))
+    kind = _EVENTS.get(str(content.get("kind")))
     if kind is None:
         raise StateMismatch(f"event.kind: is {content.get('kind')!r}; must be an event of a known kind")
     check(content, kind, "event")

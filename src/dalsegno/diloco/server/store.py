@@ -37,7 +37,7 @@ from dalsegno.checkpoint.index import Index
 from dalsegno.checkpoint.listing import newest_verified
 from dalsegno.checkpoint.names import MODEL
 from dalsegno.checkpoint.tensor_files import StoredFile
-from dalsegno.checkpoint.tensor_reader import ChunkReader, Files
+from dalsegno.checkpoint.tensor_reader import ChunkReader
 from dalsegno.checkpoint.weights import Weights, naming_hint, weights_are_at
 from dalsegno.diloco.wire.messages import FrameReader, Submission
 from dalsegno.diloco.wire.signature import GROUP, Specs, TensorSpec, dequantize, element_count, file_layout
@@ -85,12 +85,8 @@ class Journal:
         self._turn = threading.Lock()  # of the threads that change the file
 
     def record(self, event: Event, number: int, make_durable: Callable[[], object] | None = None) -> None:
-        """Take the next event.
-
-        Args:
-            number: of the event: one more than that of the last one.
-            make_durable: called before the event is written; what the event refers to is on disk when it returns.
-        """
+        """Take the next event. ``make_durable``: called before the event is written; what the event refers to is on
+        disk when it returns."""
         self._recorded.append(_Recorded(number, event, make_durable))
 
     def commit(self) -> None:
@@ -111,13 +107,7 @@ class Journal:
             del self._recorded[: len(recorded)]
 
     def recover(self, number: int) -> list[Event]:
-        """As :meth:`after`, at the start of a server: remove before what a power cut has left of the last commit.
-
-        Args:
-            number: of the last event that the checkpoint contains.
-
-        Raises StateMismatch as :meth:`after`.
-        """
+        """As :meth:`after`, at the start of a server: remove before what a power cut has left of the last commit."""
         with self._turn:
             self._remove_torn_batch(number)
             return self.after(number)
@@ -171,7 +161,6 @@ class Journal:
             self._file.replace(_lines(number + 1, self.after(number)))
 
     def clear(self) -> None:
-        """Drop all events."""
         with self._turn:
             self._file.replace(())
 
@@ -182,7 +171,7 @@ class Journal:
 
 
 def _lines(first: int, events: Iterable[Event]) -> Iterator[dict[str, Any]]:
-    """Lines that are written together. ``first``: number of the first of the events."""
+    """Lines that are written together."""
     for number, event in enumerate(events, first):
         yield {"event": number, "batch": first, **asdict(event)}
 
@@ -225,19 +214,18 @@ class ServerStore:
             filesystem.make_directory(each)
         self.journal = Journal(own / "journal.jsonl")
         self.versions = Versions(versions)
+        self.unlogged: deque[dict[str, Any]] = deque()
+        """Records that :meth:`write_log` appends to the log."""
         self._manager = CheckpointManager(folder, keep=Latest(2))
         self._log = RecordLog("logs/train.jsonl", folder)
-        self._unlogged: deque[dict[str, Any]] = deque()
         self._spare = SpareFiles(self._submissions)
 
     # -- start and end ----------------------------------------------------------------------------------------------
 
     def find(self) -> tuple[Checkpoint, ServerState] | None:
-        """The newest checkpoint that verifies, and its state; None in a new folder. Raises DamagedCheckpoint if none of
-        them verifies; StateMismatch if it is not a checkpoint of a DiLoCo server."""
+        """The newest checkpoint that verifies, and its state; None in a new folder."""
         self._manager.remove_partial()
-        self._spare.delete_all()
-        self.versions.delete_spare()
+        self._delete_spare_files()
         found = self._manager.find()
         if found is None:
             self._log.open()
@@ -248,8 +236,7 @@ class ServerStore:
         return found, ServerState.from_json(states[0])
 
     def load(self, found: Checkpoint, parts: Globals) -> None:
-        """Restore the global parameters and the optimizer, and cut the log back to the checkpoint. Raises StateMismatch
-        if the optimizer is another one than the saved."""
+        """Restore the global parameters and the optimizer, and cut the log back to the checkpoint."""
         position = _LogPosition(self._log)
         self._manager.load(found, self._sharded(parts), [Component(_STATE, _Saved({})), Component(_LOG, position)])
         self._log.open(position.loaded)
@@ -258,8 +245,11 @@ class ServerStore:
         """Close the journal and the log, and delete the files that nothing refers to."""
         self.journal.close()
         self._log.close()
+        self._delete_spare_files()
+
+    def _delete_spare_files(self) -> None:
         self._spare.delete_all()
-        self.versions.delete_spare()
+        self.versions.spare.delete_all()
 
     # -- records, checkpoints ---------------------------------------------------------------------------------------
 
@@ -270,26 +260,22 @@ class ServerStore:
             newest = newest if "kind" in record else record
         return newest
 
-    def log(self, record: dict[str, Any]) -> None:
-        """Take a record, which :meth:`write_log` appends to the log."""
-        self._unlogged.append(record)
-
     def write_log(self) -> None:
-        """Append the records that were taken. Raises OSError if the disk refuses one; the next call tries again."""
-        while self._unlogged:
-            self._log.append(self._unlogged[0])
-            self._unlogged.popleft()
+        """Append the records to the log. Raises OSError if the disk refuses one; the next call tries again."""
+        while self.unlogged:
+            self._log.append(self.unlogged[0])
+            self.unlogged.popleft()
 
     def save(self, state: ServerState, parts: Globals) -> bool:
-        """Save a checkpoint, unless there is one of this version. Returns whether it was saved. Raises SaveFailed if it
-        cannot be written. Older ones, and the journal, remain."""
+        """Save a checkpoint, unless there is one of this version. Returns whether it was saved. Older ones, and the
+        journal, remain."""
         if self._manager.path_of(state.version).exists():
             return False
         try:
             self.write_log()  # the checkpoint has its length
         except OSError as error:
             raise SaveFailed(f"no checkpoint of version {state.version}: its log cannot be written: {error}") from error
-        components = [Component(_STATE, _Saved(state.to_json())), Component(_LOG, _LogPosition(self._log))]
+        components = [Component(_STATE, _Saved(asdict(state))), Component(_LOG, _LogPosition(self._log))]
         self._manager.save(state.version, self._sharded(parts), components)
         return True
 
@@ -299,7 +285,6 @@ class ServerStore:
     # -- submissions ------------------------------------------------------------------------------------------------
 
     def spooled(self, specs: Specs, frame: FrameReader) -> AbstractContextManager[SpooledTensors]:
-        """Write tensors that arrive to a file: see :func:`.spool.spooled`."""
         return spooled(self._spare, specs, frame)
 
     def keep(self, arrived: SpooledTensors, submission: Submission) -> None:
@@ -307,14 +292,11 @@ class ServerStore:
         arrived.keep(self._submissions / submission.file_name)
 
     def tensors(self, submission: Submission, specs: Specs) -> TensorFile:
-        """The file of a submission."""
         return TensorFile(self._submissions / submission.file_name, submission.sent(specs))
 
     def release_submissions(self, *, except_for: Collection[str]) -> None:
         """Allow the files of submissions that no event needs any more to be overwritten."""
-        for path in list(self._spare.named()):
-            if path.name not in except_for:
-                self._spare.give_back(path)
+        self._spare.release(lambda path: path.name in except_for)
 
 
 class Scratch:
@@ -331,16 +313,14 @@ class Scratch:
 
 
 class TensorFile:
-    """Reads parts of tensors, by name, from a file that a frame has brought; quantized ones as float32. On any
-    thread."""
+    """Reads parts of tensors from a file that a frame has brought; quantized ones as float32. On any thread."""
 
     def __init__(self, path: Path, specs: Specs) -> None:
         self._file, layout = StoredFile(path), file_layout(specs)
         self._stored = {spec.name: (spec, span) for spec, span in zip(specs, layout.spans, strict=True)}
 
     def block(self, name: str, begin: int, count: int, scratch: Scratch) -> torch.Tensor:
-        """``count`` elements of a tensor, flat, from ``begin`` on, a multiple of ``BLOCK``. In ``scratch``, which the
-        next call with it overwrites."""
+        """``count`` elements of a tensor, flat, from ``begin`` on, a multiple of ``BLOCK``: in ``scratch``."""
         spec, span = self._stored[name]
         block = scratch.block(spec.dtype, count)
         self._file.fill(block, span, spec.dtype, (spec.count,), [(begin, count)])
@@ -364,49 +344,37 @@ class TensorFile:
 
 class InitialWeights:
     """Weights at ``path``, with which a run may begin: a checkpoint, the newest one of a run, or safetensors of another
-    program. Raises NotFound if there are none, DamagedCheckpoint if they are damaged."""
+    program."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        files, index = self._open(path)
+        files = Weights.open(path) if weights_are_at(path) else newest_verified(path)
+        index = files.index if isinstance(files, Weights) else Index.of_checkpoint(files)
         self._reader, self._stored = ChunkReader(files), index.of(MODEL)
-
-    @staticmethod
-    def _open(path: Path) -> tuple[Files, Index]:
-        if weights_are_at(path):
-            weights = Weights.open(path)
-            return weights, weights.index
-        checkpoint = newest_verified(path)
-        return checkpoint, Index.of_checkpoint(checkpoint)
+        self._who = f"{path}, with which the server begins"
 
     def fill(self, spec: TensorSpec, parameter: torch.Tensor) -> None:
-        """Read a parameter, cast if it is stored in another dtype. Raises StateMismatch if it is not there, has another
-        shape, or values that are not finite."""
+        """Read a parameter, cast if it is stored in another dtype."""
         stored = self._stored.get(spec.name)
         if stored is None:
             hint = naming_hint(self._stored, [spec.name]) or "start the server with weights of the workers' model"
-            raise StateMismatch(f"{self._path}, with which the server begins, has no {spec.name}; {hint}")
+            raise StateMismatch(f"{self._who}, has no {spec.name}; {hint}")
         if tuple(stored.shape) != spec.shape:
-            raise StateMismatch(
-                f"{self._path}, with which the server begins: {spec.name} has the shape {list(stored.shape)}, in the "
-                f"worker {list(spec.shape)}"
-            )
+            shapes = f"{list(stored.shape)}, in the worker {list(spec.shape)}"
+            raise StateMismatch(f"{self._who}: {spec.name} has the shape {shapes}")
         parameter.copy_(self._reader.full_tensor(stored))
         if not parameter.isfinite().all():
-            raise StateMismatch(f"{self._path}, with which the server begins: {spec.name} contains NaN or infinity")
+            raise StateMismatch(f"{self._who}: {spec.name} contains NaN or infinity")
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """A state to save. :meth:`ServerStore.find` reads it, before there is an object to load it into."""
-
     state: dict[str, Any]
 
     def state_dict(self) -> dict[str, Any]:
         return self.state
 
     def load_state_dict(self, state: Any) -> None:
-        """Do nothing: it has been read."""
+        """Do nothing: :meth:`ServerStore.find` has read it, before there was an object to load it into."""
 
 
 class _LogPosition:

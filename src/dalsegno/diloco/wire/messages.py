@@ -45,7 +45,7 @@ def check_fields(given: Any, where: str) -> None:
 
 
 def check_worker_id(worker_id: object) -> str:
-    """Raises ConfigurationError if ``worker_id`` cannot be a part of an address and of a file's name."""
+    """It can be a part of an address, and of a file's name."""
     check(worker_id, WorkerId, "worker_id", ConfigurationError)
     return str(worker_id)
 
@@ -116,7 +116,6 @@ class Result:
 
 
 def submission_from_json(content: Any) -> Submission:
-    """Raises ConfigurationError if ``content``, sent by a worker, does not describe a submission."""
     check(content, Submission, "submission", ConfigurationError)
     return Submission(**content)
 
@@ -175,14 +174,9 @@ def length_limits(specs: Specs) -> tuple[int, int]:
 
 
 class FrameReader:
-    """Reads a frame, tensor by tensor, into memory of the caller.
-
-    Args:
-        read_into: fills a buffer; raises OSError if the frame ends before.
-        length: of the frame, in bytes, if it is known.
-
-    Raises ConfigurationError if it is not a frame with these tensors, or its checksum differs.
-    """
+    """Reads a frame, tensor by tensor, into memory of the caller. ``read_into`` fills a buffer, and raises OSError if
+    the frame ends before; ``length`` is that of the frame, if it is known. Raises ConfigurationError if it is not a
+    frame with these tensors, or its checksum differs."""
 
     def __init__(self, read_into: Callable[[memoryview], object], specs: Specs, *, length: int | None = None) -> None:
         self._read_into = read_into
@@ -213,10 +207,9 @@ class FrameReader:
 
     def end(self) -> None:
         """Compare the checksum."""
-        ours = self._digest.digest()
         theirs = bytearray(_DIGEST)
         self._read_into(memoryview(theirs))
-        if ours != theirs:
+        if self._digest.digest() != theirs:
             raise ConfigurationError("the frame's checksum differs: its bytes were changed on the way")
 
     def _bytes(self, length: int) -> bytes:

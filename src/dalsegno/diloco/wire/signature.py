@@ -69,8 +69,7 @@ Specs = tuple[TensorSpec, ...]
 
 
 def specs_of(model: nn.Module) -> Specs:
-    """The trained parameters of ``model``, a tied one once, with the shapes of full tensors. Raises ConfigurationError
-    if it trains none, or one that is not of a real floating-point dtype."""
+    """The trained parameters of ``model``, a tied one once, with the shapes of full tensors."""
     specs = tuple(
         TensorSpec(name, each.dtype, tuple(each.shape)) for name, each in named_parameters(model) if each.requires_grad
     )
@@ -83,7 +82,6 @@ def specs_of(model: nn.Module) -> Specs:
 
 
 def specs_from_json(content: Any) -> Specs:
-    """Raises ConfigurationError if ``content`` is not a list of distinct tensors."""
     schema.check(content, list[TensorJson], "tensors", ConfigurationError)
     names = [each["name"] for each in content]
     if not 0 < len(names) <= _MOST_TENSORS or len(set(names)) != len(names):
@@ -109,8 +107,7 @@ def check_same(own: Specs, given: Specs) -> None:
 
 
 def fragments_of(specs: Specs, count: int) -> list[Specs]:
-    """``count`` contiguous fragments whose largest has as few bytes as possible. Raises ConfigurationError if there are
-    fewer tensors than fragments."""
+    """``count`` contiguous fragments whose largest has as few bytes as possible."""
     if count > len(specs):
         raise ConfigurationError(f"num_fragments={count}: the model has only {len(specs)} trained tensors")
     low, high = max(spec.size for spec in specs), sum(spec.size for spec in specs)
@@ -185,12 +182,8 @@ def quantize(values: Tensor) -> Tensor:
 
 
 def dequantize(elements: Tensor, scales: Tensor) -> Tensor:
-    """The float32 values of int8 elements, flat. The first one begins a group.
-
-    Args:
-        elements: (count,), int8.
-        scales: of their groups, float32.
-    """
+    """The float32 values of int8 elements, shape (count,), of which the first one begins a group; ``scales``: of their
+    groups."""
     return elements.float().mul_(scales.repeat_interleave(GROUP)[: len(elements)])
 
 

@@ -81,13 +81,8 @@ class DiLoCoClient:
         self, worker_id: str, settings: Settings, *, count: int | None, run_id: str | None, dylu: bool
     ) -> dict[str, Any]:
         """Join the run, or come back to it: see :meth:`.Coordinator.register`."""
-        body = {
-            "worker_id": worker_id,
-            "settings": dataclasses.asdict(settings),
-            "count": count,
-            "run_id": run_id,
-            "dylu": dylu,
-        }
+        progress = {"count": count, "run_id": run_id, "dylu": dylu}
+        body = {"worker_id": worker_id, "settings": dataclasses.asdict(settings), **progress}
         return self._ask("POST", "/register", body)
 
     def heartbeat(self, worker_id: str) -> None:
@@ -241,14 +236,12 @@ class DiLoCoClient:
 
 
 def connect(options: WorkerOptions) -> DiLoCoClient:
-    """A connection to the server of ``options``."""
     return DiLoCoClient(
         str(options.server_addr), token=options.token, certificate=options.certificate, timeout=options.timeout
     )
 
 
 def _fill(answer: http.client.HTTPResponse, memory: memoryview) -> None:
-    """Fills the memory from an answer's body."""
     while len(memory):
         count = answer.readinto(memory)
         if not count:

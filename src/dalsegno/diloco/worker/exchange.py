@@ -74,16 +74,9 @@ class Exchange:
         return client
 
     def register(self, *, in_flight: int = 0) -> Result | None:
-        """Join. Returns the result that the worker continues with; None if it continues with its own parameters.
-
-        Sends the model's parameters if the run has none.
-
-        Args:
-            in_flight: submissions that the server has and whose results the worker awaits.
-
-        Raises NotRunning if the server is not reached, or the parameters are not received, in all attempts;
-        StateMismatch if the worker does not fit the run.
-        """
+        """Join. Returns the result that the worker continues with; None if it continues with its own parameters. Sends
+        the model's parameters if the run has none. ``in_flight``: submissions that the server has and whose results the
+        worker awaits."""
         progress, specs = self.progress, self.snapshot.specs
         count = progress.count if progress.run_id is not None else None
 
@@ -119,11 +112,8 @@ class Exchange:
         return newest
 
     def synchronize(self, submission: Submission) -> tuple[Result | None, bool]:
-        """Send a submission, and continue with its result.
-
-        Returns:
-            The result, None if it was not to be had; and whether these steps did not count.
-        """
+        """Send a submission, and continue with its result. Returns the result, None if it was not to be had; and
+        whether these steps did not count."""
         if not self._is_open:
             raise ConfigurationError("DiLoCoWorker: not joined; call join(), or use it in a with block")
         number = submission.number
@@ -175,7 +165,6 @@ class Exchange:
         return collectives.broadcast(verdict, "whether DiLoCo's parameters have arrived")
 
     def sent(self, submission: Submission) -> Specs:
-        """Names and dtypes of a submission's tensors."""
         return submission.sent(self.fragments[submission.fragment])
 
     def errors_after(self, submission: Submission, *, is_dropped: bool) -> dict[str, Tensor]:
@@ -187,12 +176,10 @@ class Exchange:
         return self.snapshot.remaining_errors(sent)
 
     def warn(self, text: str, *values: object) -> None:
-        """Log a warning about this worker, on rank 0."""
         if collectives.rank() == 0:
             logger.warning(f"DiLoCo: %s: {text}", self.progress.worker_id, *values)
 
     def _adopt(self, number: int, result: Result) -> Verdict:
-        """Continue with the parameters of a result."""
         specs = self.snapshot.specs if result.fragment is None else self.fragments[result.fragment]
         verdict = self.fetch(result, specs)
         if verdict is Verdict.DONE:
@@ -248,7 +235,7 @@ def retry_delay(attempt: int) -> float:
 
 
 def outcome_of(work: Callable[[], T]) -> tuple[Verdict, T | None]:
-    """Call ``work``, and return how it went. Not collective."""
+    """Not collective."""
     try:
         return Verdict.DONE, work()
     except NotRunning as error:

@@ -114,12 +114,7 @@ class Flight:
 
     def land(self) -> tuple[Result | None, bool]:
         """Wait for the end of the transfer, and continue with its result, mixed with the worker's own parameters.
-
-        Returns:
-            The result, None if it was not to be had; and whether the local steps did not count.
-
-        Raises DalsegnoError if the server refuses the submission, say because it contains a NaN.
-        """
+        Returns as :meth:`.Exchange.synchronize`."""
         begin = time.monotonic()
 
         def wait() -> _Arrival:
@@ -143,7 +138,7 @@ class Flight:
         return result, is_dropped
 
     def abandon(self) -> None:
-        """Tell the transfer to end when it can, without waiting for it; its result is not taken."""
+        """Let the transfer end when it can; its result is not taken."""
         self._abandoned.set()
 
     def _take(self, result: Result) -> None:

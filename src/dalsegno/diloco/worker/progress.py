@@ -66,12 +66,10 @@ class WorkerProgress:
     def restore(self, state: WorkerState, *, dylu: bool) -> None:
         """Continue from a saved state. ``dylu``: whether the server chooses ``sync_every``; otherwise the present one
         holds."""
-        self.run_id, self.asynchronous = state["run_id"], state["asynchronous"]
-        self.count, self.version = state["count"], state["version"]
-        self.steps, self.samples = state["steps"], state["samples"]
-        self.synchronized, self.skipped = state["synchronized"], state["skipped"]
-        if dylu:
-            self.sync_every = state["sync_every"]
+        own = {"worker_id", "flight"} if dylu else {"worker_id", "flight", "sync_every"}
+        for name, value in state.items():
+            if name not in own:
+                setattr(self, name, value)
 
     def next_submission(
         self, options: WorkerOptions, *, steps: int, seconds: float, loss: float | None, saved: int

@@ -24,14 +24,8 @@ from dalsegno.errors import ConfigurationError
 
 
 class GlobalSnapshot:
-    """Global parameters of ``model``'s trained parameters, in their dtypes.
-
-    Args:
-        model: without the wrapper of DDP or of the compiler.
-        keeps_errors: for quantized pseudo-gradients.
-
-    Raises ConfigurationError if no parameter is trained.
-    """
+    """Global parameters of ``model``'s trained parameters, in their dtypes. ``keeps_errors``: for quantized
+    pseudo-gradients."""
 
     def __init__(self, model: nn.Module, *, keeps_errors: bool = False) -> None:
         self.specs = specs_of(model)
@@ -48,7 +42,7 @@ class GlobalSnapshot:
         """Whether several ranks together produce the full tensors."""
 
     def check_ranks(self) -> None:
-        """Raises ConfigurationError on every rank, if the ranks train different parameters. Collective."""
+        """Collective."""
         everywhere = collectives.gather(self.specs, "the parameters that DiLoCo synchronizes")
         if any(specs != everywhere[0] for specs in everywhere):
             raise ConfigurationError(
@@ -78,12 +72,8 @@ class GlobalSnapshot:
         return self._for_rank_zero(spec, changed)
 
     def _for_rank_zero(self, spec: TensorSpec, full: Callable[[Tensor], Tensor]) -> Tensor:
-        """A full tensor on the CPU, whose values count on rank 0; collective if the parameter is sharded.
-
-        Args:
-            spec: of the tensor, with the parameter's name.
-            full: makes it from the parameter, on the ranks that store that.
-        """
+        """A full tensor on the CPU, whose values count on rank 0; collective if the parameter is sharded. ``full``
+        makes it from the parameter, on the ranks that store that."""
         parameter = self._parameters[spec.name]
         place = place_of(parameter)
         if place is None:

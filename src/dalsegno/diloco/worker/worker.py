@@ -84,7 +84,6 @@ class DiLoCoWorker:
 
     @property
     def worker_id(self) -> str:
-        """The worker's name."""
         return self._progress.worker_id
 
     @worker_id.setter
@@ -256,7 +255,7 @@ class DiLoCoWorker:
         )
 
     def _restart_clock(self) -> None:
-        """Measure the speed of the local steps from now on."""
+        """Of the speed of the local steps."""
         self._began, self._timed_steps = time.monotonic(), 0
 
     def _abandon_flight(self) -> None:
