@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, TypeGuard, final
+from typing import Any, TypedDict, final
 
 import torch
 import torch.distributed as dist
@@ -67,10 +67,15 @@ def has_own_backend(backend: str) -> bool:
     return dist.get_default_backend_for_device(here) in backend
 
 
+def _ask(function: str, device: torch.device) -> Any:
+    """What a function of torch's module for devices of that type returns; None where that has no such function."""
+    found = getattr(torch.get_device_module(device), function, None)
+    return None if found is None else found(device)
+
+
 def name_of(device: torch.device) -> str:
     """Name of the product, such as ``NVIDIA H100 80GB HBM3``, if torch knows it; else the type."""
-    get_name = getattr(torch.get_device_module(device), "get_device_name", None)
-    return device.type if get_name is None else str(get_name(device))
+    return str(_ask("get_device_name", device) or device.type)
 
 
 def recorded_events(tensors: Iterable[torch.Tensor]) -> list[torch.Event]:
@@ -96,26 +101,26 @@ def timed_event(device: torch.device) -> Any:
 
 def memory_stats(device: torch.device) -> dict[str, int] | None:
     """Counters of torch's allocator on ``device``, named as in ``torch.cuda.memory_stats``; None if it has none."""
-    stats = getattr(torch.get_device_module(device), "memory_stats", None)
-    return None if stats is None else dict(stats(device))
+    stats: dict[str, int] | None = _ask("memory_stats", device)
+    return stats
 
 
 def memory_allocated(device: torch.device) -> int | None:
     """Bytes of tensors on ``device``; None if torch does not count them."""
-    measure = getattr(torch.get_device_module(device), "memory_allocated", None)
-    return None if measure is None else int(measure(device))
+    allocated: int | None = _ask("memory_allocated", device)
+    return allocated
 
 
 def max_memory_allocated(device: torch.device) -> int | None:
     """Most bytes of tensors on ``device`` so far; None if torch does not count them."""
-    measure = getattr(torch.get_device_module(device), "max_memory_allocated", None)
-    return None if measure is None else int(measure(device))
+    allocated: int | None = _ask("max_memory_allocated", device)
+    return allocated
 
 
 def memory_summary(device: torch.device) -> str | None:
     """Table of the allocator's counters; None if it has none."""
-    summary = getattr(torch.get_device_module(device), "memory_summary", None)
-    return None if summary is None else str(summary(device))
+    summary: str | None = _ask("memory_summary", device)
+    return summary
 
 
 def is_nvidia(device: torch.device) -> bool:
@@ -166,11 +171,8 @@ def can_pin() -> bool:
 
 
 def pin(memory: torch.Tensor) -> Callable[[], object]:
-    """Page-lock host memory, so that copies into it do not wait. Only CUDA has a way to do so in place.
-
-    Returns:
-        A function that unlocks it. Call it before the memory is freed.
-    """
+    """Page-lock host memory, so that copies into it do not wait. Only CUDA has a way to do so in place. Returns what
+    unlocks it, to be called before the memory is freed."""
     if kind() != "cuda" or not len(memory):
         return lambda: None
     address = memory.data_ptr()
@@ -191,7 +193,11 @@ class LateNumbers:
         self._places: list[int] = []
         self._copy: torch.Tensor | None = None
         self._event: torch.Event | None = None
-        on_device = [(place, each) for place, each in enumerate(numbers) if _is_elsewhere(each)]
+        on_device = [
+            (place, each)
+            for place, each in enumerate(numbers)
+            if isinstance(each, torch.Tensor) and each.device.type != "cpu"
+        ]
         if on_device:
             self._places = [place for place, _ in on_device]
             together = torch.stack([wide(each.detach().reshape(())) for _, each in on_device])
@@ -210,10 +216,6 @@ class LateNumbers:
             self._event.synchronize()
             values |= dict(zip(self._places, self._copy.tolist(), strict=True))
         return [float(values[place]) for place in range(len(self._numbers))]
-
-
-def _is_elsewhere(number: torch.Tensor | float) -> TypeGuard[torch.Tensor]:
-    return isinstance(number, torch.Tensor) and number.device.type != "cpu"
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -277,9 +279,8 @@ def seeded_accelerator(seed: int, device: torch.device) -> Iterator[None]:
         own = [device] if device.type == kind else []
         with torch.random.fork_rng(own, device_type=kind):
             for each in own:
-                module.default_generators[module.current_device() if each.index is None else each.index].manual_seed(
-                    seed
-                )
+                index = module.current_device() if each.index is None else each.index
+                module.default_generators[index].manual_seed(seed)
             yield
         return
     before = capture_accelerator()
@@ -305,11 +306,7 @@ def default_generators() -> Sequence[torch.Generator]:
 def generator_state() -> torch.Tensor | None:
     """State of the current device's generator, without waiting for the device; None without one, or before its first
     use by this process."""
-    if not is_initialized():
-        return None
-    found = _accelerator()
-    assert found is not None, "it is initialized"
-    generators = getattr(found[1], "default_generators", ())
+    generators = default_generators() if is_initialized() else ()
     return generators[current_device().index].get_state() if generators else None
 
 

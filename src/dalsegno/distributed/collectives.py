@@ -53,14 +53,12 @@ _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def _exchange(purpose: str, length: int, own: Tensor) -> Tensor:
-    """Return the element-wise maximum of every rank's ``own``, on the CPU. Collective, over the default group.
-
+    """Return the element-wise maximum of every rank's ``own``, int64, on the CPU. Collective, over the default group.
     Raises RanksApart if another rank is at a different collective; its numbers are then not used.
 
     Args:
         purpose: at most 32 ASCII characters, for the error.
         length: numbers that a rank has to say, for the error; must be equal on all ranks.
-        own: int64, as many as on the other ranks.
     """
     _deliver()
     group = dist.group.WORLD
@@ -156,12 +154,10 @@ def initialized() -> bool:
 
 
 def rank() -> int:
-    """Return this process's rank, from 0."""
     return dist.get_rank() if initialized() else 0
 
 
 def world_size() -> int:
-    """Return the number of ranks."""
     return dist.get_world_size() if initialized() else 1
 
 
@@ -180,14 +176,8 @@ def communication_device() -> torch.device:
 
 
 def all_reduce_max(values: Sequence[int], purpose: str) -> list[int]:
-    """Return the element-wise maximum over all ranks; for flags, whether any rank set it. One small collective.
-
-    Raises RanksApart if another rank is at a different collective.
-
-    Args:
-        values: of the same length on each rank.
-        purpose: a few words for the error if the ranks are at different collectives.
-    """
+    """Return the element-wise maximum over all ranks; for flags, whether any rank set it. One small collective. Raises
+    RanksApart if another rank is at a different collective; ``purpose`` is a few words for that error."""
     if not initialized():
         return list(values)
     own = torch.tensor([*map(int, values)], dtype=torch.int64)
@@ -226,10 +216,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def gather(value: T, purpose: str) -> list[T]:
-    """Return every rank's ``value``, in rank order. Only between live ranks, because the objects are pickled.
-
-    ``purpose``: as for :func:`all_reduce_max`.
-    """
+    """Return every rank's ``value``, in rank order. Only between live ranks, because the objects are pickled."""
     if not initialized():
         return [value]
     own = pickle.dumps(value)
@@ -241,7 +228,7 @@ def gather(value: T, purpose: str) -> list[T]:
 
 
 def broadcast(value: T, purpose: str) -> T:
-    """Return rank 0's ``value``. ``purpose``: as for :func:`all_reduce_max`."""
+    """Return rank 0's ``value``."""
     if not initialized():
         return value
     return cast(T, pickle.loads(_share(purpose, pickle.dumps(value) if rank() == 0 else None)))
@@ -343,8 +330,7 @@ def _told(failure: Exception) -> tuple[str, str]:
 class BackgroundGroup:
     """A second process group, for a background thread, whose collectives never pair with those of training.
 
-    It uses gloo, so that no GPU waits. If another rank is gone, its methods raise. Created by
-    :func:`background_group`.
+    It uses gloo, so that no GPU waits. If another rank is gone, its methods raise.
     """
 
     def __init__(self) -> None:
@@ -355,10 +341,8 @@ class BackgroundGroup:
         self._group = None if group is None else weakref.ref(group)
 
     def gather_decide(self, value: T, judge: Callable[[list[T]], R]) -> R:
-        """Gather every rank's ``value`` on rank 0, in rank order, and broadcast the result of ``judge``.
-
-        ``judge`` runs on rank 0 and must not raise: the other ranks would hang.
-        """
+        """Gather every rank's ``value`` on rank 0, in rank order, and broadcast the result of ``judge``, which runs on
+        rank 0 and must not raise: the other ranks would hang."""
         if self._group is None:
             return judge([value])
         group = self._live()
@@ -429,43 +413,34 @@ def from_rank_zero_in_time(work: Callable[[], T]) -> T:
 
 
 class Gathered:
-    """Numbers that each rank measures, and all ranks need.
+    """Numbers that each rank measures by ``measure``, as many as the others, and all ranks need.
 
     :func:`gather_together` fetches those of several at once. One that has not been fetched when it is read gathers its
     own. The ranks measure when the numbers are fetched.
-
-    Args:
-        measure: returns this rank's numbers, as many as on the other ranks.
-        purpose: a few words for the error if the ranks are at different collectives.
     """
 
     def __init__(self, measure: Callable[[], Sequence[float]], purpose: str) -> None:
         self.measure = measure
         self.purpose = purpose
-        self._fetched: list[list[float]] | None = None
+        self.fetched: list[list[float]] | None = None
+        """Every rank's numbers, until they are read."""
 
     def by_rank(self) -> list[list[float]]:
-        """Return every rank's numbers, in rank order, once. Collective, unless they have been fetched. Raises
-        RanksApart if another rank is at a different collective."""
-        fetched, self._fetched = self._fetched, None
+        """Return every rank's numbers, in rank order, once. Collective, unless they have been fetched."""
+        fetched, self.fetched = self.fetched, None
         return gather_floats(self.measure(), self.purpose) if fetched is None else fetched
-
-    def fetched(self, by_rank: list[list[float]]) -> None:
-        """Keep every rank's numbers until they are read."""
-        self._fetched = by_rank
 
     def forget(self) -> None:
         """Drop what has been fetched and is not going to be read."""
-        self._fetched = None
+        self.fetched = None
 
 
 def gather_together(first: Gathered, *others: Gathered) -> None:
-    """Fetch the numbers of all of these, in one exchange with the purpose of the first. Collective. Raises RanksApart
-    if another rank is at a different collective."""
+    """Fetch the numbers of all of these, in one exchange with the purpose of the first. Collective."""
     measured = [(each, each.measure()) for each in (first, *others)]
     rows = gather_floats([number for _, numbers in measured for number in numbers], first.purpose)
     begin = 0
     for each, numbers in measured:
         end = begin + len(numbers)
-        each.fetched([row[begin:end] for row in rows])
+        each.fetched = [row[begin:end] for row in rows]
         begin = end

@@ -32,8 +32,6 @@ from .stage_places import place_of
 class GradientNorms:
     """The L2 norm (fp32) of each full gradient, clipped and unscaled, in any parallel mode.
 
-    Raises ConfigurationError if ``measures`` accepts no trainable parameter.
-
     Args:
         model: provides the parameters' names; a tied parameter appears once.
         optimizer: its steps are watched until :meth:`close`.
@@ -53,9 +51,9 @@ class GradientNorms:
         if measures is not None:
             chosen = [(name, each) for name, each in trained if measures(name)]
             if trained and not chosen:
+                number, first = len(trained), trained[0][0]
                 raise ConfigurationError(
-                    f"none of the names of the {len(trained)} trainable parameters matches; "
-                    f"the first is {trained[0][0]!r}"
+                    f"none of the names of the {number} trainable parameters matches; the first is {first!r}"
                 )
             trained, self._measured = chosen, {id(each) for _, each in chosen}
         self._names = [name for name, _ in trained]

@@ -48,7 +48,7 @@ class Hosts:
     @property
     def leads(self) -> bool:
         """Whether this rank is the lowest of its host."""
-        return self.ranks(self.here)[0] == collectives.rank()
+        return self.position == 0
 
     @property
     def position(self) -> int:
@@ -56,17 +56,12 @@ class Hosts:
         return self.ranks(self.here).index(collectives.rank())
 
     def ranks(self, host: int) -> list[int]:
-        """Ranks of a host, in order."""
+        """In order."""
         return [rank for rank, number in enumerate(self.of_rank) if number == host]
 
     def run(self, work: Callable[[], T]) -> list[T]:
-        """Run ``work`` on the lowest rank of each host. Collective.
-
-        Raises Exception on every rank, if ``work`` fails on one, as :func:`collectives.run_on_all_ranks` does.
-
-        Returns:
-            The results by host, on every rank.
-        """
+        """Run ``work`` on the lowest rank of each host, as :func:`collectives.run_on_all_ranks` does. Returns the
+        results by host, on every rank."""
         result = collectives.run_on_all_ranks(lambda: work() if self.leads else cast(T, None))
         of_ranks = collectives.gather(result, "results of all hosts")
         return [of_ranks[self.ranks(host)[0]] for host in range(self.count)]

@@ -22,6 +22,7 @@ from dalsegno.distributed.modes import (
     REPLICATE,
     SHARD,
     STAGES,
+    Mode,
     Parallelized,
     Pipeline,
     Setting,
@@ -87,13 +88,18 @@ class Layout:
                 "torch.distributed.init_process_group() first"
             )
         modes = modes_of(checked(parallel))
-        if modes and isinstance(modes[0], Parallelized):
-            return cls.of_mesh(modes[0].mesh, modes[0].data)
-        if all(isinstance(mode, DDP) for mode in modes):  # every rank has the whole model
-            return cls.flat()
+        if (given := cls._without_sizes(modes)) is not None:
+            return given
         sizes = mesh_dimensions(modes, collectives.world_size())
         ranks = torch.arange(collectives.world_size()).view(tuple(sizes.values()))
         return cls(None, _data_ranks(ranks, tuple(sizes), data_dimensions(sizes)))
+
+    @classmethod
+    def _without_sizes(cls, modes: Sequence[Mode]) -> Self | None:
+        """Of modes that do not make a mesh: the user has made it, or every rank has the whole model."""
+        if modes and isinstance(modes[0], Parallelized):
+            return cls.of_mesh(modes[0].mesh, modes[0].data)
+        return cls.flat() if all(isinstance(mode, DDP) for mode in modes) else None
 
     @property
     def data_rank(self) -> int:
@@ -164,13 +170,8 @@ def _lowest_ranks(data_ranks: tuple[int, ...]) -> list[int]:
 
 
 def _data_ranks(ranks: torch.Tensor, names: Sequence[str], data: Sequence[str]) -> tuple[int, ...]:
-    """The data rank of each rank of a mesh.
-
-    Args:
-        ranks: of one dimension for each of ``names``.
-        names: of the dimensions.
-        data: those over which the data are split.
-    """
+    """The data rank of each rank of a mesh, which has a dimension for each of ``names``; the data are split over
+    ``data``."""
     inner = [number for number, name in enumerate(names) if name not in data]
     order = [*(names.index(name) for name in data), *inner]
     groups = ranks.permute(order).reshape(-1, math.prod(ranks.shape[number] for number in inner)).tolist()
@@ -199,10 +200,8 @@ def build_layout(parallel: Setting, device: torch.device) -> Layout:
     """Build the mesh of a checked ``parallel`` setting. Collective. Raises ConfigurationError if the modes' sizes do
     not fit the number of ranks, or a mesh is not of all ranks."""
     modes = modes_of(parallel)
-    if modes and isinstance(modes[0], Parallelized):
-        return Layout.of_mesh(modes[0].mesh, modes[0].data)
-    if all(isinstance(mode, DDP) for mode in modes):  # every rank has the whole model
-        return Layout.flat()
+    if (given := Layout._without_sizes(modes)) is not None:
+        return given
     dimensions = mesh_dimensions(modes, collectives.world_size())
     if collectives.world_size() == 1:
         return Layout.flat()
@@ -214,8 +213,6 @@ def layout_of_own_loop(parallel: Setting) -> Layout:
     """The layout of a hand-written loop, whose author has spread the model. Raises ConfigurationError for modes that
     only a Trainer carries out."""
     modes = modes_of(parallel)
-    if modes and isinstance(modes[0], Parallelized):
-        return Layout.of_mesh(modes[0].mesh, modes[0].data)
     if any(isinstance(mode, Pipeline) for mode in modes):
         raise ConfigurationError(
             f"parallel={text_of(parallel)}: only a Trainer runs a pipeline's forward and backward passes; in a loop "
@@ -226,22 +223,18 @@ def layout_of_own_loop(parallel: Setting) -> Layout:
             f"parallel={text_of(parallel)}: a loop around dalsegno.Run spreads its model itself; spread it, and pass "
             "parallel=Parallelized(mesh, data=…), which names the dimensions over which the data are split"
         )
-    return Layout.flat()
+    return Layout._without_sizes(modes) or Layout.flat()
 
 
 # --- what determines the order of sums, and so their last bits, without being a setting -----------------------------
 
 
 def environment_of(device: torch.device, layout: Layout) -> dict[str, Any]:
-    """Of this job, as plain values."""
     values = {"world_size": collectives.world_size(), "torch": str(torch.__version__)}
     if layout.mesh is not None:
         values["mesh"] = layout.dimensions
     if device.type != "cpu":
         return {**values, "processor": accelerator.name_of(device)}
-    return {**values, "processor": _processor(), "threads": torch.get_num_threads()}
-
-
-def _processor() -> str:
-    """The instructions for which torch chooses its kernels: ``AVX2``, ``AVX512``, …"""
-    return str(torch.backends.cpu.get_cpu_capability())
+    # the instructions for which torch chooses its kernels: AVX2, AVX512, …
+    processor = str(torch.backends.cpu.get_cpu_capability())
+    return {**values, "processor": processor, "threads": torch.get_num_threads()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -90,13 +89,9 @@ def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def _summed(squares: Tensor, kinds: Sequence[tuple[ProcessGroup, ...]]) -> Tensor:
-    """Sum squared norms over the tensors' process groups, and add them up. One collective for each of these groups: the
-    ranks of another pipeline stage, which have other tensors, take no part.
-
-    Args:
-        squares: shape (number of kinds of tensors,).
-        kinds: the process groups over which the tensors of each kind are sharded.
-    """
+    """Sum squared norms, one for each kind of tensors, over the process groups that these are sharded over, and add
+    them up. One collective for each of these groups: the ranks of another pipeline stage, which have other tensors,
+    take no part."""
     for group in dict.fromkeys(chain.from_iterable(kinds)):
         members = torch.tensor([number for number, its in enumerate(kinds) if group in its], device=squares.device)
         part = squares[members]
@@ -122,19 +117,12 @@ def complete(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
 # --- loss and gradient norm of a step, over all ranks that hold parts of one model ----------------------------------
 
 
-class StepTotals(Protocol):
-    """Clips the gradients of a step. Called after its last backward pass."""
+StepTotals = Callable[[Tensor, float | None], tuple[Tensor, Tensor | None]]
+"""Clips the gradients of a step, after its last backward pass. Collective if the model is sharded or cut into stages.
 
-    def __call__(self, loss: Tensor, max_norm: float | None) -> tuple[Tensor, Tensor | None]:
-        """Collective if the model is sharded or cut into stages.
-
-        Args:
-            loss: of the parts of the model that this rank has, 0-dim.
-            max_norm: total L2 norm to which the gradients are clipped; 0: not clipped; None: not even measured.
-
-        Returns:
-            The loss of the whole model, and the norm of its gradients before clipping, both 0-dim.
-        """
+Of the loss of the parts of the model that this rank has (0-dim) and the total L2 norm to which gradients are clipped
+(0: not clipped; None: not even measured), it makes the loss of the whole model, and the norm before clipping.
+"""
 
 
 def totals_of_whole(clip: Callable[[float], Tensor]) -> StepTotals:
@@ -147,15 +135,10 @@ def totals_of_whole(clip: Callable[[float], Tensor]) -> StepTotals:
 
 
 class StageTotals:
-    """Totals of a model that is cut into pipeline stages, of which the last one has the loss.
+    """Totals of a model that is cut into pipeline stages, of which the last one has the loss; elsewhere it is zero.
 
     The stages sum both in one collective, which clipping needs anyway. So every rank has the loss of every step, for
     records, checkpoints and handlers, and it costs nothing.
-
-    Args:
-        parameters: of the whole model.
-        stages: the ranks that have the other stages.
-        device: of this rank.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], stages: ProcessGroup, device: torch.device) -> None:
@@ -167,7 +150,6 @@ class StageTotals:
         self._device = device
 
     def __call__(self, loss: Tensor, max_norm: float | None) -> tuple[Tensor, Tensor | None]:
-        """See :class:`StepTotals`; ``loss`` is zero on the ranks that do not have the last stage."""
         if max_norm is None:
             return self._summed(loss), None
         square = self._counted.norm().square().to(self._device)

@@ -218,9 +218,8 @@ Setting = str | Mode | Sequence["str | Mode"]
 
 
 def checked(setting: Any) -> str | Mode | tuple[Mode, ...]:
-    """Return a name as it is, else the modes that ``setting`` stands for; text such as ``HSDP(replicate=2)`` is parsed.
-    Raises UnknownName for text with an unknown mode or argument; ConfigurationError for a value that is not a mode, or
-    modes that cannot be composed."""
+    """Return a name as it is, else the modes that ``setting`` stands for; text such as ``HSDP(replicate=2)`` is
+    parsed."""
     if (isinstance(setting, str) and setting in NAMES) or isinstance(setting, Mode):
         return setting
     several = [setting] if isinstance(setting, str) else setting
@@ -249,8 +248,7 @@ def text_of(setting: Setting) -> str | list[str]:
 
 
 def mesh_dimensions(modes: Sequence[Mode], ranks: int) -> dict[str, int]:
-    """Sizes of the mesh's dimensions by name, outermost first. Raises ConfigurationError if no mesh of these sizes has
-    that many ranks."""
+    """Sizes of the mesh's dimensions by name, outermost first."""
     pipeline = next((mode for mode in modes if isinstance(mode, Pipeline)), None)
     tensor = next((mode for mode in modes if isinstance(mode, TensorParallel)), None)
     data = next((mode for mode in modes if isinstance(mode, (DDP, FSDP))), None)

@@ -116,7 +116,6 @@ class SavedRandomState(GeneratorStates):
 
 
 def capture_generators() -> GeneratorStates:
-    """Return the states of Python's, NumPy's and torch's CPU generators."""
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
 
 
@@ -165,12 +164,8 @@ class RandomState:
     reshard_note = "each rank is seeded from (seed, data rank, step)"
 
     def __init__(self, seed: int, layout: Layout | None = None, finished_steps: Callable[[], int] = lambda: 0) -> None:
-        """
-        Args:
-            seed: of the run.
-            layout: which ranks read the same data; None: each its own.
-            finished_steps: returns the number that is saved with the state.
-        """
+        """``layout``: which ranks read the same data; None: each its own. ``finished_steps`` returns the number that is
+        saved with the state."""
         self.seed = seed
         self._random_rank = collectives.rank() if layout is None else layout.random_rank
         self._stage = (0, 1) if layout is None else layout.stage

@@ -50,7 +50,6 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def check_materialized(model: nn.Module) -> None:
-    """Raises ConfigurationError if a lazy module's parameter or buffer has no shape yet, or one has no values."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if torch.nn.parameter.is_lazy(tensor):
             raise ConfigurationError(
@@ -120,10 +119,8 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def own_part(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Return this rank's part of ``tensor``, which is placed like ``parameter``, dense and real.
-
-    It has no rows where another pipeline stage stores the parameter, or counts it in sums over the ranks.
-    """
+    """Return this rank's part of ``tensor``, which is placed like ``parameter``, dense and real. It has no rows where
+    another pipeline stage stores the parameter, or counts it in sums over the ranks."""
     place = place_of(parameter)
     if place is None or place.counts:
         return dense(tensor)
@@ -139,7 +136,6 @@ def shard_groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
 
 
 def mesh_groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
-    """Return the process groups of a tensor's mesh that it is sharded over."""
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh
@@ -222,23 +218,15 @@ def total_norm(readings: DeviceScalars) -> Tensor:
 
 def reduced(pieces: Sequence[LocalShard], measure: Callable[[list[Tensor]], Tensor]) -> Tensor:
     """Apply ``measure``, which returns a number or a row of numbers (float64) for each tensor of a list, to the local
-    tensors, and sum over the ranks that share each.
-
-    Returns:
-        Shape (number of pieces, …), float64, in the order of ``pieces``.
-    """
+    tensors, and sum over the ranks that share each: shape (number of pieces, …), float64."""
     if not pieces:
         return _NOTHING
     return summed(measure([piece.local for piece in pieces]), [piece.groups for piece in pieces])
 
 
 def summed(measured: Tensor, groups: Sequence[tuple[ProcessGroup, ...]]) -> Tensor:
-    """Sum measurements of this rank's shards over the ranks that share each tensor, in one collective.
-
-    Args:
-        measured: shape (number of tensors, …); may be changed in place.
-        groups: the process groups of each tensor.
-    """
+    """Sum measurements of this rank's shards, shape (number of tensors, …), over the ranks that share each tensor, in
+    one collective; they may be changed in place. ``groups``: the process groups of each tensor."""
     group = joint_group(groups)
     if group is None:
         return measured

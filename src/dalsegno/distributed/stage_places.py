@@ -75,12 +75,11 @@ def is_on_other_stage(tensor: Tensor) -> bool:
 
 
 def is_cut(model: nn.Module) -> bool:
-    """Whether the model is cut into stages."""
     return any(place_of(parameter) is not None for parameter in model.parameters())
 
 
 def expect_whole(model: nn.Module, who: str, why: str) -> None:
-    """Raises ConfigurationError if the model is cut into stages."""
+    """Refuse a model that is cut into stages."""
     if is_cut(model):
         raise ConfigurationError(
             f"{who}: does not work under a pipeline, {why}; remove it, or use another parallel mode"

@@ -21,11 +21,9 @@ from dalsegno.distributed.modes import (
     TensorParallel,
     modes_of,
 )
-from dalsegno.distributed.parallel.base import WithTrainedLoss, gathered_dtype, has_own_parameters
-from dalsegno.distributed.parallel.fsdp import Spread
 from dalsegno.errors import ConfigurationError
 
-from .base import Parallel
+from .base import Parallel, WithTrainedLoss, gathered_dtype, has_own_parameters
 from .ddp import DataParallel
 from .fsdp import FullySharded
 from .fused_backward import FusedBackward
@@ -68,10 +66,11 @@ def parallelize(
             f"loss_fn: {type(loss_fn).__name__} has parameters, and under parallel={pipeline} it runs on the last "
             "stage only; compute the loss in the model's forward"
         )
-    if loss_fn is None or not has_own_parameters(loss_fn, model, modes):
-        return _spread(model, modes, layout, device, bf16)
+    trained_loss = loss_fn if loss_fn is not None and has_own_parameters(loss_fn, model, modes) else None
     parallel = _spread(model, modes, layout, device, bf16)
-    return WithTrainedLoss(parallel, _spread_loss(loss_fn, modes, layout, device, bf16))
+    if trained_loss is None:
+        return parallel
+    return WithTrainedLoss(parallel, _spread_loss(trained_loss, modes, layout, device, bf16))
 
 
 def _spread(model: nn.Module, modes: Sequence[Mode], layout: Layout, device: torch.device, bf16: bool) -> Parallel:
@@ -81,12 +80,10 @@ def _spread(model: nn.Module, modes: Sequence[Mode], layout: Layout, device: tor
     if sharding is None and any(isinstance(mode, DDP) for mode in modes):
         sharding = _COPIES
     mesh = layout.mesh
-    if not modes:
+    if not modes or isinstance(modes[0], Parallelized):
         return Parallel(model)
     if mesh is None:
         return DataParallel(model, device)
-    if isinstance(modes[0], Parallelized):
-        return Spread(model)
     if pipeline is not None:
         return Pipelined(model, pipeline, mesh, device, sharding, tensor, gathered_dtype(model, modes, bf16=bf16))
     layers = None if tensor is None else mesh[TENSOR]

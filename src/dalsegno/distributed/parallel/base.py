@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from dalsegno.distributed import collectives
@@ -17,7 +18,8 @@ from dalsegno.errors import ConfigurationError
 
 
 class Parallel:
-    """A model, which this class leaves whole in one process; the others distribute it.
+    """A model, which this class leaves as it is: whole in one process, or as the user has spread it; the others
+    distribute it.
 
     The backward pass of the last micro-batch averages gradients over the ranks.
     """
@@ -33,6 +35,7 @@ class Parallel:
 
     def __init__(self, model: nn.Module) -> None:
         self.module = model
+        self._sharded = sharded_parts(model)  # by the user, so far
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -41,6 +44,8 @@ class Parallel:
 
     def synchronize(self, wanted: bool) -> None:
         """Set whether the next backward pass reduces gradients over the ranks (only a step's last needs to)."""
+        for part in self._sharded:
+            part.set_requires_gradient_sync(wanted, recurse=False)
 
     def rebind(self, optimizer: Optimizer) -> None:
         """Replace the parameters of an optimizer that was built before the model was distributed."""
@@ -48,6 +53,11 @@ class Parallel:
     def totals(self, parameters: Sequence[nn.Parameter]) -> StepTotals:
         """Return what clips the gradients of these parameters. To be called once the optimizer has them."""
         return totals_of_whole(GradientClipping(parameters))
+
+
+def sharded_parts(model: nn.Module) -> list[FSDPModule]:
+    """The modules to which ``fully_shard`` was applied. To be called once: it looks at every module."""
+    return [part for part in model.modules() if isinstance(part, FSDPModule)]
 
 
 class ReplacedParameters(Parallel):
@@ -58,8 +68,7 @@ class ReplacedParameters(Parallel):
         self._before = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def rebind(self, optimizer: Optimizer) -> None:
-        """Substitute the new parameters in the optimizer. Raises ConfigurationError if the optimizer has already
-        stepped."""
+        """Substitute the new parameters in the optimizer, which must not have stepped."""
         now = dict(self.module.named_parameters())
         known = {id(parameter) for parameter in now.values()}
         for group in optimizer.param_groups:
@@ -131,7 +140,7 @@ def has_own_parameters(loss_fn: nn.Module, model: nn.Module, modes: Sequence[Mod
 
 
 def autocast_dtype(*, bf16: bool, fp16: bool) -> torch.dtype | None:
-    """Return the dtype that the forward pass is cast to; None: the dtype of the model's weights."""
+    """The dtype that the forward pass is cast to; None: that of the model's weights."""
     return torch.bfloat16 if bf16 else torch.float16 if fp16 else None
 
 

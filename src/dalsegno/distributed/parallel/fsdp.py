@@ -14,23 +14,20 @@ from torch.distributed.tensor import DTensor
 from dalsegno.distributed import collectives
 from dalsegno.distributed.blocks import matching_names, unshared
 from dalsegno.distributed.modes import FSDP, TensorParallel
-from dalsegno.distributed.parallel.base import Parallel, ReplacedParameters, make_copies_equal
+from dalsegno.distributed.parallel.base import ReplacedParameters, make_copies_equal, sharded_parts
 from dalsegno.distributed.parallel.tensor import planned_styles, split_layers
 from dalsegno.errors import ConfigurationError
 
 
 class FullySharded(ReplacedParameters):
     """Shards each unit, and the rest of the model as one more. A part that shares a parameter with another one belongs
-    to the rest.
-
-    An already sharded model is used as it is.
+    to the rest. A model that is sharded already is used as it is.
 
     Args:
         model: on its device.
         mode: the options of ``fully_shard``.
         mesh: over which the data are split; of two dimensions for HSDP.
-        layers: splits layers first, over ``layer_mesh``.
-        layer_mesh: of one dimension.
+        layers: splits layers first, over ``layer_mesh``, which has one dimension.
         dtype: of gathered parameters, unless ``mode`` has an ``mp_policy``; gradients are then reduced in float32.
             None: that of the parameters.
     """
@@ -53,15 +50,6 @@ class FullySharded(ReplacedParameters):
                 split_layers(model, planned_styles(model, layers), layer_mesh)
             shard(model, unit_names(model, mode), mode, mesh, dtype)
         self._sharded = sharded_parts(model)
-
-    def synchronize(self, wanted: bool) -> None:
-        for part in self._sharded:
-            part.set_requires_gradient_sync(wanted, recurse=False)
-
-
-def sharded_parts(model: nn.Module) -> list[FSDPModule]:
-    """Return the modules to which ``fully_shard`` was applied. To be called once: it looks at every module."""
-    return [part for part in model.modules() if isinstance(part, FSDPModule)]
 
 
 def shard(
@@ -95,8 +83,7 @@ def _policies(mode: FSDP, dtype: torch.dtype | None) -> tuple[MixedPrecisionPoli
 
 
 def unit_names(model: nn.Module, mode: FSDP) -> list[str] | None:
-    """Names of the modules that the user chose; None: the choice is ours. Raises UnknownName for a name that no module
-    has."""
+    """Names of the modules that the user chose; None: the choice is ours."""
     if mode.units is None:
         return None
     units = [mode.units] if isinstance(mode.units, str) else mode.units
@@ -113,18 +100,3 @@ def _expect_of_all_ranks(model: nn.Module, layers: TensorParallel | None) -> Non
         f"the model is sharded already, over {', '.join(map(str, meshes))}; pass parallel=Parallelized(mesh, data=…), "
         "which names the dimensions over which the data are split"
     )
-
-
-# --- a model that the user has sharded or split: used as it is ------------------------------------------------------
-
-
-class Spread(Parallel):
-    """Reduces the gradients in the user's own way; with FSDP2, in a step's last backward pass only."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self._sharded = sharded_parts(model)
-
-    def synchronize(self, wanted: bool) -> None:
-        for part in self._sharded:
-            part.set_requires_gradient_sync(wanted, recurse=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,8 +30,6 @@ class FusedBackward(Parallel):
     Each parameter has an optimizer of the same class; hyperparameters and state stay in ``optimizer``, so schedules
     and checkpoints work as in any run. ``optimizer`` itself updates a parameter that the last micro-batch does not
     reach, from the gradient it kept, after the backward pass.
-
-    Raises ConfigurationError if this optimizer or parallel mode is not supported.
 
     Args:
         parallel: the parallel mode. It must reduce gradients before the hooks on parameters are called.
@@ -124,8 +121,7 @@ def _check(parallel: Parallel, optimizer: Optimizer) -> None:
 
 def _copied(optimizer: Optimizer) -> Optimizer:
     """Copy ``optimizer`` with its hooks, without calling its constructor, whose arguments are unknown."""
-    copied: Any = object.__new__(type(optimizer))
+    copied = object.__new__(type(optimizer))
     vars(copied).update(vars(optimizer))
     vars(copied).pop("step", None)  # a schedule's wrapper, which counts the original optimizer's steps
-    made: Optimizer = copied
-    return made
+    return copied

@@ -39,8 +39,6 @@ Stores = dict[str, tuple[int, ...]]
 class Pipelined(ReplacedParameters):
     """Keeps this rank's stages of ``model`` and runs them.
 
-    Raises ConfigurationError if the model cannot be cut so; UnknownName for a module that the model does not have.
-
     Args:
         model: on any device, equal on all ranks.
         mode: how it is cut, and the schedule.
@@ -176,7 +174,6 @@ class Pipelined(ReplacedParameters):
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, each once."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
@@ -245,7 +242,6 @@ def _tie_again(tied: list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]) -> 
 
 
 def _expect_in_stages(names: Iterable[str], stages: Cut) -> None:
-    """Raises ConfigurationError for the name of a split module that several stages run."""
     units = [unit for modules in stages.stages for unit in modules]
     for name in names:
         if not any(name == unit or name.startswith(f"{unit}.") for unit in units):

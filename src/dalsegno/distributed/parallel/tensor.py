@@ -40,11 +40,8 @@ class TensorSharded(ReplacedParameters):
 
 
 def split_layers(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
-    """Replace the parameters of the modules in ``styles`` by DTensors on ``mesh``, which has one dimension.
-
-    Each rank keeps a part of its own copy, so the copies must be equal. Raises ConfigurationError for styles that would
-    untie weights.
-    """
+    """Replace the parameters of the modules in ``styles`` by DTensors on ``mesh``, which has one dimension. Each rank
+    keeps a part of its own copy, so the copies must be equal."""
     tied = _tied_names(model)
     for name, style in styles.items():
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
@@ -53,8 +50,7 @@ def split_layers(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: De
 
 
 def planned_styles(model: nn.Module, mode: TensorParallel) -> dict[str, ParallelStyle]:
-    """Return the style of each split module, by its name. Raises UnknownName for a name in the plan that no module has;
-    the message suggests the nearest; ConfigurationError for a plan that is not supported."""
+    """The style of each split module, by its name."""
     plan = _plan_of_transformers(model) if isinstance(mode.plan, str) else mode.plan
     styles: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():

@@ -70,7 +70,7 @@ _FURTHER = 1024  # data workers, logs, checkpoints
 
 
 def require_launch(setting: Setting) -> None:
-    """Raises ConfigurationError if no launcher has set a world size, not even 1: most likely torchrun was forgotten."""
+    """Some launcher must have set a world size, if only 1: else most likely torchrun was forgotten."""
     if "WORLD_SIZE" not in os.environ and not (dist.is_available() and dist.is_initialized()):
         raise ConfigurationError(
             f"parallel={text_of(setting)!r}: this process was started without a launcher, so the number of ranks is "

@@ -51,8 +51,6 @@ class Cut:
 
 
 def cut(model: nn.Module, stages: Stages) -> Cut:
-    """Raises ConfigurationError if the model cannot be cut so; the message names what fits; UnknownName for a name that
-    no module has; the message suggests the nearest."""
     if isinstance(stages, int):
         return _at(model, _even_entries(model, stages))
     if all(isinstance(each, str) for each in stages):
@@ -158,7 +156,7 @@ def _units(model: nn.Module, entries: set[str]) -> list[str]:
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether the model calls the elements, never the module itself."""
+    """The model calls the elements of such a module, never the module itself."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 

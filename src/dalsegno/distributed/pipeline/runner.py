@@ -64,11 +64,10 @@ class PipelineRunner:
 
     @property
     def modules(self) -> list[StageModule]:
-        """This rank's stages."""
         return [*self._modules.values()]
 
     def check(self, microbatches: int) -> None:
-        """Raises ConfigurationError if the schedule cannot run steps of so many micro-batches."""
+        """Whether the schedule can run steps of so many micro-batches."""
         from . import schedules
 
         schedules.check(
@@ -116,7 +115,8 @@ class PipelineRunner:
         shared = []
         for number, kind in enumerate(kinds):
             if isinstance(kind, _TensorForm):
-                leaf = leaves[number].detach().contiguous() if self.has_last else kind.empty(self._device)
+                empty = torch.empty(kind.shape, dtype=kind.dtype, device=self._device)
+                leaf = leaves[number].detach().contiguous() if self.has_last else empty
                 dist.broadcast(leaf, src=self._last, group=self._group)
                 shared.append(leaf)
             else:
@@ -168,7 +168,6 @@ class PipelineRunner:
         return [_Run([*islice(rest, kind.number)], kind, is_new) for kind, is_new in zip(kinds, new, strict=True)]
 
     def _are_new(self, kinds: Sequence[_Kind]) -> list[bool]:
-        """Whether each is the first run of its kind."""
         return [kind not in self._schedules and kind not in kinds[:number] for number, kind in enumerate(kinds)]
 
     def _on_any(self, flags: Sequence[bool]) -> list[bool]:
@@ -226,15 +225,11 @@ def _form(batch: Any) -> tuple[Any, ...]:
     return tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorForm:
-    """Shape and dtype of a tensor that another rank has."""
+class _TensorForm(NamedTuple):
+    """Of a tensor that another rank has."""
 
     shape: torch.Size
     dtype: torch.dtype
-
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 def _form_of_leaf(leaf: Any) -> Any:

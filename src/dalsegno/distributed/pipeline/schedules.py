@@ -57,8 +57,7 @@ class Stage(PipelineStage):
 
 
 def check(name: str, *, stages: int, ranks: int, microbatches: int) -> None:
-    """Check a schedule of ``stages`` stages on ``ranks`` ranks against the number of micro-batches in a step. Raises
-    ConfigurationError if the schedule cannot run so many; the message names numbers that fit."""
+    """Check a schedule of ``stages`` stages on ``ranks`` ranks against the number of micro-batches in a step."""
     if not _fits(name, stages, ranks, microbatches):
         fitting = [str(number) for number in range(1, 4 * stages + 1) if _fits(name, stages, ranks, number)]
         raise ConfigurationError(
