@@ -164,7 +164,7 @@ class Bridge:
         except BaseException as late:
             leg.fail(late)
             raise
-        leg.complete(is_stopped=self.step < leg.state.max_steps)
+        leg.complete({}, is_stopped=self.step < leg.state.max_steps)
 
     @property
     def _followed(self) -> Leg:
@@ -255,7 +255,7 @@ class Bridge:
         """Log an evaluation's metrics, reduced over the ranks: ``{"eval_loss": 0.7}``. On all ranks."""
         leg, weights, self._evaluated_weights = self._followed, self._evaluated_weights, None
         leg.events.fire_record(dict(metrics), "eval", weights)
-        leg.evaluated(dict(metrics), "eval", weights)
+        leg.evaluated(dict(metrics), "eval", weights, is_last=True)
         self._follow_requests(leg)
 
     def log(self, metrics: MutableMapping[str, Any]) -> None:

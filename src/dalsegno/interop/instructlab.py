@@ -232,7 +232,7 @@ def _observer(event: str, function: Function) -> InstructLab:
 
 
 def _accepted(event: str, function: Function, added: list[str]) -> list[str]:
-    """Return those of the event's arguments that the function takes."""
+    """Those of the event's arguments that the function takes."""
     signature = inspect.signature(function)
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
     accepted = [name for name in added if takes_all or name in signature.parameters]

@@ -51,13 +51,18 @@ class HookRunner(list[Any]):
         return self
 
 
-_METHODS = {
-    "on_train_begin": (Event.TRAIN_BEGIN, ("config",)),
-    "on_step_end": (Event.TRAIN_METRICS, ("ctx",)),  # where the loss of all ranks is known
-    "on_eval_end": (Event.EVALUATE, ("metrics", "step")),
-    "on_checkpoint_save": (Event.SAVE, ("step", "path")),
-    "on_train_end": (Event.TRAIN_END, ("step", "tokens_seen")),
+_METHODS: Mapping[str, tuple[Event, tuple[str, ...], Callable[[Any], Sequence[Any]]]] = {
+    "on_train_begin": (Event.TRAIN_BEGIN, ("config",), lambda ctx: [ctx.args]),
+    "on_step_end": (Event.TRAIN_METRICS, ("ctx",), lambda ctx: [_step_context(ctx)]),  # the loss of all ranks is known
+    "on_eval_end": (Event.EVALUATE, ("metrics", "step"), lambda ctx: [eval_metrics(ctx), ctx.state.global_step]),
+    "on_checkpoint_save": (Event.SAVE, ("step", "path"), lambda ctx: [ctx.step, str(ctx.path)]),
+    "on_train_end": (
+        Event.TRAIN_END,
+        ("step", "tokens_seen"),
+        lambda ctx: [ctx.state.global_step, ctx.state.num_input_tokens_seen],
+    ),
 }
+"""When each is called, the names of its arguments, and these."""
 
 _AFTER_RECORD = (Event.LOG, Event.STEP_DONE)
 """Events of which the first calls ``on_step_end`` of a step that has a record; the other, if no record came."""
@@ -92,7 +97,7 @@ class KempnerForge(CallbackAdapter):
     background_safe = True
     saves_states = False
     calls = (
-        *((event, method) for method, (event, _) in _METHODS.items()),
+        *((event, method) for method, (event, *_) in _METHODS.items()),
         *((event, event.handler) for event in Event if event.handler not in _METHODS),
         *((event, "on_step_end") for event in _AFTER_RECORD),
     )
@@ -108,12 +113,13 @@ class KempnerForge(CallbackAdapter):
         function = getattr(self.__wrapped__, method)
         if method not in _METHODS:
             return lambda _, ctx: function(ctx)
+        arguments = _METHODS[method][2]
 
-        def step_end(_: Any, ctx: MetricsContext) -> None:
-            if ctx.state.will_log:
+        def call(_: Any, ctx: Any) -> None:
+            if event is Event.TRAIN_METRICS and ctx.state.will_log:
                 self._ended = _step_context(ctx)
-            else:
-                function(_step_context(ctx))
+            elif event is not Event.EVALUATE or ctx.is_last:
+                function(*arguments(ctx))
 
         def after_record(_: Any, ctx: Any) -> None:
             if self._ended is None or (event is Event.LOG and ctx.kind != "train"):
@@ -121,20 +127,7 @@ class KempnerForge(CallbackAdapter):
             ended, self._ended = self._ended, None
             function(replace(ended, tokens_seen=ctx.state.num_input_tokens_seen))
 
-        def eval_end(_: Any, ctx: EvaluateContext) -> None:
-            if ctx.is_last:
-                function(eval_metrics(ctx), ctx.state.global_step)
-
-        def train_end(_: Any, ctx: Context) -> None:
-            function(ctx.state.global_step, ctx.state.num_input_tokens_seen)
-
-        calls: dict[str, Callable[[Any, Any], None]] = {
-            "on_train_begin": lambda _, ctx: function(ctx.args),
-            "on_step_end": after_record if event in _AFTER_RECORD else step_end,
-            "on_eval_end": eval_end,
-            "on_checkpoint_save": lambda _, ctx: function(ctx.step, str(ctx.path)),
-        }
-        return train_end if method == "on_train_end" else _or_stop(calls[method], method)
+        return call if event is Event.TRAIN_END else _or_stop(after_record if event in _AFTER_RECORD else call, method)
 
 
 def _step_context(ctx: MetricsContext) -> StepContext:

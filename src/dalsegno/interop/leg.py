@@ -86,8 +86,6 @@ class Unknown:
 
 
 def checked(callbacks: Iterable[object], unsupported_events: Mapping[Event, str]) -> list[Callback]:
-    """Return a Bridge's callbacks. Raises EventNotFired for one that handles an event which the library's loop cannot
-    fire, and what :func:`check_callbacks` raises."""
     found = check_callbacks(callbacks)
     check_supported(found, unsupported_events)
     return found
@@ -116,13 +114,11 @@ class Leg:
     """From the library's begin of training to its end. All ranks call every method.
 
     Args:
-        callbacks: checked.
         args: the library's settings as dalsegno's.
         model: the user's module, without DDP's wrapper.
         optimizer: the one whose hooks run, without wrappers.
         loop: the library's object that stands for this call of its training.
         locate: path of the folder in which the states of a step are saved.
-        unsupported_events: events that this library's loop cannot fire, with reason and remedy.
         causes: what it means under this library if a repeated step differs, as in :data:`~dalsegno.state.CAUSES`.
         no_evaluations: what to set so that evaluations are due; None: they are.
         excuse: why a repeated record differs under this library although nothing is wrong; None: something is.
@@ -227,11 +223,9 @@ class Leg:
     # -- begin and end ----------------------------------------------------------------------------------------------
 
     def begin(self, folder: Path | None, timeline: str = "", *, saves: bool) -> None:
-        """Restore the callbacks' states from their folder, if there is one; then fire on_train_begin.
-
-        ``timeline`` is a fingerprint of the library's history, equal in the process that saved the states; ``saves``
-        tells whether the library will save checkpoints.
-        """
+        """Restore the callbacks' states from their folder, if there is one; then fire on_train_begin. ``timeline`` is a
+        fingerprint of the library's history, equal in the process that saved the states; ``saves`` tells whether the
+        library will save checkpoints."""
         on, step = self.events, self.state.global_step
         self._progress.samples = self.state.samples_seen
         self._progress.show(self.state)
@@ -267,8 +261,8 @@ class Leg:
     def _begin_witness(self, *, is_resumed: bool) -> None:
         progress, step = self._progress, self.state.global_step
         progress.run = progress.run or collectives.from_rank_zero(lambda: uuid.uuid4().hex)
-        settings = {name: getattr(self.args, name) for name in FELT}
-        settings |= environment_of(self._device, Layout.flat()) | {"run": progress.run}
+        felt = {name: getattr(self.args, name) for name in FELT}
+        settings = felt | environment_of(self._device, Layout.flat()) | {"run": progress.run}
         if self._lr_scheduler:
             settings[END_OF_SCHEDULE] = self.state.max_steps
         self.witness.begin_leg(
@@ -302,20 +296,19 @@ class Leg:
         raise_first(train_end.fire_all())
 
     def end_steps(self) -> None:
-        """Fire on_step_done, and conclude about the steps that this leg repeated: no step follows. To be called before
-        the final record. Collective."""
+        """Before the final record: no step follows. Collective."""
         self.finish()
         self.witness.conclude(self.state.global_step)
 
     def record_end(self) -> None:
-        """Fire on_step_done and the final record: training has come to its end, or to a requested one."""
+        """Fire the final record: training has come to its end, or to a requested one."""
         self.end_steps()
         self.events.fire_record({"train_runtime": self.state.elapsed(), "step": self.state.global_step}, "final")
 
-    def complete(self, metrics: Mapping[str, Any] | None = None, *, is_stopped: bool) -> None:
+    def complete(self, metrics: dict[str, Any], *, is_stopped: bool) -> None:
         """Fire on_train_end, after the final record."""
         is_aborted = self.control.should_abort_without_save
-        self.end("aborted" if is_aborted else "stopped" if is_stopped else "finished", dict(metrics or {}))
+        self.end("aborted" if is_aborted else "stopped" if is_stopped else "finished", metrics)
 
     def fail(self, error: BaseException) -> None:
         """Fire on_exception and on_train_end. What a handler raises becomes a note of ``error``. Not collective."""
@@ -385,7 +378,6 @@ class Leg:
         self.events.pre_optimizer_step.fire_with(self.grad_norm)
 
     def after_update(self) -> None:
-        """Fire on_optimizer_step."""
         self._is_updated = True
         self.events.optimizer_step.fire_with()
 
@@ -437,9 +429,7 @@ class Leg:
             logs["grad_norm"] = float(self.grad_norm)
         self.record({**logs, "learning_rate": self._lr})
 
-    def evaluated(
-        self, metrics: dict[str, Any], name: str, evaluated_weights: str | None = None, *, is_last: bool = True
-    ) -> None:
+    def evaluated(self, metrics: dict[str, Any], name: str, evaluated_weights: str | None, is_last: bool) -> None:
         """Fire on_evaluate for one evaluation set; ``is_last``: of the sets of this evaluation."""
         self._all_metrics |= metrics
         self.events.evaluate.fire_with(metrics, name, evaluated_weights, dict(self._all_metrics), is_last)
@@ -457,7 +447,7 @@ class Leg:
         return self._may_stop or self.events.may_request_each_step()
 
     def requests(self) -> ControlRequests:
-        """Return what callbacks on any rank have requested, equal on all ranks. Collective."""
+        """What callbacks on any rank have requested, equal on all ranks. Collective."""
         self._may_stop &= self.witness.is_comparing
         together = ControlRequests(*map(bool, collectives.all_reduce_max(self.control.requests(), "requests")))
         self.control.acknowledge(together)

@@ -108,8 +108,7 @@ class SharedState(Callback):
         return {**known, **{name: dict(known[name]) for name in copied}, "checkpoint_path": str(ctx.path)}
 
     def learn(self, metrics: dict[str, Any]) -> None:
-        """Store the metrics of this step, already reduced over all ranks, and reduce what only observers have.
-        Collective."""
+        """Of this step, reduced over all ranks; reduce what only observers have. Collective."""
         self._of_step |= _with_a_field(metrics)
         batch = self._batch_metrics
         batch["total_length"] = metrics.get("tokens")
@@ -243,7 +242,6 @@ class StepNumbers(Callback):
 
 
 def _with_a_field(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return the metrics that contexts have a field for."""
     return {name: float(metrics[name]) for name in ("loss", "grad_norm") if name in metrics}
 
 
@@ -319,7 +317,7 @@ class Observer(CallbackAdapter):
 
     @abstractmethod
     def context(self, known: dict[str, Any], shared: SharedState) -> Any:
-        """Make the library's context of what is known."""
+        """The library's, of what is known."""
 
     def call(self, event: Event, method: str, binder: Binder) -> Callable[[Any, Any], Answer]:
         shared, function = binder.shared(SharedState), getattr(self.__wrapped__, method)

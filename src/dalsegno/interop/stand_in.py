@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -38,9 +38,9 @@ class Values(StandIn):
         vars(self).update(values, _stands_for=stands_for)
 
 
-def reads(path: str) -> Any:
-    """A property of an object that has the same value under another path, such as ``_state.global_step``."""
-    return property(attrgetter(path))
+def reads(source: str | Callable[[Any], Any]) -> Any:
+    """A property: a path from the object, such as ``_state.global_step``, or a function of the object."""
+    return property(attrgetter(source) if isinstance(source, str) else source)
 
 
 class Collected:
@@ -56,7 +56,6 @@ class Collected:
         self._is_dropped = False
 
     def begin(self, *, has_record: bool) -> None:
-        """A step or an evaluation begins."""
         self._values, self._is_dropped = ({} if has_record else None), not has_record
 
     def end(self) -> None:
@@ -73,10 +72,7 @@ class Collected:
         """Move the values into the record of the step or evaluation. Collective."""
         if ctx.kind in ("train", "eval"):
             here = self._values or {}
-            moved = (
-                collectives.from_rank_zero(lambda: numbers_of(here)) if collectives.initialized() else numbers_of(here)
-            )
-            ctx.logs.update(moved)
+            ctx.logs.update(collectives.from_rank_zero(lambda: numbers_of(here)))
             self._values = None if self._values is None else {}
 
 

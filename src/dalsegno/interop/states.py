@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
 import torch
@@ -34,11 +34,8 @@ FOLDER = "dalsegno"
 
 
 def states_in(checkpoint: Path, *, mark: str | None = None) -> Path | None:
-    """The folder of states in the library's checkpoint; None if it was saved without a Bridge. Collective.
-
-    Args:
-        mark: where in the library's own files it is written that a Bridge took part; None if it is not, or cannot be.
-    """
+    """The folder of states in the library's checkpoint; None if it was saved without a Bridge. Collective. ``mark``:
+    where in the library's own files it is written that a Bridge took part; None if it is not, or cannot be."""
     folder = checkpoint / FOLDER
     if collectives.from_rank_zero(folder.exists):
         return folder
@@ -60,7 +57,6 @@ def states_in(checkpoint: Path, *, mark: str | None = None) -> Path | None:
 
 
 def warn_of_new_states(checkpoint: str) -> None:
-    """Log that training resumes without states of callbacks."""
     if collectives.rank() == 0:
         logger.warning(
             "%s was saved without a Bridge: training resumes, but the states and logs of callbacks begin anew",
@@ -90,7 +86,6 @@ Packed = Mapping[str, torch.Tensor]
 
 
 def pack(folder: Path) -> Packed:
-    """Read all files of a folder of states."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     contents = {path.relative_to(folder).as_posix(): bytearray(path.read_bytes()) for path in files}
     return {name: torch.from_numpy(np.frombuffer(content, dtype=np.uint8)) for name, content in contents.items()}
@@ -128,7 +123,7 @@ class Progress:
         self.timeline = self.run = ""
         self.samples = self.tokens = 0  # on all ranks, when they were summed
         self._samples_after = samples_after
-        self._of_step = self._unsummed = np.zeros(2)  # samples and tokens that this rank has read
+        self._of_step, self._unsummed = np.zeros(2), np.zeros(2)  # samples and tokens that this rank has read
         self._sees_batches = False
 
     def begin_step(self) -> None:
@@ -136,10 +131,10 @@ class Progress:
 
     def add_batch(self, batch: Any) -> None:
         self._sees_batches = True
-        self._of_step = self._of_step + np.array([samples_in(batch), tokens_in(batch)])
+        self._of_step += samples_in(batch), tokens_in(batch)
 
     def end_step(self, state: TrainerState) -> None:
-        self._unsummed = self._unsummed + self._of_step
+        self._unsummed += self._of_step
         self.show(state)
 
     def sum_ranks(self, state: TrainerState) -> None:
@@ -151,7 +146,7 @@ class Progress:
             self.show(state)
 
     def show(self, state: TrainerState) -> None:
-        """Set the counts in ``state``; since they were summed, this rank stands for the others."""
+        """Since the counts were summed, this rank stands for the others."""
         samples, tokens = (int(each) * collectives.world_size() for each in self._unsummed)
         after = self._samples_after
         state.samples_seen = self.samples + samples if after is None else after(state.global_step)
@@ -168,19 +163,11 @@ class Progress:
             )
 
     def state_dict(self) -> ProgressState:
-        return {
-            "epochs_begun": self.epochs_begun,
-            "epochs_ended": self.epochs_ended,
-            "timeline": self.timeline,
-            "run": self.run,
-            "samples": self.samples,
-            "tokens": self.tokens,
-        }
+        return cast(ProgressState, {name: getattr(self, name) for name in ProgressState.__annotations__})
 
     def load_state_dict(self, state: ProgressState) -> None:
-        self.epochs_begun, self.epochs_ended = state["epochs_begun"], state["epochs_ended"]
-        self.run = state["run"]
-        self.samples, self.tokens = state.get("samples", self.samples), state.get("tokens", self.tokens)
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 def samples_of_steps(loader: Any, batch: int, accumulated: int) -> Callable[[int], int]:

@@ -360,19 +360,17 @@ def encode_deques(tree: Any) -> Any:
     """Return ``tree`` with every deque as a dict of its items and its greatest length."""
     if type(tree) is deque:
         return {_MARK: [encode_deques(item) for item in tree], "maxlen": tree.maxlen}
-    if type(tree) is dict:
-        return {key: encode_deques(value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(encode_deques(item) for item in tree)
-    return tree
+    return _with_parts(tree, encode_deques)
 
 
 def decode_deques(tree: Any) -> Any:
     """Undo :func:`encode_deques`."""
     if type(tree) is dict and tree.keys() == {_MARK, "maxlen"}:
         return deque((decode_deques(item) for item in tree[_MARK]), tree["maxlen"])
+    return _with_parts(tree, decode_deques)
+
+
+def _with_parts(tree: Any, change: Callable[[Any], Any]) -> Any:
     if type(tree) is dict:
-        return {key: decode_deques(value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(decode_deques(item) for item in tree)
-    return tree
+        return {key: change(value) for key, value in tree.items()}
+    return type(tree)(map(change, tree)) if type(tree) in (list, tuple) else tree

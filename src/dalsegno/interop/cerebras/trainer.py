@@ -189,10 +189,8 @@ class Trainer(StandIn):
         steps = self.logging.log_steps
         return self.is_final_iteration or bool(steps and self.executor.user_iteration % steps == 0)
 
-    @property
-    def is_first_iteration(self) -> bool:
-        """Whether this is the first batch of the current stretch of training, or validation."""
-        return self.schedule.batch_idx == 0
+    is_first_iteration: bool = reads(lambda self: self.schedule.batch_idx == 0)
+    """Whether this is the first batch of the current stretch of training, or validation."""
 
     @property
     def is_final_iteration(self) -> bool:
@@ -213,14 +211,9 @@ class Trainer(StandIn):
             filesystem.make_directory(self._artifacts)
         return self._artifacts
 
-    @property
-    def loggers(self) -> list[Any]:
-        """Callbacks to which logged metrics are passed."""
-        return [callback for callback in self.all_callbacks if is_logger(callback)]
-
-    def save_checkpoint(self) -> None:
-        """Request a checkpoint at the end of this step."""
-        self._context.control.should_save = True
+    loggers: list[Any] = reads(lambda self: [each for each in self.all_callbacks if is_logger(each)])
+    """Callbacks to which logged metrics are passed."""
+    all_callbacks: Iterator[Any] = reads(lambda self: iter(self.callbacks.values()))
 
     @property
     def callbacks(self) -> OrderedDict[str, Any]:
@@ -228,9 +221,9 @@ class Trainer(StandIn):
         present = getattr(self._context.trainer, "callbacks", [])
         return OrderedDict((callback.key, inspect.unwrap(callback)) for callback in present)
 
-    @property
-    def all_callbacks(self) -> Iterator[Any]:
-        yield from self.callbacks.values()
+    def save_checkpoint(self) -> None:
+        """Request a checkpoint at the end of this step."""
+        self._context.control.should_save = True
 
     def get_callbacks(self, callback_type: type) -> Iterator[Any]:
         """Yield the callbacks of a class."""
@@ -268,9 +261,7 @@ class Trainer(StandIn):
         finally:
             self._scopes.pop()
 
-    @property
-    def name_scope_path(self) -> str:
-        return "".join(f"{name}/" for name in self._scopes)
+    name_scope_path: str = reads(lambda self: "".join(f"{name}/" for name in self._scopes))
 
 
 def is_logger(callback: object) -> bool:
@@ -303,10 +294,8 @@ class Loop(StandIn):
         self.train_only = not args.evaluation
         self.val_loop = ValidationLoop(schedule)
 
-    @property
-    def grad_accum_steps(self) -> int:
-        """Of the next step."""
-        return self._accumulation.at(self._state.global_step)
+    grad_accum_steps: int = reads(lambda self: self._accumulation.at(self._state.global_step))
+    """Of the next step."""
 
 
 class ValidationLoop(StandIn):
@@ -327,14 +316,11 @@ class Executor(StandIn):
     artifact_dir: Path = reads("_trainer.artifact_dir")
     on_first_iteration: bool = reads("_trainer.is_first_iteration")
     on_final_iteration: bool = reads("_trainer.is_final_iteration")
+    user_iteration: int = reads(lambda self: self._trainer.schedule.batch_idx + 1)
+    """Of the batch in progress in its stage, from 1."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-
-    @property
-    def user_iteration(self) -> int:
-        """Of the batch in progress in its stage, from 1."""
-        return self._trainer.schedule.batch_idx + 1
 
 
 class EarlyExit(StandIn):
@@ -402,6 +388,15 @@ class Schedule(StandIn):
     initial_global_step: int = reads("_shared.initial_step")
     train_steps: int | None = reads("current_stage.steps")
     """Steps of the current stretch of training."""
+    evaluates: bool = reads(lambda self: bool(self._args.evaluation) and bool(self._sets))
+    """Whether evaluations are scheduled."""
+    stages: list[Stage] = reads(lambda self: list(self._stages(self._shared.initial_step)))
+    """All stages of the fit."""
+    epochs: int = reads(lambda self: sum(stage.type == TRAINING for stage in self.stages))
+    """Stretches of training in this fit."""
+    epochs_remaining: int = reads(
+        lambda self: sum(stage.type == TRAINING for stage in [self.current_stage, *self.stages_remaining])
+    )
 
     def __init__(self, shared: SharedState) -> None:
         self._shared, self._state, self._args = shared, shared.context.state, shared.context.args
@@ -411,20 +406,10 @@ class Schedule(StandIn):
             self._sets = {}
 
     @property
-    def evaluates(self) -> bool:
-        """Whether evaluations are scheduled."""
-        return bool(self._args.evaluation) and bool(self._sets)
-
-    @property
     def batch_idx(self) -> int:
         """Index of the batch in progress, in the current stage."""
         shared = self._shared
         return shared.batch_idx if shared.val_name is None else shared.val_batch
-
-    @property
-    def stages(self) -> list[Stage]:
-        """All stages of the fit."""
-        return list(self._stages(self._shared.initial_step))
 
     def _stages(self, start: int) -> Iterator[Stage]:
         total, period = self._state.max_steps, self._args.evaluation.steps if self.evaluates else 0
@@ -460,15 +445,6 @@ class Schedule(StandIn):
         same = [Stage(VALIDATION, now.start_step, name, batches_in(self._sets[name])) for name in after]
         rest = [stage for stage in self.stages if stage.type == TRAINING and stage.start_step == now.start_step]
         return [*same, *rest, *later]
-
-    @property
-    def epochs(self) -> int:
-        """Stretches of training in this fit."""
-        return sum(stage.type == TRAINING for stage in self.stages)
-
-    @property
-    def epochs_remaining(self) -> int:
-        return sum(stage.type == TRAINING for stage in [self.current_stage, *self.stages_remaining])
 
     @property
     def batches_remaining(self) -> int:

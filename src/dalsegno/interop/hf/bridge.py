@@ -27,7 +27,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,18 @@ CAUSES_WITHOUT_TRAINER = {
 """The same, where the Bridge sees neither data nor loss."""
 
 
+def _in_training(handler: Callable[..., None]) -> Callable[..., None]:
+    """A method of the Bridge that gets the leg, with the trainer's present progress; not called if no training runs."""
+
+    @wraps(handler)
+    def call(bridge: Bridge, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if (leg := bridge._leg) is not None:
+            bridge._mirror(leg.state, state)
+            handler(bridge, leg, args, state, control, **kwargs)
+
+    return call
+
+
 class Bridge(transformers.TrainerCallback):
     """A ``transformers.TrainerCallback`` that calls dalsegno's callbacks.
 
@@ -131,7 +143,7 @@ class Bridge(transformers.TrainerCallback):
 
     # -- begin and end ----------------------------------------------------------------------------------------------
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_hyper_param_search:
             raise ConfigurationError("Bridge: a hyperparameter search trains many runs with one trainer; leave it out")
         self._warn_if_nonfinite_is_hidden(args)
@@ -161,13 +173,13 @@ class Bridge(transformers.TrainerCallback):
         self._leg, self._metrics = leg, {}
         if self._trainer is not None:
             self._install(self._trainer, leg)
-        return self._passed_on(control)
+        self._pass_on(leg, control)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        leg, self._leg = self._followed(args, state), None
-        if leg is not None:
-            leg.finish()
-            leg.complete(self._metrics, is_stopped=state.global_step < state.max_steps)
+    @_in_training
+    def on_train_end(self, leg: Leg, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._leg = None
+        leg.finish()
+        leg.complete(self._metrics, is_stopped=state.global_step < state.max_steps)
 
     def _train(self, original: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """Around ``trainer.train``: pass on what it raises."""
@@ -181,54 +193,47 @@ class Bridge(transformers.TrainerCallback):
 
     # -- epochs and steps -------------------------------------------------------------------------------------------
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        if (leg := self._followed(args, state)) is not None:
-            leg.epoch_begin()
-        return self._passed_on(control)
+    @_in_training
+    def on_epoch_begin(self, leg: Leg, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        leg.epoch_begin()
+        self._pass_on(leg, control)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        leg = self._followed(args, state)
-        if leg is None:
-            return control
+    @_in_training
+    def on_epoch_end(self, leg: Leg, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.epoch % 1 == 0 or not control.should_training_stop:  # else training has stopped inside the epoch
             leg.epoch_end()
-        return self._passed_on(control)
+        self._pass_on(leg, control)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        leg = self._followed(args, state)
-        if leg is None:
-            return
+    @_in_training
+    def on_step_begin(self, leg: Leg, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         due = due_at_next_step(args, state, kwargs["train_dataloader"])
         leg.state.will_log, leg.state.will_evaluate = due.should_log, due.should_evaluate
         leg.state.will_save = due.should_save
         leg.step_begin()
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (leg := self._followed(args, state)) is not None:
-            leg.before_update(kwargs["optimizer"])
+    @_in_training
+    def on_pre_optimizer_step(self, leg: Leg, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        leg.before_update(kwargs["optimizer"])
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        leg = self._followed(args, state)
-        if leg is not None and getattr(kwargs["optimizer"], "step_was_skipped", False):
+    @_in_training
+    def on_optimizer_step(self, leg: Leg, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if getattr(kwargs["optimizer"], "step_was_skipped", False):
             leg.skip_update()
-        elif leg is not None:
+        else:
             leg.after_update()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        leg = self._followed(args, state)
-        if leg is None:
-            return control
+    @_in_training
+    def on_step_end(self, leg: Leg, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         leg.step_end(None if self._trainer is not None else _UNKNOWN)
         state.stateful_callbacks[_MARK] = _mark_of(state)  # in the files that Hugging Face writes before on_save
         is_due = control.should_log or control.should_evaluate or control.should_save or control.should_training_stop
-        return self._passed_on(control) if is_due or leg.may_request_each_step() else control
+        if is_due or leg.may_request_each_step():
+            self._pass_on(leg, control)
 
     # -- records, evaluations, saves --------------------------------------------------------------------------------
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        leg = self._followed(args, state)
-        if leg is None:
-            return control
+    @_in_training
+    def on_log(self, leg: Leg, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs = {name: value for name, value in kwargs["logs"].items() if name != "epoch"}  # records have it anyway
         kind = kind_of(logs)
         if kind == "final":
@@ -238,26 +243,24 @@ class Bridge(transformers.TrainerCallback):
             leg.record(logs)
         else:
             leg.events.fire_record(logs, kind, leg.evaluated_weights if kind == "eval" else None)
-        return self._passed_on(control)
+        self._pass_on(leg, control)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        leg, metrics = self._followed(args, state), kwargs["metrics"]
-        if leg is None:
-            return control
+    @_in_training
+    def on_evaluate(self, leg: Leg, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
         name, sets = set_name_of(metrics), getattr(self._trainer, "eval_dataset", None)
         is_last = not isinstance(sets, dict) or name not in sets or name == list(sets)[-1]
         leg.evaluated(dict(metrics), name, leg.evaluated_weights, is_last=is_last)
-        return self._passed_on(control)
+        self._pass_on(leg, control)
 
-    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-        if (leg := self._followed(args, state)) is not None:
-            leg.events.predict.fire_with(dict(metrics))
+    @_in_training
+    def on_predict(self, leg: Leg, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+        leg.events.predict.fire_with(dict(metrics))
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        if (leg := self._followed(args, state)) is not None:
-            folder = leg.save(timeline_of(state))
-            leg.saved(folder.parent, is_best=state.best_global_step == state.global_step)
-        return self._passed_on(control)
+    @_in_training
+    def on_save(self, leg: Leg, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = leg.save(timeline_of(state))
+        leg.saved(folder.parent, is_best=state.best_global_step == state.global_step)
+        self._pass_on(leg, control)
 
     def _warn_if_nonfinite_is_hidden(self, args: Any) -> None:
         readers = [callback.key for callback in self._callbacks if callback.reads_nonfinite_loss]
@@ -312,7 +315,6 @@ class Bridge(transformers.TrainerCallback):
     # -- between the two --------------------------------------------------------------------------------------------
 
     def _mirror(self, own: TrainerState, state: Any) -> None:
-        """Copy the trainer's progress to dalsegno's state."""
         for name in ("global_step", "max_steps", "num_train_epochs", "total_flos", "best_metric"):
             setattr(own, name, getattr(state, name))
         own.epoch = state.epoch or 0.0
@@ -321,17 +323,9 @@ class Bridge(transformers.TrainerCallback):
         if self._trainer is None:  # else the leg counts them in batches
             own.num_input_tokens_seen = state.num_input_tokens_seen
 
-    def _followed(self, args: Any, state: Any) -> Leg | None:
-        """The leg, with the trainer's present progress; None if training does not run."""
-        if self._leg is not None:
-            self._mirror(self._leg.state, state)
-        return self._leg
-
-    def _passed_on(self, control: Any) -> Any:
+    @staticmethod
+    def _pass_on(leg: Leg, control: Any) -> None:
         """Set on the trainer's control what callbacks request, on all ranks alike. Collective."""
-        leg = self._leg
-        if leg is None:
-            return control
         if control.should_save and not leg.control.should_abort_without_save:
             leg.announce_save()
         requests = leg.requests()
@@ -343,7 +337,6 @@ class Bridge(transformers.TrainerCallback):
             control.should_training_stop = True
             control.should_save |= bool(leg.args.saving)
         control.should_save &= not requests.abort
-        return control
 
     def _resumed_checkpoint(self, args: Any, state: Any) -> Path | None:
         if state.global_step == 0:

@@ -101,12 +101,11 @@ def adding(get: Callable[[SharedState, Any], dict[str, Any]]) -> Wrapper:
 with_metrics = adding(lambda shared, ctx: {"metrics": shared.metrics_of(ctx)})
 with_step_metrics = adding(lambda shared, ctx: {"metrics": shared.metrics_of(ctx), **_of_step(ctx)})
 with_mutable_record = adding(lambda shared, ctx: {"logs": ctx.logs})
-"""Call with the record itself: what the method adds to it is logged."""
+"""The record itself: what the method adds to it is logged."""
 unless_last = under(lambda shared, ctx: not ctx.is_last)
 if_epoch_joined = under(lambda shared, ctx: shared.joined_epoch)
-"""Call if the leg begins inside an epoch."""
 if_epoch_left = under(lambda shared, ctx: ctx.kind == "final" and shared.inside_epoch)
-"""Call if the leg ends inside an epoch: at its final record, the last event but one."""
+"""The leg ends inside an epoch: at its final record, the last event but one."""
 
 
 def with_mutable_metrics(invoke: Invoke, binder: Binder) -> Call:
@@ -301,7 +300,8 @@ def with_mutable_interval_record(invoke: Invoke, binder: Binder) -> Call:
         logs = interval.record_of(ctx)
         before = dict(logs)
         answer = invoke(adapted, ctx, logs=logs)
-        ctx.logs.update({name: value for name, value in logs.items() if value is not before.get(name, _ABSENT)})
+        kept = {name for name, value in before.items() if logs.get(name) is value}
+        ctx.logs.update({name: value for name, value in logs.items() if name not in kept})
         return answer
 
     return unless_evaluation(call)
@@ -315,8 +315,6 @@ def before_count(invoke: Invoke, binder: Binder) -> Call:
 
     return call
 
-
-_ABSENT = object()
 
 FORGATHER: Wrappers = {
     **WRAPPERS,
@@ -401,7 +399,7 @@ def _move_others(folder: Path, ours: Sequence[Path], target: Path) -> None:
 
 
 def check_uploads(callback: Any, context: Context) -> None:
-    """Raises ConfigurationError for a callback that uploads the final model in a way that cannot work here."""
+    """Refuse a callback that uploads the final model in a way that cannot work here."""
     names = {cls.__name__ for cls in type(callback).__mro__ if cls.__module__.startswith("transformers.")}
     export = "dalsegno.checkpoint.export_model(result.checkpoint, folder)"
     if "DVCLiveCallback" in names and callback._log_model is True:

@@ -100,7 +100,7 @@ class HuggingFace(CallbackAdapter):
         return wrapper(invoke_with_event(function, shared), binder)
 
     def _extras(self, method: str) -> list[str]:
-        """Return the keywords for this method that Hugging Face never passes, or no longer."""
+        """The keywords for this method that Hugging Face never passes, or no longer."""
         named = inspect.signature(getattr(self.__wrapped__, method)).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in named.values())
         gets_trainer = self._is_forgather or (isinstance(self.__wrapped__, TrainerCallback) and takes_all)

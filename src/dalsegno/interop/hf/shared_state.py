@@ -110,12 +110,7 @@ class SharedState(Callback):
 
 class SharedRecord:
     """The record that all callbacks of a library receive for one event, as in that library: each sees what earlier ones
-    changed.
-
-    Args:
-        live: the run's state; in the background, where a context has a copy of it, each callback gets a copy.
-        convert: makes the library's record of a context.
-    """
+    changed. In the background, where a context has a copy of the ``live`` state, each callback gets a copy."""
 
     def __init__(self, live: TrainerState, convert: Callable[[contexts.LogContext], dict[str, Any]]) -> None:
         self._live, self._convert = live, convert
@@ -123,7 +118,6 @@ class SharedRecord:
         self._record: dict[str, Any] = {}
 
     def of(self, ctx: contexts.LogContext) -> dict[str, Any]:
-        """Return the record of this firing."""
         if ctx.state is not self._live:
             return self._convert(ctx)
         if self._logs is not ctx.logs:

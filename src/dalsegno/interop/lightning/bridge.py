@@ -153,7 +153,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
             return
         leg.record_end()
         self._is_training = False
-        leg.complete(is_stopped=leg.is_stopping)
+        leg.complete({}, is_stopped=leg.is_stopping)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if (leg := self._followed()) is not None:
@@ -231,7 +231,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
             name if name.startswith("eval_") else f"eval_{name.removeprefix('val_')}": each for name, each in new
         }
         leg.events.fire_record(metrics, "eval", weights)
-        leg.evaluated(metrics, "eval", weights)
+        leg.evaluated(metrics, "eval", weights, is_last=True)
         self._pass_on()
 
     def state_dict(self) -> dict[str, Any]:
@@ -312,7 +312,6 @@ class Optimizer:
 
 
 def settings_of(trainer: Any, directory: Path, optimizer: Any, on_resume: OnResume) -> TrainingArguments:
-    """The trainer's settings as dalsegno's, as far as it has them."""
     precision = str(trainer.precision)
     return TrainingArguments(
         directory,

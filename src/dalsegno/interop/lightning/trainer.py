@@ -78,21 +78,10 @@ def _their_name(name: str) -> str:
 class OnRanks(StandIn):
     """An object that knows its rank."""
 
-    @property
-    def global_rank(self) -> int:
-        return collectives.rank()
-
-    @property
-    def local_rank(self) -> int:
-        return collectives.local_rank()
-
-    @property
-    def world_size(self) -> int:
-        return collectives.world_size()
-
-    @property
-    def is_global_zero(self) -> bool:
-        return collectives.rank() == 0
+    global_rank: int = reads(lambda self: collectives.rank())
+    local_rank: int = reads(lambda self: collectives.local_rank())
+    world_size: int = reads(lambda self: collectives.world_size())
+    is_global_zero: bool = reads(lambda self: collectives.rank() == 0)
 
 
 class Strategy(OnRanks):
@@ -110,7 +99,7 @@ class Strategy(OnRanks):
         return obj if not collectives.initialized() else collectives.gather(obj, "trainer.strategy.broadcast")[src]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks decide so, or any. Collective."""
+        """Whether all ranks decide so, or any. Collective."""
         (found,) = collectives.all_reduce_max([decision is not all], "trainer.strategy.reduce_boolean_decision")
         return bool(found) is not all
 
@@ -160,10 +149,7 @@ class EpochLoop(Part):
     _stands_for = "trainer.fit_loop.epoch_loop"
     global_step: int = reads("_shared.context.state.global_step")
     _batches_that_stepped = global_step
-
-    @property
-    def batch_idx(self) -> int:
-        return self._shared.batches - 1
+    batch_idx: int = reads(lambda self: self._shared.batches - 1)
 
 
 class FitLoop(Part):
@@ -180,18 +166,9 @@ class TrainerState(Part):
     """Stands in for ``trainer.state``: texts, which equal Lightning's enumerations."""
 
     _stands_for = "trainer.state"
-
-    @property
-    def fn(self) -> str:
-        return "validate" if self._shared.validating and not self._shared.fitting else "fit"
-
-    @property
-    def stage(self) -> str:
-        return "validate" if self._shared.validating else "train"
-
-    @property
-    def status(self) -> str:
-        return "running" if self._shared.fitting else "finished"
+    fn: str = reads(lambda self: "validate" if self._shared.validating and not self._shared.fitting else "fit")
+    stage: str = reads(lambda self: "validate" if self._shared.validating else "train")
+    status: str = reads(lambda self: "running" if self._shared.fitting else "finished")
 
 
 class Trainer(OnRanks):
@@ -205,7 +182,7 @@ class Trainer(OnRanks):
 
     def __init__(self, shared: SharedState) -> None:
         context = shared.context
-        self._shared, self._context, self._state = shared, context, context.state
+        self._shared, self._context, self._state, self._args = shared, context, context.state, context.args
         self.model = context.model
         self.lightning_module = Module(shared, self)
         self.optimizers = [context.optimizer]
@@ -218,16 +195,9 @@ class Trainer(OnRanks):
         self.precision = "bf16-mixed" if context.args.bf16 else "16-mixed" if context.args.fp16 else "32-true"
         self._logger_connector = LoggerConnector(shared)
         schedulers = context.lr_scheduler
+        always = {"name": None, "interval": "step", "frequency": 1, "reduce_on_plateau": False, "monitor": None}
         self.lr_scheduler_configs = [
-            SimpleNamespace(
-                scheduler=each,
-                name=None,
-                interval="step",
-                frequency=1,
-                reduce_on_plateau=False,
-                monitor=None,
-                strict=True,
-            )
+            SimpleNamespace(scheduler=each, **always, strict=True)
             for each in (schedulers if isinstance(schedulers, (list, tuple)) else [schedulers])
             if each is not None
         ]
@@ -238,26 +208,12 @@ class Trainer(OnRanks):
     """Finished steps."""
     current_epoch: int = reads("_shared.epoch")
     max_steps: int = reads("_state.max_steps")
-
-    @property
-    def estimated_stepping_batches(self) -> float:
-        return self._state.max_steps if self._state.max_steps > 0 else math.inf
-
-    @property
-    def max_epochs(self) -> int:
-        """-1 if ``max_steps`` ends the run."""
-        args = self._context.args
-        return -1 if args.max_steps > 0 else math.ceil(args.num_train_epochs)
-
-    @property
-    def accumulate_grad_batches(self) -> int:
-        """Of the next step. It cannot be set: ``gradient_accumulation_schedule`` changes it."""
-        return self._context.args.accumulation.at(self._state.global_step)
-
-    @property
-    def training(self) -> bool:
-        return not self._shared.validating
-
+    estimated_stepping_batches: float = reads(lambda self: self.max_steps if self.max_steps > 0 else math.inf)
+    max_epochs: int = reads(lambda self: -1 if self._args.max_steps > 0 else math.ceil(self._args.num_train_epochs))
+    """-1 if ``max_steps`` ends the run."""
+    accumulate_grad_batches: int = reads(lambda self: self._args.accumulation.at(self.global_step))
+    """Of the next step. It cannot be set: ``gradient_accumulation_schedule`` changes it."""
+    training: bool = reads(lambda self: not self.validating)
     validating: bool = reads("_shared.validating")
     ckpt_path: str | None = reads("_shared.resumed_from")
     """The checkpoint that this leg was resumed from."""
@@ -268,10 +224,7 @@ class Trainer(OnRanks):
     """The newest value of each metric, as tensors, under dalsegno's and Lightning's usual names."""
 
     logged_metrics = progress_bar_metrics = callback_metrics
-
-    @property
-    def log_every_n_steps(self) -> int:
-        return int(self._context.args.logging.steps or 0)
+    log_every_n_steps: int = reads(lambda self: int(self._args.logging.steps or 0))
 
     # -- stopping
 
@@ -288,6 +241,14 @@ class Trainer(OnRanks):
     # -- data
 
     train_dataloader: Any = reads("_context.train_dataloader")
+    num_training_batches: float = reads(lambda self: _length(self.train_dataloader))
+    enable_validation: bool = reads(lambda self: bool(self._args.evaluation) and self.val_dataloaders is not None)
+    val_check_interval: float = reads(
+        lambda self: int(self._args.evaluation.steps or 0) if self.enable_validation else 1.0
+    )
+    """Steps between evaluations; 0 where they are not scheduled in steps; 1.0, Lightning's default, without any."""
+    check_val_every_n_epoch: int | None = reads(lambda self: None if self.enable_validation else 1)
+    """None, so that callbacks act after evaluations; 1, Lightning's default, where there are none to wait for."""
 
     @property
     def val_dataloaders(self) -> Any:
@@ -295,28 +256,10 @@ class Trainer(OnRanks):
         return list(loaders.values()) if isinstance(loaders, Mapping) else loaders
 
     @property
-    def num_training_batches(self) -> float:
-        return _length(self._context.train_dataloader)
-
-    @property
     def num_val_batches(self) -> list[float]:
         loaders = self.val_dataloaders
         several = loaders if isinstance(loaders, list) else [] if loaders is None else [loaders]
         return [_length(loader) for loader in several]
-
-    @property
-    def val_check_interval(self) -> float:
-        """Steps between evaluations; 0 where they are not scheduled in steps; 1.0, Lightning's default, without any."""
-        return int(self._context.args.evaluation.steps or 0) if self.enable_validation else 1.0
-
-    @property
-    def check_val_every_n_epoch(self) -> int | None:
-        """None, so that callbacks act after evaluations; 1, Lightning's default, where there are none to wait for."""
-        return None if self.enable_validation else 1
-
-    @property
-    def enable_validation(self) -> bool:
-        return bool(self._context.args.evaluation) and self._context.eval_dataloader is not None
 
     # -- ranks
 
@@ -329,24 +272,14 @@ class Trainer(OnRanks):
 
     # -- parts
 
-    @property
-    def callbacks(self) -> list[Any]:
-        """Every callback; those of other libraries without their adapters."""
-        return [inspect.unwrap(callback) for callback in self._context.trainer.callbacks]
-
-    @property
-    def early_stopping_callbacks(self) -> list[Any]:
-        return [each for each in self.callbacks if type(each).__name__ == "EarlyStopping"]
-
-    @property
-    def early_stopping_callback(self) -> Any:
-        return next(iter(self.early_stopping_callbacks), None)
-
-    @property
-    def checkpoint_callbacks(self) -> list[Any]:
-        """None: dalsegno saves by itself."""
-        return []
-
+    callbacks: list[Any] = reads(lambda self: [inspect.unwrap(each) for each in self._context.trainer.callbacks])
+    """Every callback; those of other libraries without their adapters."""
+    early_stopping_callbacks: list[Any] = reads(
+        lambda self: [each for each in self.callbacks if type(each).__name__ == "EarlyStopping"]
+    )
+    early_stopping_callback: Any = reads(lambda self: next(iter(self.early_stopping_callbacks), None))
+    checkpoint_callbacks: list[Any] = reads(lambda self: [])
+    """None: dalsegno saves by itself."""
     checkpoint_callback = None
 
 
@@ -374,6 +307,8 @@ class Module(StandIn):
     logger: Logger = reads("trainer.logger")
     current_epoch: int = reads("_shared.epoch")
     global_step: int = reads("trainer.global_step")
+    global_rank: int = reads("trainer.global_rank")
+    device: torch.device = reads(lambda self: device_of(self._model))
 
     def __init__(self, shared: SharedState, trainer: Trainer) -> None:
         vars(self).update(_shared=shared, _trainer=trainer, _model=shared.context.model)
@@ -388,14 +323,6 @@ class Module(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._model(*args, **kwargs)
-
-    @property
-    def device(self) -> torch.device:
-        return device_of(self._model)
-
-    @property
-    def global_rank(self) -> int:
-        return collectives.rank()
 
     def optimizers(self) -> Any:
         return self.trainer.optimizers[0]
