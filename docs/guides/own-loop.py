@@ -20,7 +20,6 @@ def table() -> str:
     rows = [
         ("events that are not fired", [event.handler for event in UNSUPPORTED_EVENTS]),
         ("built-ins that are refused", [name for name in callbacks.__all__ if needs_more(getattr(callbacks, name))]),
-        ("built-ins that work", [name for name in callbacks.__all__ if not needs_more(getattr(callbacks, name))]),
     ]
     return "\n".join(["| | |", "|---|---|", *(f"| {what} | {listed(names)} |" for what, names in rows)]) + "\n"
 
