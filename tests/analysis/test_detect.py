@@ -29,7 +29,7 @@ def diverging(seed: int = 0) -> Series:
 
 def test_it_fires_where_the_live_detector_would_have() -> None:
     log = diverging()
-    live = Divergence()
+    live = Divergence(DetectorSettings())
     fired = [step for step, value in zip(log.steps, log.values, strict=True) if live.observe(value).diverged]
     found = detect_divergence(log)
     assert [firing.step for firing in found.firings] == fired

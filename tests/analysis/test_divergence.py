@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dalsegno.analysis.divergence import LOST, NOISE, Divergence
+from dalsegno.analysis.divergence import LOST, NOISE, DetectorSettings, Divergence
 from dalsegno.errors import ConfigurationError, StateMismatch
 
 values = st.floats(-20, 20) | st.sampled_from([math.nan, math.inf, -math.inf])
@@ -25,6 +25,10 @@ settings_of_it = st.fixed_dictionaries(
         "baseline_smoothing": st.none() | st.floats(0.01, 0.04),
     }
 )
+
+
+def detector(**settings: Any) -> Divergence:
+    return Divergence(DetectorSettings(**settings))
 
 
 def diverged(found: Divergence, observations: list[float]) -> list[bool]:
@@ -72,7 +76,7 @@ def noise(seen: list[float], smoothing: float) -> float:
 @settings(max_examples=200)
 @given(observations=series, it=settings_of_it)
 def test_it_is_the_definition(observations: list[float], it: dict[str, Any]) -> None:
-    assert diverged(Divergence(**it), observations) == as_defined(observations, it)
+    assert diverged(detector(**it), observations) == as_defined(observations, it)
 
 
 @settings(max_examples=60)
@@ -80,10 +84,10 @@ def test_it_is_the_definition(observations: list[float], it: dict[str, Any]) -> 
 def test_interrupted_anywhere_it_goes_on_as_if_it_had_not_been(
     observations: list[float], it: dict[str, Any], cut: int
 ) -> None:
-    before, after = Divergence(**it), Divergence(**it)
+    before, after = detector(**it), detector(**it)
     first = diverged(before, observations[:cut])
     after.load_state_dict(before.state_dict())
-    assert first + diverged(after, observations[cut:]) == diverged(Divergence(**it), observations)
+    assert first + diverged(after, observations[cut:]) == diverged(detector(**it), observations)
 
 
 @settings(max_examples=60)
@@ -91,11 +95,11 @@ def test_interrupted_anywhere_it_goes_on_as_if_it_had_not_been(
 def test_the_other_mode_is_the_mirror(observations: list[float], it: dict[str, Any]) -> None:
     mirrored = {**it, "mode": "max" if it["mode"] == "min" else "min"}
     negated = [-x for x in observations]
-    assert diverged(Divergence(**it), observations) == diverged(Divergence(**mirrored), negated)
+    assert diverged(detector(**it), observations) == diverged(detector(**mirrored), negated)
 
 
 def test_a_rising_accuracy_is_no_divergence_and_a_falling_one_is() -> None:
-    found = Divergence(smoothing=1, threshold=0.3, patience=2, warmup=0, mode="max")
+    found = detector(smoothing=1, threshold=0.3, patience=2, warmup=0, mode="max")
     assert diverged(found, [0.1, 0.5, 0.9]) == [False] * 3
     verdict = [found.observe(x) for x in (0.5, 0.6)][-1]
     assert verdict.diverged
@@ -105,18 +109,18 @@ def test_a_rising_accuracy_is_no_divergence_and_a_falling_one_is() -> None:
 
 def test_a_negative_best_and_a_best_of_zero() -> None:
     relative = {"smoothing": 1.0, "threshold": None, "relative_threshold": 1.5, "patience": 1, "warmup": 0}
-    assert diverged(Divergence(**relative), [-4, -3, -2.5, -2, -1]) == [False, False, False, True, True]
-    assert diverged(Divergence(**relative), [4, 5.9, 6]) == [False, False, True]
-    assert diverged(Divergence(**relative), [0, 0, 0]) == [False] * 3
+    assert diverged(detector(**relative), [-4, -3, -2.5, -2, -1]) == [False, False, False, True, True]
+    assert diverged(detector(**relative), [4, 5.9, 6]) == [False, False, True]
+    assert diverged(detector(**relative), [0, 0, 0]) == [False] * 3
 
 
 def test_a_single_spike_needs_company() -> None:
-    found = Divergence(smoothing=1, threshold=1.0, patience=2, warmup=0)
+    found = detector(smoothing=1, threshold=1.0, patience=2, warmup=0)
     assert diverged(found, [1, 9, 1, 9, 1, 9, 9]) == [False] * 6 + [True]
 
 
 def test_nothing_is_judged_in_warmup_but_nan() -> None:
-    found = Divergence(smoothing=1, threshold=1.0, patience=1, warmup=3)
+    found = detector(smoothing=1, threshold=1.0, patience=1, warmup=3)
     assert diverged(found, [1, 9, math.inf, 9, 9]) == [False, False, True, False, True]
 
 
@@ -142,7 +146,7 @@ def test_nothing_is_judged_in_warmup_but_nan() -> None:
 )
 def test_a_value_that_cannot_work(argument: str, value: Any, allowed: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        Divergence(**{argument: value})
+        detector(**{argument: value})
     assert str(caught.value).startswith(f"{argument} is {value!r}; allowed: ")
     assert allowed in str(caught.value)
 
@@ -160,22 +164,22 @@ falling = [8 * 0.97**step + noise for step, noise in enumerate(noisy(2.0, 300, 0
 def test_without_a_threshold_every_unit_is_judged_alike(unit: float, shift: float) -> None:
     """A healthy run is let pass, noise and all; one that climbs back a part of its way is not."""
     healthy = [unit * (x + shift) for x in [*falling, *noisy(2.2, 3000, 1)]]
-    assert not any(diverged(Divergence(), healthy))
+    assert not any(diverged(detector(), healthy))
     climbing = [unit * (x + shift) for x in [*falling, *(2 + 0.1 * step for step in range(80))]]
-    fired = diverged(Divergence(), climbing).index(True)
+    fired = diverged(detector(), climbing).index(True)
     assert 300 + 20 < fired < 300 + 40  # a quarter of 8 is lost after 20 observations; s follows a little later
 
 
 def test_noise_alone_is_no_divergence_where_nothing_was_gained() -> None:
     for seed in range(20):
-        assert not any(diverged(Divergence(), noisy(1.0, 2000, seed)))
+        assert not any(diverged(detector(), noisy(1.0, 2000, seed)))
 
 
 def test_a_slow_average_forgives_an_old_best() -> None:
     rising = [*noisy(1.0, 50, 0), *(1 + 0.01 * step for step in range(400))]
-    assert any(diverged(Divergence(threshold=1.0), rising))
-    assert not any(diverged(Divergence(threshold=1.0, baseline_smoothing=0.05), rising))
-    assert any(diverged(Divergence(threshold=1.0, baseline_smoothing=0.05), [*rising, *[9.0] * 5]))
+    assert any(diverged(detector(threshold=1.0), rising))
+    assert not any(diverged(detector(threshold=1.0, baseline_smoothing=0.05), rising))
+    assert any(diverged(detector(threshold=1.0, baseline_smoothing=0.05), [*rising, *[9.0] * 5]))
 
 
 @pytest.mark.parametrize(
@@ -183,10 +187,10 @@ def test_a_slow_average_forgives_an_old_best() -> None:
     [
         (None, "a dict with the keys smoothed, best, first, newest, step, observations, bad_in_a_row"),
         ({"smoothed": 1.0}, "has no 'best'; its keys must be"),
-        ({**Divergence().state_dict(), "smoothed": "1"}, "smoothed: is '1'; must be a number or None"),
-        ({**Divergence().state_dict(), "observations": None}, "observations: is None; must be a 64-bit integer"),
+        ({**detector().state_dict(), "smoothed": "1"}, "smoothed: is '1'; must be a number or None"),
+        ({**detector().state_dict(), "observations": None}, "observations: is None; must be a 64-bit integer"),
     ],
 )
 def test_a_state_that_is_none(state: Any, message: str) -> None:
     with pytest.raises(StateMismatch, match=message):
-        Divergence().load_state_dict(state)
+        detector().load_state_dict(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from starlette.responses import Response
 
 from control.talking import Answer, Stream, ask, connect, is_closed_by_peer, wait_until
 from dalsegno.args import TrainingArguments
@@ -27,7 +29,7 @@ from dalsegno.logs.journal import Journal
 from dalsegno.state import TrainerState
 from dalsegno.web import server
 from dalsegno.web.security import Limits, check_access, tls_context
-from dalsegno.web.server import listen
+from dalsegno.web.server import ServerThread, listen
 
 TOKEN = "0123456789abcdef" * 4  # the same in each process that collects tests
 
@@ -66,7 +68,7 @@ class Served:
 
 @pytest.fixture
 def limits() -> Limits:
-    return Limits()
+    return Limits(refusal_pause=0.0)
 
 
 @pytest.fixture
@@ -521,6 +523,20 @@ def test_clients_that_are_being_answered_are_not_driven_out(served: Served) -> N
     wait_until(lambda: answers(served))
 
 
+@pytest.mark.parametrize("limits", [Limits(connections=2, refusal_pause=60.0)])
+@pytest.mark.parametrize("headers", ["Host: localhost", "Host: evil.example", "Host: localhost\r\nOrigin: http://evil"])
+def test_refusals_wait_and_hold_no_place(served: Served, headers: str) -> None:
+    request = f"GET /jobs HTTP/1.1\r\n{headers}\r\n\r\n".encode()
+    refused = [connect(served.port, request) for _ in range(2)]
+    for _ in range(3):
+        assert served.ask("GET", "/jobs/job/status").status == 200
+    for raw in refused:
+        raw.setblocking(False)
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            assert raw.recv(1) == b""
+        raw.close()
+
+
 def answers(served: Served) -> bool:
     try:
         return served.ask("GET", "/jobs/job/status").status == 200
@@ -544,6 +560,29 @@ def test_a_client_that_does_not_read_is_cut_off(served: Served) -> None:
     wait_until(lambda: not open_ones.sockets())
     assert is_closed_by_peer(raw)
     raw.close()
+
+
+def test_a_client_that_reads_slowly_but_steadily_gets_its_whole_answer() -> None:
+    """The time is that for 64 KiB, not for the answer, which may be long."""
+    body = bytes(1 << 22)
+    listener = listen("127.0.0.1", None)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    limits = Limits(request_timeout=1.0, write_timeout=1.0)
+    thread = ServerThread(listener, lambda stopping: Response(body), name="slow", tls=None, limits=limits)
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    raw.settimeout(60)
+    raw.connect(listener.getsockname())
+    thread.start()
+    raw.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    received = 0
+    with contextlib.suppress(ConnectionError):
+        while received < len(body) and (piece := raw.recv(1 << 16)):
+            received += len(piece)
+            time.sleep(0.04)
+    assert received >= len(body)
+    raw.close()
+    thread.stop()
 
 
 @pytest.mark.parametrize("limits", [Limits(connections=4)])

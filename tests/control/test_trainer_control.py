@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -454,14 +455,18 @@ def test_no_token_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_asking_leaves_the_training_alone(tmp_path: Path) -> None:
-    """Bit by bit the result of a run without requests."""
+    """Bit by bit the result of a run without requests. It does not last until those with a wrong token are refused."""
+    abort = (
+        "POST /jobs/{}/control HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer wrong\r\nContent-Length: 20\r\n\r\n"
+    )
 
     def steer(job: Job) -> None:
-        for _ in range(20):
-            job.get("status")
-            job.get("records")
-            ask(job.port, "GET", "/metrics", token=job.token)
-            ask(job.port, "POST", f"/jobs/{job.job_id}/control", {"command": "abort"}, token="wrong")
+        with ExitStack() as refused:
+            for _ in range(20):
+                job.get("status")
+                job.get("records")
+                ask(job.port, "GET", "/metrics", token=job.token)
+                refused.enter_context(connect(job.port, abort.format(job.job_id).encode() + b'{"command": "abort"}'))
 
     alone = controlled_trainer(tmp_path / "alone", steps=100)
     alone.train()

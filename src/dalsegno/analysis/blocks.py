@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 KINDS = ("train", "eval", "final", "user", "sync")
 """Kinds of records, the header aside. Columns store the index; any other kind has index ``len(KINDS)``."""
 
+_PLACES = {kind: place for place, kind in enumerate(KINDS)}
 _NUMBERS = {int, float, type(None)}
 
-WHOLE = 1 << 63
-"""Integers of this magnitude do not fit int64."""
+WHOLE = 1 << 63  # integers of this magnitude do not fit int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class RecordBlock:
         return len(self._records)
 
     def kinds(self) -> NDArray[np.uint8]:
-        return np.array([kind_place(record["kind"]) for record in self._records], np.uint8)
+        return np.array([_PLACES.get(record["kind"], len(KINDS)) for record in self._records], np.uint8)
 
     def numeric(self) -> list[str]:
         found: dict[str, None] = {}
@@ -141,12 +141,12 @@ def concatenate(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
             kinds[name] = _both(kinds.get(name, kind), kind)
     fitting = []
     for frame in frames:
-        others = {name: kind for name, kind in frame.schema.items() if kind != kinds[name]}
         changes = [
             pl.col(name).cast(kinds[name])
             if kind.is_numeric() or not kinds[name].is_numeric()  # else the cast would not keep the values
             else pl.lit(None, kinds[name]).alias(name)
-            for name, kind in others.items()
+            for name, kind in frame.schema.items()
+            if kind != kinds[name]
         ]
         fitting.append(frame.with_columns(changes) if changes else frame)
     return pl.concat(fitting, how="diagonal") if fitting else pl.DataFrame()
@@ -162,15 +162,6 @@ def _both(one: pl.DataType, other: pl.DataType) -> pl.DataType:
     return pl.Float64() if one.is_numeric() else pl.String()
 
 
-def kind_place(kind: object) -> int:
-    return KINDS.index(kind) if kind in KINDS else len(KINDS)
-
-
-def _as_float(value: Any) -> float | None:
-    """None if ``value`` is not a number."""
-    return float(value) if is_number(value) else None
-
-
 def _column(name: str, values: list[Any], numeric: bool) -> pl.Series:
     import polars as pl
 
@@ -179,7 +170,7 @@ def _column(name: str, values: list[Any], numeric: bool) -> pl.Series:
         whole = all(isinstance(value, int) and abs(value) < WHOLE for value in numbers if value is not None)
         if whole:
             return pl.Series(name, numbers, pl.Int64)
-        return pl.Series(name, [_as_float(value) for value in numbers], pl.Float64)
+        return pl.Series(name, [None if value is None else float(value) for value in numbers], pl.Float64)
     if all(value is None or isinstance(value, bool) for value in values):
         return pl.Series(name, values, pl.Boolean)
     texts = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]

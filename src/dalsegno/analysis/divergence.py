@@ -17,11 +17,10 @@ The rule can be replayed over past runs (detect_divergence), and its settings ca
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, product
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.stateful import schema
@@ -36,8 +35,7 @@ if TYPE_CHECKING:  # the detector itself needs no NumPy
 
 Mode = Literal["min", "max"]
 
-LOST = 0.25
-"""Adaptive limit: fraction of the gain since the first observation."""
+LOST = 0.25  # adaptive limit: fraction of the gain since the first observation
 
 NOISE = 12.0
 """Adaptive limit: standard deviations of the noise of s. docs/reference/callbacks derives both."""
@@ -45,6 +43,49 @@ NOISE = 12.0
 _NOISE_SMOOTHING = 0.05
 _LARGEST_STEP = 4.0  # cap on a step in the noise estimate, as a multiple of the usual step
 _FEWEST = 5  # observations after which the usual step is known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetectorSettings:
+    """Settings of the detection rule, with the names and defaults of ``DivergenceDetector``.
+
+    Raises:
+        ConfigurationError: for an invalid value.
+    """
+
+    smoothing: float = 0.3
+    """Weight a of the newest observation, 0 < a ≤ 1; 1: no smoothing."""
+    threshold: float | None = None
+    """Least bad distance between s and the baseline, in the unit of the observations; None: not used."""
+    relative_threshold: float | None = None
+    """Least bad s as a factor of the baseline, over 1; None: not used. For a negative baseline the limit is baseline +
+    |baseline| · (factor − 1)."""
+    patience: int = 3
+    """Bad observations in a row that are a divergence, at least 1."""
+    warmup: int = 10
+    """First observations, which only move s and the baseline."""
+    mode: Mode = "min"
+    """``"min"`` for numbers that should fall, ``"max"`` for numbers that should rise."""
+    baseline_smoothing: float | None = None
+    """The baseline is a moving average with this weight of the newest observation, over 0 and below ``smoothing``: it
+    tolerates a slow rise, not a fast one. None: the baseline is the best s so far."""
+
+    def __post_init__(self) -> None:
+        number, perhaps = int | float, int | float | None
+        slower = f"a number over 0 and under smoothing, which is {self.smoothing}, or None"
+        for name, kind, allowed, fits in (
+            ("smoothing", number, "a number over 0, up to 1", lambda a: 0 < a <= 1),
+            ("threshold", perhaps, "a finite number over 0, or None", lambda t: 0 < t < math.inf),
+            ("relative_threshold", perhaps, "a finite number over 1, or None", lambda t: 1 < t < math.inf),
+            ("patience", int, "an integer, at least 1", lambda n: n >= 1),
+            ("warmup", int, "an integer, at least 0", lambda n: n >= 0),
+            ("mode", str, "'min' or 'max'", lambda mode: mode in ("min", "max")),
+            ("baseline_smoothing", perhaps, slower, lambda b: 0 < b < self.smoothing),
+        ):
+            value = getattr(self, name)
+            is_of_kind = isinstance(value, kind) and not isinstance(value, bool)
+            if not is_of_kind or (value is not None and not fits(value)):
+                raise ConfigurationError(f"{name} is {value!r}; allowed: {allowed}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +100,16 @@ class Verdict:
     """Why it is a divergence, in words; empty if it is not."""
 
 
-class DivergenceState(TypedDict):
+@dataclass(slots=True)
+class DivergenceState:
+    """What a detector has seen; mirrored for the mode ``max``, so that low is good."""
+
     smoothed: float | None
     best: float
     first: float
     newest: float
     step: float
+    """Mean distance between successive observations."""
     observations: schema.Count
     bad_in_a_row: schema.Count
 
@@ -72,180 +117,84 @@ class DivergenceState(TypedDict):
 class Divergence:
     """Observes a sequence of numbers and reports when it diverges.
 
-    Args:
-        smoothing: weight a of the newest observation, 0 < a ≤ 1; 1: no smoothing.
-        threshold: least bad distance between s and the baseline, in the unit of the observations; None: not used.
-        relative_threshold: least bad s as a factor of the baseline, over 1; None: not used. For a negative baseline the
-            limit is baseline + |baseline| · (factor − 1).
-        patience: bad observations in a row that are a divergence, at least 1.
-        warmup: first observations, which only move s and the baseline.
-        mode: ``"min"`` for numbers that should fall, ``"max"`` for numbers that should rise.
-        baseline_smoothing: the baseline is a moving average with this weight of the newest observation, over 0 and
-            below ``smoothing``: it tolerates a slow rise, not a fast one. None: the baseline is the best s so far.
-
     A divergence resets the count of bad observations: the next one takes ``patience`` new ones. So a run that resumes
     from the checkpoint of a stop is not stopped again for the same observations.
-
-    Raises:
-        ConfigurationError: for an invalid value.
     """
 
-    def __init__(
-        self,
-        *,
-        smoothing: float = 0.3,
-        threshold: float | None = None,
-        relative_threshold: float | None = None,
-        patience: int = 3,
-        warmup: int = 10,
-        mode: Mode = "min",
-        baseline_smoothing: float | None = None,
-    ) -> None:
-        number, perhaps = int | float, int | float | None
-        _check("smoothing", smoothing, number, "a number over 0, up to 1", lambda a: 0 < a <= 1)
-        _check("threshold", threshold, perhaps, "a finite number over 0, or None", lambda t: 0 < t < math.inf)
-        _check(
-            "relative_threshold",
-            relative_threshold,
-            perhaps,
-            "a finite number over 1, or None",
-            lambda t: 1 < t < math.inf,
-        )
-        _check("patience", patience, int, "an integer, at least 1", lambda n: n >= 1)
-        _check("warmup", warmup, int, "an integer, at least 0", lambda n: n >= 0)
-        _check("mode", mode, str, "'min' or 'max'", lambda m: m in ("min", "max"))
-        _check(
-            "baseline_smoothing",
-            baseline_smoothing,
-            perhaps,
-            f"a number over 0 and under smoothing, which is {smoothing:g}, or None",
-            lambda b: 0 < b < smoothing,
-        )
-        self._smoothing = smoothing
-        self._threshold = threshold
-        self._relative_threshold = relative_threshold
-        self._patience = patience
-        self._warmup = warmup
-        self._sign = 1.0 if mode == "min" else -1.0
-        self._baseline_smoothing = baseline_smoothing
-        self._smoothed: float | None = None  # from here on mirrored for "max", so that low is good
-        self._best = math.inf
-        self._first = math.inf
-        self._newest = math.inf
-        self._step = 0.0  # mean distance between successive observations
-        self._observations = 0
-        self._bad_in_a_row = 0
+    def __init__(self, settings: DetectorSettings) -> None:
+        self._settings = settings
+        self._sign = 1.0 if settings.mode == "min" else -1.0
+        self._seen = DivergenceState(None, math.inf, math.inf, math.inf, 0.0, 0, 0)
 
     def observe(self, value: float) -> Verdict:
         """Process the next observation."""
+        seen, settings = self._seen, self._settings
         value = float(value)
         if not math.isfinite(value):
-            self._bad_in_a_row = 0
+            seen.bad_in_a_row = 0
             return self._verdict(f"the value is {value}")
-        previous, a = self._smoothed, self._smoothing
-        x = self._sign * value
-        self._smoothed = x if previous is None else a * x + (1 - a) * previous
-        self._move_baseline(x)
-        self._observations += 1
-        if self._observations <= self._warmup or not (limit := self._limit_passed()):
-            self._bad_in_a_row = 0
+        x, a = self._sign * value, settings.smoothing
+        seen.smoothed = x if seen.smoothed is None else a * x + (1 - a) * seen.smoothed
+        self._move_baseline(x, seen.smoothed)
+        seen.observations += 1
+        if seen.observations <= settings.warmup or not (limit := self._limit_passed(seen.smoothed)):
+            seen.bad_in_a_row = 0
             return self._verdict("")
-        self._bad_in_a_row += 1
-        if self._bad_in_a_row < self._patience:
+        seen.bad_in_a_row += 1
+        if seen.bad_in_a_row < settings.patience:
             return self._verdict("")
         verdict = self._verdict(
-            f"its moving average {self._sign * self._smoothed:.6g} has left its "
-            f"{'best' if self._baseline_smoothing is None else 'slow average'} {self._sign * self._best:.6g} "
-            f"by {limit}, {self._patience} observations in a row"
+            f"its moving average {self._sign * seen.smoothed:.6g} has left its "
+            f"{'best' if settings.baseline_smoothing is None else 'slow average'} {self._sign * seen.best:.6g} "
+            f"by {limit}, {settings.patience} observations in a row"
         )
-        self._bad_in_a_row = 0
+        seen.bad_in_a_row = 0
         return verdict
 
-    def _move_baseline(self, x: float) -> None:
-        assert self._smoothed is not None
-        if self._observations == 0:
-            self._first = self._best = x
+    def _move_baseline(self, x: float, smoothed: float) -> None:
+        seen, b = self._seen, self._settings.baseline_smoothing
+        if seen.observations == 0:
+            seen.first = seen.best = x
         else:
-            step, weight = abs(x - self._newest), max(_NOISE_SMOOTHING, 1 / self._observations)
-            if self._step > 0 and self._observations >= _FEWEST:
-                step = min(step, _LARGEST_STEP * self._step)
-            self._step += weight * (step - self._step)
-            b = self._baseline_smoothing
-            self._best = min(self._best, self._smoothed) if b is None else b * x + (1 - b) * self._best
-        self._newest = x
+            step, weight = abs(x - seen.newest), max(_NOISE_SMOOTHING, 1 / seen.observations)
+            if seen.step > 0 and seen.observations >= _FEWEST:
+                step = min(step, _LARGEST_STEP * seen.step)
+            seen.step += weight * (step - seen.step)
+            seen.best = min(seen.best, smoothed) if b is None else b * x + (1 - b) * seen.best
+        seen.newest = x
 
-    def _limit_passed(self) -> str:
+    def _limit_passed(self, smoothed: float) -> str:
         """The limit that s exceeds, in words; empty if it exceeds none."""
-        assert self._smoothed is not None
-        distance = self._smoothed - self._best
-        if self._threshold is None and self._relative_threshold is None:
-            distance = min(distance, self._newest - self._best)  # a spike moves s for a while, but not the next x
-            is_far = distance > max(LOST * (self._first - self._best), NOISE * self._noise())
-            return f"a quarter of what it had gained since {self._sign * self._first:.6g}" if is_far else ""
-        if self._threshold is not None and distance >= self._threshold:
-            return f"at least {self._threshold:g}"
-        factor = self._relative_threshold
-        if factor is not None and distance > 0 and distance >= abs(self._best) * (factor - 1):
+        seen, threshold, factor = self._seen, self._settings.threshold, self._settings.relative_threshold
+        distance = smoothed - seen.best
+        if threshold is None and factor is None:
+            distance = min(distance, seen.newest - seen.best)  # a spike moves s for a while, but not the next x
+            is_far = distance > max(LOST * (seen.first - seen.best), NOISE * self._noise())
+            return f"a quarter of what it had gained since {self._sign * seen.first:.6g}" if is_far else ""
+        if threshold is not None and distance >= threshold:
+            return f"at least {threshold:g}"
+        if factor is not None and distance > 0 and distance >= abs(seen.best) * (factor - 1):
             return f"at least the factor {factor:g}"
         return ""
 
     def _noise(self) -> float:
         """Standard deviation of s under noise alone: for normal observations it is √π/2 times their mean distance
         from each other, and an exponential average reduces it by the factor √(a / (2 − a))."""
-        return math.sqrt(math.pi) / 2 * self._step * math.sqrt(self._smoothing / (2 - self._smoothing))
+        a = self._settings.smoothing
+        return math.sqrt(math.pi) / 2 * self._seen.step * math.sqrt(a / (2 - a))
 
     def _verdict(self, reason: str) -> Verdict:
-        smoothed = math.nan if self._smoothed is None else self._sign * self._smoothed
-        best = math.nan if self._smoothed is None else self._sign * self._best
-        return Verdict(bool(reason), smoothed, best, self._bad_in_a_row, reason)
+        seen = self._seen
+        smoothed, best = (math.nan, math.nan) if seen.smoothed is None else (seen.smoothed, seen.best)
+        return Verdict(bool(reason), self._sign * smoothed, self._sign * best, seen.bad_in_a_row, reason)
 
-    def state_dict(self) -> DivergenceState:
-        return {
-            "smoothed": self._smoothed,
-            "best": self._best,
-            "first": self._first,
-            "newest": self._newest,
-            "step": self._step,
-            "observations": self._observations,
-            "bad_in_a_row": self._bad_in_a_row,
-        }
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self._seen)
 
     def load_state_dict(self, state: Any) -> None:
         """Restore the state of :meth:`state_dict`."""
         schema.check(state, DivergenceState, "the state of a divergence")
-        self._smoothed, self._best = state["smoothed"], state["best"]
-        self._first, self._newest, self._step = state["first"], state["newest"], state["step"]
-        self._observations, self._bad_in_a_row = state["observations"], state["bad_in_a_row"]
-
-
-def _check(argument: str, value: Any, kind: type | UnionType, allowed: str, right: Callable[[Any], bool]) -> None:
-    fits = isinstance(value, kind) and not isinstance(value, bool)
-    if not fits or (value is not None and not right(value)):
-        raise ConfigurationError(f"{argument} is {value!r}; allowed: {allowed}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DetectorSettings:
-    """Arguments of :class:`~dalsegno.analysis.divergence.Divergence`, with the same names and defaults.
-
-    Raises:
-        ConfigurationError: for an invalid value.
-    """
-
-    smoothing: float = 0.3
-    threshold: float | None = None
-    relative_threshold: float | None = None
-    patience: int = 3
-    warmup: int = 10
-    mode: Mode = "min"
-    baseline_smoothing: float | None = None
-
-    def __post_init__(self) -> None:
-        self.build()
-
-    def build(self) -> Divergence:
-        """A new detector."""
-        return Divergence(**asdict(self))
+        self._seen = DivergenceState(**state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +234,7 @@ class Detection:
 def detect_divergence(series: Series, settings: DetectorSettings | None = None) -> Detection:
     """Feed a series to a detector as ``DivergenceDetector`` would have."""
     settings = settings or DetectorSettings()
-    divergence = settings.build()
+    divergence = Divergence(settings)
     firings = []
     for index, value in enumerate(series.values.tolist()):
         verdict = divergence.observe(value)
@@ -301,8 +250,7 @@ LIMITS: tuple[Limit, ...] = ("threshold", "relative_threshold")
 SMOOTHING = (0.05, 0.1, 0.3, 1.0)
 PATIENCE = (1, 3, 5, 10)
 WARMUP = (10, 50, 2)
-TRIED = 12
-"""Number of candidates that are replayed with the detector itself and returned."""
+TRIED = 12  # number of candidates that are replayed with the detector itself and returned
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +299,7 @@ def sweep_settings(good: Sequence[Series], bad: Sequence[Series], *, mode: Mode 
                 if gap in found:
                     continue  # this warm-up changes nothing
                 found.add(gap)
-                middle = _rounded(_middle(*gap))
+                middle = float(f"{_middle(*gap):.3g}")  # more digits would suggest a precision that it does not have
                 threshold, factor = (middle, None) if limit == "threshold" else (None, 1 + middle)
                 settings = DetectorSettings(
                     smoothing=smoothing,
@@ -361,9 +309,8 @@ def sweep_settings(good: Sequence[Series], bad: Sequence[Series], *, mode: Mode 
                     warmup=warmup,
                     mode=mode,
                 )
-                drafts.append(
-                    (_count_errors(gap, shown_good, shown_bad), _factor(min(shown_bad), max(shown_good)), settings)
-                )
+                errors, margin = _count_errors(gap, shown_good, shown_bad), _factor(min(shown_bad), max(shown_good))
+                drafts.append((errors, margin, settings))
     drafts.sort(key=lambda draft: (draft[0], -draft[1]))
     candidates = [_tried(settings, good, bad, margin) for _, margin, settings in drafts[:TRIED]]
     return sorted(candidates, key=lambda each: (each.errors, -each.margin, each.fires_at or 1.0))
@@ -375,7 +322,7 @@ class _Track:
     def __init__(self, values: Floats, smoothing: float, mode: Mode) -> None:
         import numpy as np
 
-        divergence = Divergence(smoothing=smoothing, mode=mode)
+        divergence = Divergence(DetectorSettings(smoothing=smoothing, mode=mode))
         verdicts = [divergence.observe(value) for value in values.tolist()]
         best = np.array([verdict.best for verdict in verdicts])
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -419,11 +366,6 @@ def _factor(high: float, low: float) -> float:
     if high == low:
         return 1.0
     return math.inf if low == 0 else high / low
-
-
-def _rounded(distance: float) -> float:
-    """Three significant digits: more would suggest a precision that a threshold does not have."""
-    return float(f"{distance:.3g}")
 
 
 def _tried(settings: DetectorSettings, good: Sequence[Series], bad: Sequence[Series], margin: float) -> Candidate:

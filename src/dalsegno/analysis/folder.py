@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     import polars as pl
 
 
-DEPTH = 4
-"""Levels of directories below the given one that are searched for runs."""
+DEPTH = 4  # levels of directories below the given one that are searched for runs
 
 NOT_RUNS = {"checkpoints", "rewound", "logs", "witness"}
 

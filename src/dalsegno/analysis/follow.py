@@ -18,11 +18,8 @@ from .formats.find import source_of_run
 from .formats.json_lines import JsonLines, decode_lines
 from .formats.source import HEADER, Skipped, Source, named
 
-BACKWARDS = 1 << 16
-"""Bytes per read, from the end of a file towards its beginning."""
-
-REMEMBERED = 4096
-"""Records whose position in the file is kept: the furthest rewind that can be followed."""
+BACKWARDS = 1 << 16  # bytes per read, from the end of a file towards its beginning
+REMEMBERED = 4096  # records whose position in the file is kept: the furthest rewind that can be followed
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from .plotting.curves import Log, colour
 from .plotting.pixels import downsample, labelled, nice_ticks
 from .series import HUGE, Series, automatic_window, trailing_mean
 
-MOST_RUNS = 30
-"""Most rows in a table of runs; further runs are only counted."""
+MOST_RUNS = 30  # most rows in a table of runs; further runs are only counted
 
 
 def html_repr(log: Log) -> str:

@@ -17,8 +17,7 @@ from dalsegno.logs.values import is_number
 
 from .formats.source import Skipped, own_records
 
-HUGE = 1e280
-"""Larger values are drawn as infinite ones, those below its inverse as 0."""
+HUGE = 1e280  # larger values are drawn as infinite ones, those below its inverse as 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +141,7 @@ WHERE = {
 """Metric → (stem of the file, keys under which a record may have the numbers, the callback that writes it)."""
 
 
-_SEARCHED = 10
-"""First records of a file that show whether it has a metric."""
+_SEARCHED = 10  # first records of a file that show whether it has a metric
 
 
 def read_parameters(log: Path, run: str, metric: str, skipped: Skipped) -> ParameterSeries:

@@ -14,10 +14,8 @@ from .series import Series
 
 Floats = NDArray[np.float64]
 
-MAD_TO_SIGMA = 1.4826
-"""Factor from the median absolute deviation of normal noise to its standard deviation."""
-LEAST_NOISE = 1e-3
-"""Least noise, as a fraction of the median: a constant metric has no spikes of 1e-9."""
+MAD_TO_SIGMA = 1.4826  # factor from the median absolute deviation of normal noise to its standard deviation
+LEAST_NOISE = 1e-3  # least noise, as a fraction of the median: a constant metric has no spikes of 1e-9
 AT_ONCE = 1 << 10
 """Windows processed at a time. Each is a copy of its part of the log; this many fit the processor's cache."""
 

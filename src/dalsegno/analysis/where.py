@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 from dalsegno.errors import ConfigurationError
 
@@ -50,52 +51,49 @@ _JOINING = ("and", "or", "not")
 
 def parse_condition(text: str) -> Condition:
     """Raises ConfigurationError for a syntax error; the message gives its position."""
-    parser = _Parser(text, _tokens(text))
+    parser = _Parser(text)
     holds = parser.either()
     parser.expect_end()
     return Condition(tuple(dict.fromkeys(parser.names)), holds)
 
 
-@dataclass(frozen=True, slots=True)
-class _Token:
+class _Token(NamedTuple):
     kind: str
     text: str
     place: int
 
 
-def _tokens(text: str) -> list[_Token]:
-    tokens, place = [], 0
-    while text[place:].strip():
-        match = _TOKENS.match(text, place)
-        if match is None:
-            raise _wrong(text, len(text) - len(text[place:].lstrip()), "unexpected character")
-        kind = match.lastgroup or ""
-        tokens.append(_Token(kind, match[kind], match.start(kind)))
-        place = match.end()
-    return tokens
-
-
 class _Parser:
-    def __init__(self, text: str, tokens: list[_Token]) -> None:
-        self._text = text
-        self._tokens = tokens
-        self.names: list[str] = []
+    """Each method parses what binds closer than the one before it."""
 
-    def either(self) -> Holds:
-        conditions = [self._both()]
-        while self._take("word", "or"):
-            conditions.append(self._both())
-        return conditions[0] if len(conditions) == 1 else lambda record: any(each(record) for each in conditions)
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._tokens: deque[_Token] = deque()
+        self.names: list[str] = []
+        place = 0
+        while text[place:].strip():
+            match = _TOKENS.match(text, place)
+            if match is None:
+                self._fail("unexpected character", len(text) - len(text[place:].lstrip()))
+            kind = match.lastgroup or ""
+            self._tokens.append(_Token(kind, match[kind], match.start(kind)))
+            place = match.end()
 
     def expect_end(self) -> None:
         if self._tokens:
-            raise _wrong(self._text, self._tokens[0].place, "'and' or 'or' expected")
+            self._fail("'and' or 'or' expected")
+
+    def either(self) -> Holds:
+        return self._joined("or", any, self._both)
 
     def _both(self) -> Holds:
-        conditions = [self._single()]
-        while self._take("word", "and"):
-            conditions.append(self._single())
-        return conditions[0] if len(conditions) == 1 else lambda record: all(each(record) for each in conditions)
+        return self._joined("and", all, self._single)
+
+    def _joined(self, word: str, agree: Callable[[Iterable[bool]], bool], parse: Callable[[], Holds]) -> Holds:
+        conditions = [parse()]
+        while self._take("word", word):
+            conditions.append(parse())
+        return conditions[0] if len(conditions) == 1 else lambda record: agree(each(record) for each in conditions)
 
     def _single(self) -> Holds:
         if self._take("word", "not"):
@@ -103,33 +101,30 @@ class _Parser:
             return lambda record: not inner(record)
         if self._take("bracket", "("):
             inner = self.either()
-            self._need("bracket", ")")
+            if not self._take("bracket", ")"):
+                self._fail("')' expected")
             return inner
-        name = self._operand("a field name")
-        compare = _COMPARE[self._need("compare").text]
-        value = _value(self._operand("a number or a string"))
-        self.names.append(_SHORT.get(name.text, name.text))
-        return _comparison(self.names[-1], compare, value)
+        name = self._operand("a field name").text
+        compare = self._take("compare") or self._fail("<, <=, >, >=, == or != expected")
+        kind, text, _ = self._operand("a number or a string")
+        self.names.append(_SHORT.get(name, name))
+        return _comparison(self.names[-1], _COMPARE[compare.text], text if kind == "quoted" else _value(text))
 
     def _operand(self, what: str) -> _Token:
-        token = self._take("quoted") or self._take("word")
-        if token is None or (token.kind == "word" and token.text in _JOINING):
-            raise _wrong(self._text, token.place if token else self._place(), f"{what} expected")
-        return token
-
-    def _need(self, kind: str, text: str | None = None) -> _Token:
-        token = self._take(kind, text)
-        if token is None:
-            raise _wrong(self._text, self._place(), f"{text!r} expected" if text else "<, <=, >, >=, == or != expected")
-        return token
+        if self._tokens and self._tokens[0].kind == "word" and self._tokens[0].text in _JOINING:
+            self._fail(f"{what} expected")
+        return self._take("quoted") or self._take("word") or self._fail(f"{what} expected")
 
     def _take(self, kind: str, text: str | None = None) -> _Token | None:
         if self._tokens and self._tokens[0].kind == kind and text in (None, self._tokens[0].text):
-            return self._tokens.pop(0)
+            return self._tokens.popleft()
         return None
 
-    def _place(self) -> int:
-        return self._tokens[0].place if self._tokens else len(self._text)
+    def _fail(self, what: str, place: int | None = None) -> NoReturn:
+        if place is None:
+            place = self._tokens[0].place if self._tokens else len(self._text)
+        example = "example: loss > 3 and step < 500"
+        raise ConfigurationError(f"condition {self._text!r}, at character {place + 1}: {what}; {example}")
 
 
 def _comparison(name: str, compare: Callable[[Any, Any], bool], value: float | str) -> Holds:
@@ -145,12 +140,8 @@ def _comparison(name: str, compare: Callable[[Any, Any], bool], value: float | s
     return holds
 
 
-def _value(token: _Token) -> float | str:
+def _value(word: str) -> float | str:
     try:
-        return token.text if token.kind == "quoted" else float(token.text)
+        return float(word)
     except ValueError:
-        return token.text
-
-
-def _wrong(text: str, place: int, what: str) -> ConfigurationError:
-    return ConfigurationError(f"condition {text!r}, at character {place + 1}: {what}; example: loss > 3 and step < 500")
+        return word

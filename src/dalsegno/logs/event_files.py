@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 from dalsegno.logs.rewind import archive_file, archive_tail, free_path
 from dalsegno.stateful import schema
@@ -24,31 +24,24 @@ logger = logging.getLogger("dalsegno")
 _MARK = "tfevents"  # TensorBoard reads every file with this in its name
 
 
-class EventState(TypedDict):
-    events: schema.Count
-    files: dict[str, schema.Count]
-    log_dir: NotRequired[str]
-
-
 @dataclass(frozen=True, slots=True)
 class EventPosition:
     """Position of a folder of event files, as saved in a checkpoint."""
 
-    events: int
+    events: schema.Count
     """Number of events written, over all legs."""
-    files: Mapping[str, int]
+    files: dict[str, schema.Count]
     """File name to length in bytes. Names and headers depend on the number and times of the legs."""
     log_dir: str | None = None
     """As the writer was given it; None before the first save."""
 
-    def to_state(self) -> EventState:
-        state: EventState = {"events": self.events, "files": dict(self.files)}
-        return state if self.log_dir is None else {**state, "log_dir": self.log_dir}
+    def to_state(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def from_state(cls, state: Any) -> EventPosition:
         """Parse a checkpoint's state. Raises StateMismatch if it is malformed."""
-        schema.check(state, EventState, "the saved state of a writer of event files")
+        schema.check(state, EventPosition, "the saved state of a writer of event files")
         return cls(**state)
 
 
@@ -99,8 +92,7 @@ def _archive(path: Path, kept: int, beside: Path) -> Path:
     """Move what follows the first ``kept`` bytes; the copy is fsynced before the file is truncated."""
     target = free_path(beside, path.name.replace(_MARK, "rewound"))
     if kept == 0:
-        archive_file(path, target)
-        return target
+        return archive_file(path, target)
     descriptor = os.open(path, os.O_RDWR)
     try:
         archive_tail(descriptor, kept, target)

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from dalsegno.errors import ConfigurationError, NotFound
 
-from .values import Record, decode
+from .values import Record, decode, step_of
+
+logger = logging.getLogger("dalsegno")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,7 @@ class Format:
 JSON_LINES = Format(head=b"", before_first=b"", before_next=b"", after=b"\n", foot=b"")
 JSON_ARRAY = Format(head=b"[", before_first=b"\n", before_next=b",\n", after=b"", foot=b"\n]\n")
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""Written at the start of text files by some Windows programs."""
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # written at the start of text files by some Windows programs
 
 _BY_SUFFIX = {".jsonl": JSON_LINES, ".json": JSON_ARRAY}
 
@@ -58,9 +59,6 @@ def strip_line(line: bytes) -> bytes:
     """Return the record in a line of either format; empty if the line contains only a bracket."""
     record = line.strip().removeprefix(_BYTE_ORDER_MARK).removesuffix(b",")
     return b"" if record in (b"[", b"]") else record
-
-
-logger = logging.getLogger("dalsegno")
 
 
 @dataclass(slots=True)
@@ -106,3 +104,12 @@ def record_in(line: bytes) -> Record | None:
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__}, not an object")
     return record
+
+
+def step_in(line: bytes) -> int | None:
+    """Return the step of the record in a line; None if there is no record, or it has no step."""
+    try:
+        record = record_in(line)
+    except ValueError:
+        return None
+    return None if record is None else step_of(record.get("global_step"))

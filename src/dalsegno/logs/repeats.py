@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dalsegno.logs.reader import strip_line
-from dalsegno.logs.values import drop_wall_clock, sounds_measured
-
-from .values import decode, step_of
+from .reader import step_in, strip_line
+from .values import decode, drop_wall_clock, sounds_measured, step_of
 
 _MISSING = "nothing"
 _END_BYTES = 1 << 20
@@ -74,10 +72,8 @@ class Repeats:
             return
         keys = (key for key in was | found if repr(was.get(key, _MISSING)) != repr(found.get(key, _MISSING)))
         key = next(keys)
-        step = now.get("global_step")
-        self.difference = RecordDifference(
-            self._log, step_of(step), key, was.get(key, _MISSING), found.get(key, _MISSING)
-        )
+        step = step_of(now.get("global_step"))
+        self.difference = RecordDifference(self._log, step, key, was.get(key, _MISSING), found.get(key, _MISSING))
         self._lines = None
 
 
@@ -95,11 +91,5 @@ def _records(archived: Path) -> Iterator[bytes]:
 def _last_step(archived: Path) -> int:
     with archived.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
-        for line in reversed(file.read().splitlines()):
-            try:
-                step = step_of(decode(strip_line(line)).get("global_step"))
-            except (ValueError, AttributeError):
-                continue
-            if step is not None:
-                return step
-    return 0
+        steps = map(step_in, reversed(file.read().splitlines()))
+        return next((step for step in steps if step is not None), 0)

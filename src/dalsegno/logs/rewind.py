@@ -12,18 +12,21 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 import xxhash
 
 from dalsegno.errors import ConfigurationError, StateMismatch
-from dalsegno.logs.reader import format_of, strip_line
+from dalsegno.logs.reader import format_of, step_in, strip_line
 from dalsegno.stateful import schema
 from dalsegno.system import filesystem
 
-from .values import decode, step_of
+from .values import step_of
+
+logger = logging.getLogger("dalsegno")
 
 COPY_BYTES = 1 << 20
+TAIL_BYTES = 4096
 
 
 def free_path(directory: Path, name: str) -> Path:
@@ -33,10 +36,11 @@ def free_path(directory: Path, name: str) -> Path:
     return filesystem.numbered(rewound, name)
 
 
-def archive_file(path: Path, target: Path) -> None:
-    """Move a file into the archive."""
+def archive_file(path: Path, target: Path) -> Path:
+    """Move a file into the archive; returns its new path."""
     filesystem.rename(path, target)
     filesystem.fsync_directory(path.parent)
+    return target
 
 
 def archive_tail(descriptor: int, offset: int, target: Path) -> None:
@@ -50,19 +54,7 @@ def _pieces(descriptor: int, offset: int) -> Iterator[bytes]:
         offset += len(piece)
 
 
-logger = logging.getLogger("dalsegno")
-
-TAIL_BYTES = 4096
-
 Action = Literal["started", "unchanged", "rewound", "shorter", "differs", "gone", "restarted"]
-
-
-class PositionState(TypedDict):
-    path: str
-    offset: schema.Count
-    records: schema.Count
-    last_step: Annotated[Any, schema.Must("an integer or None", lambda step: step is None or isinstance(step, int))]
-    tail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +63,10 @@ class Position:
 
     path: str
     """Relative to the run's ``output_dir``, with forward slashes."""
-    offset: int
+    offset: schema.Count
     """Bytes up to the end of the last record, without the closing bracket of a JSON array."""
-    records: int
-    last_step: int | None
+    records: schema.Count
+    last_step: Annotated[Any, schema.Must("an integer or None", lambda step: step is None or isinstance(step, int))]
     """``global_step`` of the last record that has one."""
     tail: str
     """xxh3-128, as hex, of the last bytes (up to 4096) before ``offset``."""
@@ -85,7 +77,7 @@ class Position:
     @classmethod
     def from_state(cls, state: Any) -> Position:
         """Parse a checkpoint's state. Raises StateMismatch if it is malformed."""
-        schema.check(state, PositionState, "a log's saved state")
+        schema.check(state, Position, "a log's saved state")
         return cls(**{**state, "last_step": step_of(state["last_step"])})
 
 
@@ -187,8 +179,7 @@ def _restart(path: Path) -> RewindReport:
     shape = format_of(path)
     if not path.exists() or _is_empty(path, shape.head + shape.foot):
         return _new_file("started", path)
-    target = free_path(path.parent, path.name)
-    archive_file(path, target)
+    target = archive_file(path, free_path(path.parent, path.name))
     logger.info("%s: no checkpoint contains its records; moved them to %s", path, target)
     return _new_file("restarted", path, target)
 
@@ -206,8 +197,7 @@ def _starts_after(descriptor: int, saved: Position) -> bool:
     if saved.last_step is None:
         return False
     with open(descriptor, "rb", closefd=False) as file:
-        steps = (_step_of(record) for line in file if (record := strip_line(line)))
-        first = next((step for step in steps if step is not None), None)
+        first = next((step for line in file if (step := step_in(line)) is not None), None)
     return first is not None and first > saved.last_step
 
 
@@ -234,7 +224,7 @@ def _keep_shorter(path: Path, descriptor: int, saved: Position) -> RewindReport:
             if not line.endswith(b"\n"):
                 break
             if record := strip_line(line):
-                if (step := _step_of(record)) is not None and saved.last_step is not None and step > saved.last_step:
+                if (step := step_in(record)) is not None and saved.last_step is not None and step > saved.last_step:
                     break
                 records, last = records + 1, record
                 end = position + (len(line if shape.after else line.rstrip(b",\n")))
@@ -249,14 +239,7 @@ def _keep_shorter(path: Path, descriptor: int, saved: Position) -> RewindReport:
     if records == 0:
         return replace(_restart(path), action="shorter", missing_records=missing)
     archived = _archive_rest(path, descriptor, end)
-    return RewindReport("shorter", path, end, records, _step_of(last), archived, missing)
-
-
-def _step_of(line: bytes) -> int | None:
-    try:
-        return step_of(decode(line).get("global_step"))
-    except (ValueError, AttributeError):
-        return None
+    return RewindReport("shorter", path, end, records, step_in(last), archived, missing)
 
 
 def _start_successor(configured: Path, path: Path, saved: Position) -> RewindReport:

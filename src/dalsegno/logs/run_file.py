@@ -61,8 +61,7 @@ FORMAT = 1
 _NUMBERS = ("metrics", "goal_given_up")
 """Fields of a leg with numbers that may be NaN or infinite. A text of that spelling stays one in the others."""
 
-_FAILED = (None, "exception", "interrupted")
-"""Reasons of legs that did not end by themselves."""
+_FAILED = (None, "exception", "interrupted")  # reasons of legs that did not end by themselves
 
 Goal = Annotated[dict[str, float], Must("max_steps and num_train_epochs", {"max_steps", "num_train_epochs"}.issubset)]
 
@@ -203,16 +202,8 @@ class RunFile:
     ) -> RunRecord:
         """Append a leg that starts now, after ``first_step`` steps. Earlier legs without an end are marked ``died``.
 
-        Args:
-            from_checkpoint: relative to ``output_dir``.
-            world_size: number of ranks.
-            first_step: finished steps.
-            previous: what the launcher knows about the end of the leg before, if that was its.
-            parallel: the setting, as text.
-            mesh: sizes of its dimensions.
-            memory: name of the directory of its memory checkpoints.
-            goal_given_up: if the leg does not train, but only ends the run.
-            changed: settings that differ from those of the checkpoint, in words.
+        The arguments are fields of :class:`Leg`, but for ``previous``: what the launcher knows about the end of the leg
+        before. ``goal_given_up`` is given for a leg that does not train, but only ends the run.
         """
         run = self._load_or_renew()
         last = run.legs[-1] if run.legs else None
@@ -250,20 +241,15 @@ class RunFile:
     def roll_back(self, rollback: RolledBack) -> None:
         """Record a rollback of the newest leg, which may have been killed during it; once, however often called. If no
         leg is known, because the file of an earlier process was removed or damaged, there is nothing to record."""
-        run = self._newest()
-        if run is None:
-            return
-        leg = run.legs[-1]
-        if rollback not in leg.rollbacks:
-            leg.rollbacks.append(rollback)
-            leg.last_step = rollback["to_step"]
+        if (run := self._newest()) is not None and rollback not in run.legs[-1].rollbacks:
+            run.legs[-1].rollbacks.append(rollback)
+            run.legs[-1].last_step = rollback["to_step"]
             self._write(run)
 
     def prove(self, proof: ResumeProof) -> None:
         """Record whether the newest leg resumed exactly."""
         with self._changing:
-            run = self._newest()
-            if run is not None and run.legs[-1].resumed != proof:
+            if (run := self._newest()) is not None and run.legs[-1].resumed != proof:
                 run.legs[-1].resumed = proof
                 self._write(run)
 

@@ -15,8 +15,7 @@ from starlette.responses import Response
 
 from dalsegno.logs.values import to_json
 
-LARGEST_BODY = 1 << 16
-"""Bytes of a request's body."""
+LARGEST_BODY = 1 << 16  # bytes of a request's body
 
 T = TypeVar("T")
 

@@ -21,14 +21,13 @@ from typing import Any, cast
 from uvicorn.config import Config
 from uvicorn.server import Server
 
-from .security import HEADER_BYTES, Limits
+from .security import HEADER_BYTES, REFUSALS, Limits
 
-KEEP_ALIVE = 8
-"""Seconds for which a connection stays open after an answer."""
-
+KEEP_ALIVE = 8  # seconds for which a connection stays open after an answer
 _DRAIN = 0.3  # seconds that the end of the server waits for answers in progress
 _SWEEP = 0.5  # seconds between two looks for connections that have waited too long
 _BACKLOG = 64
+_PIECE = 1 << 16  # bytes of an answer that a client must read in time
 
 Message = MutableMapping[str, Any]
 
@@ -85,12 +84,11 @@ class Connections:
 
     async def serve(self, listener: socket.socket, stopping: asyncio.Event) -> None:
         """Serve until ``stopping``; then wait a moment for the answers in progress, and close all connections."""
-        loop = asyncio.get_running_loop()
         own = self.listener = _Listener(listener, self._admit)
-        beside = [loop.create_task(stopping.wait()), loop.create_task(self._sweep())]
+        beside = [asyncio.create_task(stopping.wait()), asyncio.create_task(self._sweep())]
         try:
             with _uvicorn_is_silent():
-                serving = loop.create_task(self._server.serve([own]))
+                serving = asyncio.create_task(self._server.serve([own]))
                 await asyncio.wait([serving, beside[0]], return_when=asyncio.FIRST_COMPLETED)
                 self._server.should_exit = True
                 try:
@@ -135,6 +133,9 @@ class Connections:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        connection = self._accepted.get(scope["client"])
+        if connection is None:  # the client is gone
+            return
         limits, begun, is_complete = self._limits, monotonic(), False
 
         async def receive_in_time() -> Message:
@@ -150,13 +151,13 @@ class Connections:
             is_complete = not message.get("more_body", False)
             return message
 
-        connection = self._accepted.get(scope["client"])
-        if connection is None:  # the client is gone
-            return
-
         async def send_in_time(message: Message) -> None:
             connection.wait(limits.write_timeout)
-            await send(message)
+            if message.get("status") in REFUSALS:
+                await asyncio.sleep(limits.refusal_pause)  # its place is free for others meanwhile
+            for piece in _pieces(message):
+                connection.wait(limits.write_timeout)
+                await send(piece)
             connection.waiting_since = inf
 
         connection.waiting_since = inf
@@ -167,6 +168,15 @@ class Connections:
             raise
         finally:
             connection.wait(limits.request_timeout)
+
+
+def _pieces(message: Message) -> Iterator[Message]:
+    """The message, with a long body in several: uvicorn waits before each until the client has read those before."""
+    body, begin = message.get("body", b""), 0
+    while len(body) - begin > _PIECE:
+        yield {**message, "body": body[begin : begin + _PIECE], "more_body": True}
+        begin += _PIECE
+    yield {**message, "body": body[begin:]} if begin else message
 
 
 class _Listener(socket.socket):

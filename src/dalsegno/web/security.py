@@ -23,11 +23,9 @@ from dalsegno.errors import ConfigurationError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-SHORTEST_TOKEN = 16
-"""Least length of a token that the user chose, in characters."""
-
-HEADER_BYTES = 1 << 14
-"""Size of a request's line and headers."""
+SHORTEST_TOKEN = 16  # least length of a token that the user chose, in characters
+HEADER_BYTES = 1 << 14  # size of a request's line and headers
+REFUSALS = frozenset({401, 403, 421, 431})  # statuses of the answers by which a :class:`Gate` refuses
 
 _LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "ip6-loopback"})
 _TOKEN_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-._~+/=")
@@ -43,8 +41,10 @@ class Limits:
     """Seconds for a request's headers to arrive, and for its body."""
     large_bodies: bool = False
     """Restart the time for a body with each part that arrives: it may take long, but not stand still."""
+    refusal_pause: float = 0.25
+    """Seconds before a request is refused, so that a program that asks in vain costs the training nothing."""
     write_timeout: float = 20.0
-    """Seconds for which a client may leave an answer unread, once the buffers of the system are full."""
+    """Seconds for which a client may leave 64 KiB of an answer unread, once the buffers of the system are full."""
 
 
 DEFAULT_LIMITS = Limits()

@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dalsegno")
 
-PORTS = range(8900, 9000)
-"""Ports that are tried, if none is given."""
-
+PORTS = range(8900, 9000)  # ports that are tried, if none is given
 _JOIN = 0.9  # seconds that stop() waits for the thread
 _NEEDED = ("starlette", "uvicorn", "prometheus_client")
 

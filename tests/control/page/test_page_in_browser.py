@@ -294,3 +294,8 @@ def test_a_long_curve_is_thinned_and_keeps_its_spikes(browser: Chromium) -> None
     assert (highest, spike, gap) == (77, 54_321, 60_000)
     assert 99_900 < last <= 100_000
     assert 1000 < means <= 12_000
+
+
+def test_a_number_beyond_floats_is_a_gap(browser: Chromium) -> None:
+    """As NaN is: the browser reads 1e999, which the log of another program may have, as infinity."""
+    assert browser.run("JSON.parse('[1e999, -1e999, 0.5]').map(number)") == [None, None, 0.5]

@@ -21,11 +21,8 @@ LOOKED_FOR = (
     "files, run-*.wandb, a run of MLflow's file store, and *.jsonl or *.json whose records have a step"
 )
 
-BEGINNING = 1 << 16
-"""Bytes read to detect a file's format."""
-
-FEW = 5
-"""Leading records of which one must have a step, in a file without a log's name."""
+BEGINNING = 1 << 16  # bytes read to detect a file's format
+FEW = 5  # leading records of which one must have a step, in a file without a log's name
 
 _SIDE_LOG = re.compile(r"(gradient|parameter)_norms(-\d+)?\.jsonl?|control\.jsonl")
 _OWN_LOG = re.compile(r"train(-\d+)?\.jsonl?")

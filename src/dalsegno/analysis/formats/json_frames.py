@@ -17,10 +17,10 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import polars as pl
 
 from dalsegno.analysis.blocks import WHOLE
 from dalsegno.logs.reader import record_in
@@ -28,21 +28,10 @@ from dalsegno.logs.values import Record
 
 from .source import BOUNDS, EXACT, HEADER, OF_ALL_KINDS, Naming, is_of_evaluation, moment
 
-if TYPE_CHECKING:
-    import polars as pl
-
-
-THREADS = 3
-"""Chunks read in parallel: Polars uses all processors only in the middle of a chunk."""
-
-SAMPLES = 12
-"""Lines of each chunk that are parsed for names and types."""
-
-PART = 1 << 20
-"""Bytes of the parts into which a rejected chunk is split, so that only the rejected parts are read one by one."""
-
-PIECE = 1 << 20
-"""Bytes counted at a time, so that they stay in the processor's cache."""
+THREADS = 3  # chunks read in parallel: Polars uses all processors only in the middle of a chunk
+SAMPLES = 12  # lines of each chunk that are parsed for names and types
+PART = 1 << 20  # bytes of the parts of a rejected chunk: only the lines of rejected parts are read one by one
+PIECE = 1 << 20  # bytes counted at a time, so that they stay in the processor's cache
 
 NO_TEXT = r"^(?:[-+.0-9eE]+|-?Infinity|NaN|true|false)$|^[\[{]"
 """Strings in a Polars column that may have been another JSON value: a number, boolean, list or dict."""
@@ -50,14 +39,15 @@ NO_TEXT = r"^(?:[-+.0-9eE]+|-?Infinity|NaN|true|false)$|^[\[{]"
 Types = Mapping[str, type]
 """Name → bool, int, float, or str for everything else."""
 
+Part = tuple[bytes, pl.DataFrame | None]
+"""Complete lines of a log, and their records under dalsegno's names, without headers; None if they must be read one by
+one."""
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Complete lines of a log."""
+Counts = Mapping[bytes, int]
+"""Number of placeholders for each word."""
 
-    lines: bytes
-    frame: pl.DataFrame | None
-    """Their records under dalsegno's names, without headers; None if they must be read one by one."""
+_KINDS: dict[type, Any] = {int: pl.Int64, float: pl.Float64, bool: pl.Boolean, str: pl.String}
+_TYPES = {kind: name for name, kind in _KINDS.items()}
 
 
 class FrameReader:
@@ -100,14 +90,13 @@ def _read_chunk(chunk: bytes, types: Types, naming: Naming) -> tuple[list[Part],
     """The chunk, as one part if possible, and the types known afterwards."""
     frame, types = _read(chunk, types, naming)
     if frame is not None or len(chunk) <= PART:
-        return [Part(chunk, frame)], types
+        return [(chunk, frame)], types
     parts, begin = [], 0
     while begin < len(chunk):
-        end = chunk.find(b"\n", begin + PART) + 1 or len(chunk)
-        lines = chunk[begin:end]
+        lines = chunk[begin : chunk.find(b"\n", begin + PART) + 1 or len(chunk)]
         frame, types = _read(lines, types, naming)
-        parts.append(Part(lines, frame))
-        begin = end
+        parts.append((lines, frame))
+        begin += len(lines)
     return parts, types
 
 
@@ -123,13 +112,10 @@ def _read(lines: bytes, types: Types, naming: Naming) -> tuple[pl.DataFrame | No
 
 def _complete(lines: bytes, types: Types, placeholders: Counts) -> pl.DataFrame | None:
     """The frame of the lines; None if Polars rejects or drops something."""
-    import polars as pl
-
-    kinds: dict[type, Any] = {int: pl.Int64, float: pl.Float64, bool: pl.Boolean, str: pl.String}
     if not types:
         return None
     try:
-        frame = pl.read_ndjson(lines, schema={name: kinds[kind] for name, kind in types.items()})
+        frame = pl.read_ndjson(lines, schema={name: _KINDS[kind] for name, kind in types.items()})
     except pl.exceptions.PolarsError:
         return None
     texts = [frame[name].drop_nulls() for name in frame.columns if frame.schema[name] == pl.String]
@@ -144,80 +130,56 @@ def _complete(lines: bytes, types: Types, placeholders: Counts) -> pl.DataFrame 
 
 def _nulls(lines: bytes, frame: pl.DataFrame, texts: list[pl.Series]) -> int:
     """Number of nulls in the lines; 0 if it is uncertain, as with escaped quotation marks."""
-    if b"\\" in lines and b'\\"' in lines:  # a single byte is found ten times as fast
-        return 0
-    if any("null" in name for name in frame.columns):
-        return 0
-    return 0 if any(text.str.contains("null", literal=True).any() for text in texts) else lines.count(b"null")
+    is_uncertain = (
+        (b"\\" in lines and b'\\"' in lines)  # a single byte is found ten times as fast
+        or any("null" in name for name in frame.columns)
+        or any(text.str.contains("null", literal=True).any() for text in texts)
+    )
+    return 0 if is_uncertain else lines.count(b"null")
 
 
 def _all_types(lines: bytes) -> Types:
     """Let Polars infer names and types from all lines, which takes three times as long as reading them."""
-    import polars as pl
-
-    types: dict[Any, type] = {pl.Int64: int, pl.Float64: float, pl.Boolean: bool}
     try:
         schema = pl.read_ndjson(lines, infer_schema_length=None).schema
     except pl.exceptions.PolarsError:
         return {}
-    return {name: types.get(kind, str) for name, kind in schema.items() if kind != pl.Null}
+    return {name: _TYPES.get(kind, str) for name, kind in schema.items() if kind != pl.Null}
 
 
 def _renamed(frame: pl.DataFrame, naming: Naming) -> pl.DataFrame | None:
-    """The frame under dalsegno's names; None if one of these is taken, or a record has no step."""
+    """The frame as :func:`~dalsegno.analysis.formats.source.named` would change its records; None if a name of
+    dalsegno's is taken, or a step, time or epoch would be left out."""
     renames = naming.renames()
     if any(ours in frame.columns for ours in renames.values()):
         return None
-    if renames:
-        frame = frame.rename(renames, strict=False)
-    frame = _with_seconds(frame)
+    frame = frame.rename(renames, strict=False)
+    if frame.schema.get("timestamp") == pl.String:
+        seconds = pl.Series("timestamp", [moment(text) for text in frame["timestamp"].to_list()], pl.Float64)
+        frame = frame.with_columns(seconds) if seconds.null_count() < len(seconds) else frame
     frame = frame.with_columns(_kind(frame).alias("kind"))
     if (frame["kind"] == HEADER).any():
         frame = frame.filter(frame["kind"] != HEADER)
-    if "global_step" not in frame.columns or not _are_steps(frame["global_step"]) or not _has_sound_times(frame):
+    bounds = {"global_step": (-EXACT, EXACT), **BOUNDS}
+    bounded = [name for name in bounds if (kind := frame.schema.get(name)) is not None and kind.is_numeric()]
+    is_sound = all(frame[name].drop_nulls().is_between(*bounds[name], closed="none").all() for name in bounded)
+    if not is_sound or "global_step" not in bounded or frame["global_step"].null_count():
         return None
     # Polars would copy a frame whose columns are chunked differently on each operation.
     return frame.rechunk() if len(set(frame.n_chunks("all"))) > 1 else frame
 
 
-def _are_steps(column: pl.Series) -> bool:
-    """Whether all values are valid steps: see :mod:`dalsegno.analysis.formats.source`."""
-    if column.null_count() or not column.dtype.is_numeric():
-        return False
-    return bool(column.is_between(-EXACT, EXACT, closed="none").all())
-
-
-def _has_sound_times(frame: pl.DataFrame) -> bool:
-    """Whether :func:`~dalsegno.analysis.formats.source.named` would keep all timestamps and epochs."""
-    given = {name: frame[name].drop_nulls() for name in BOUNDS if name in frame.columns}
-    numbers = {name: column for name, column in given.items() if column.dtype.is_numeric()}
-    return all(((column > BOUNDS[name][0]) & (column < BOUNDS[name][1])).all() for name, column in numbers.items())
-
-
-def _with_seconds(frame: pl.DataFrame) -> pl.DataFrame:
-    """Convert times given as strings to UTC seconds."""
-    import polars as pl
-
-    if frame.schema.get("timestamp") != pl.String:
-        return frame
-    seconds = pl.Series("timestamp", [moment(text) for text in frame["timestamp"].to_list()], pl.Float64)
-    return frame.with_columns(seconds) if seconds.null_count() < len(seconds) else frame
-
-
 def _kind(frame: pl.DataFrame) -> pl.Expr:
     """:func:`dalsegno.analysis.formats.source.kind_of` for a whole frame."""
-    import polars as pl
-
-    names = frame.columns
-    metrics = [name for name in names if name not in OF_ALL_KINDS]
+    metrics = [name for name in frame.columns if name not in OF_ALL_KINDS]
     of_training = [name for name in metrics if not is_of_evaluation(name)]
     of_evaluation = [name for name in metrics if is_of_evaluation(name)]
     given = pl.col("kind") if frame.schema.get("kind") == pl.String else pl.lit(None, pl.String)
-    if _rest_is_training(frame, of_training) and "train_runtime" not in names:
+    if _rest_is_training(frame, of_training) and "train_runtime" not in frame.columns:
         return given.fill_null("train")
     kind = pl.when(_any(of_evaluation) & ~_any(of_training)).then(pl.lit("eval")).otherwise(pl.lit("train"))
-    if "train_runtime" in names:
-        ends = _any(["train_runtime"]) & ~_any([name for name in names if name == "loss"])
+    if "train_runtime" in frame.columns:
+        ends = _any(["train_runtime"]) & ~_any([name for name in metrics if name == "loss"])
         kind = pl.when(ends).then(pl.lit("final")).otherwise(kind)
     return pl.coalesce(given, kind)
 
@@ -232,8 +194,6 @@ def _rest_is_training(frame: pl.DataFrame, of_training: list[str]) -> bool:
 
 
 def _any(names: list[str]) -> pl.Expr:
-    import polars as pl
-
     return pl.any_horizontal(pl.col(name).is_not_null() for name in names) if names else pl.lit(False)
 
 
@@ -246,9 +206,7 @@ def count_byte(data: bytes, byte: bytes) -> int:
 
 def _without_array(chunk: bytes) -> bytes:
     """The lines of an array as JSON lines, without brackets and commas."""
-    lines = chunk
-    if lines.startswith(b"["):
-        lines = lines[1:]
+    lines = chunk.removeprefix(b"[")
     if lines.endswith(b"\n]\n"):
         lines = lines[:-2]
     first = lines.lstrip()[: 1 << 16].partition(b"\n")[0]
@@ -268,10 +226,10 @@ def _without_headers(lines: bytes) -> bytes:
 
 def _samples(lines: bytes) -> list[Record]:
     """Records spread over the chunk, the last one included."""
-    begins = {lines.rfind(b"\n", 0, place) + 1 for place in range(0, len(lines), max(1, len(lines) // SAMPLES))}
-    begins.add(lines.rfind(b"\n", 0, max(0, len(lines) - 1)) + 1)
-    ends = ((begin, lines.find(b"\n", begin)) for begin in sorted(begins))
-    records = (_record(lines[begin : end if end >= 0 else None]) for begin, end in ends)
+    places = [*range(0, len(lines), max(1, len(lines) // SAMPLES)), len(lines) - 1]
+    begins = sorted({lines.rfind(b"\n", 0, place) + 1 for place in places})
+    ends = [lines.find(b"\n", begin) + 1 or len(lines) for begin in begins]
+    records = (_record(lines[begin:end]) for begin, end in zip(begins, ends, strict=True))
     return [record for record in records if record is not None]
 
 
@@ -299,9 +257,6 @@ def _both(one: type, other: type) -> type:
     return float if {one, other} & {int, float} else str
 
 
-Counts = Mapping[bytes, int]
-"""Number of placeholders for each word."""
-
 _PLACEHOLDERS = {
     b"-Infinity": (-math.inf, -(2.0**-1001)),
     b"Infinity": (math.inf, -(2.0**-1002)),
@@ -312,8 +267,7 @@ _PLACEHOLDERS = {
 _BEFORE = re.compile(rb':[ \t]*"?$')
 _END_OF_NAME = rb'[^"]*"[ \t]*:'
 """Follows a placeholder in a name. What follows a value is a line's end, or the beginning of a name."""
-_LOOK = 8
-"""Bytes before a word that show whether it is a value."""
+_LOOK = 8  # bytes before a word that show whether it is a value
 
 
 def insert_placeholders(lines: bytes) -> tuple[bytes, Counts]:
@@ -334,8 +288,6 @@ def insert_placeholders(lines: bytes) -> tuple[bytes, Counts]:
 
 def restore_values(frame: pl.DataFrame, lines: bytes, counts: Counts) -> pl.DataFrame | None:
     """The frame of ``lines``, which contain the placeholders, with the original values; None if they are ambiguous."""
-    import polars as pl
-
     numbers = [name for name, kind in frame.schema.items() if kind == pl.Float64]
     texts = [name for name, kind in frame.schema.items() if kind == pl.String]
     for word, count in counts.items():

@@ -14,27 +14,18 @@ from itertools import islice
 from pathlib import Path
 
 from dalsegno.analysis.blocks import Block, FrameBlock, RecordBlock
-from dalsegno.analysis.formats.json_frames import FrameReader
-from dalsegno.analysis.formats.source import FIRST, HEADER, OURS, Naming, Skipped, Source, named, no_step, trace_of
 from dalsegno.errors import ConfigurationError, NotFound
 from dalsegno.logs.reader import record_in
 from dalsegno.logs.values import Record, from_json
 from dalsegno.system.machine import pread
 
-CHUNK = 8 << 20
-"""Bytes per read."""
+from .source import FIRST, HEADER, OURS, Naming, Skipped, Source, named, no_step, trace_of
 
-FIRST_CHUNK = CHUNK >> 6
-"""Bytes of the first read: most names appear there, and a chunk with new names is read several times."""
-
-GROWTH = 4
-"""Ratio of successive chunk sizes, up to ``CHUNK``."""
-
-BEGINNING = 1 << 16
-"""Bytes read to find the names of the records."""
-
-LONG = 4 << 20
-"""Least file size in bytes to use Polars, whose import takes as long as Python's json for this much."""
+CHUNK = 8 << 20  # bytes per read
+FIRST_CHUNK = CHUNK >> 6  # bytes of the first read: most names appear there, and a chunk with new names is read again
+GROWTH = 4  # ratio of successive chunk sizes, up to ``CHUNK``
+BEGINNING = 1 << 16  # bytes read to find the names of the records
+LONG = 4 << 20  # least file size in bytes to use Polars, whose import takes as long as Python's json for this much
 
 
 class JsonLines(Source):
@@ -60,20 +51,22 @@ class JsonLines(Source):
         if self.path.stat().st_size < LONG or find_spec("polars") is None:
             yield from super().blocks(skipped)
             return
+        from .json_frames import FrameReader
+
         naming = self.naming()
         reader = FrameReader(naming)
         number, numbered, begin = 1, 0, 0
-        for part in reader.read(read_chunks(self.path)):
-            if part.frame is not None:
-                yield FrameBlock(part.frame)
+        for lines, frame in reader.read(read_chunks(self.path)):
+            if frame is not None:
+                yield FrameBlock(frame)
             else:
                 number += _count_lines(self.path, numbered, begin)
                 numbered = begin
-                records = list(decode_lines(part.lines.splitlines(keepends=True), number, skipped))
+                records = list(decode_lines(lines.splitlines(keepends=True), number, skipped))
                 reader.learn(record for _, record in records)
                 found = named(records, naming, skipped)
                 yield RecordBlock([record for record in found if record["kind"] != HEADER])
-            begin += len(part.lines)
+            begin += len(lines)
 
     def naming(self) -> Naming:
         """The naming of this log, from its first record with a step."""
@@ -157,8 +150,8 @@ def decode_lines(lines: Iterable[bytes], number: int, skipped: Skipped) -> Itera
 
 # --- arrays of any layout, and Hugging Face's trainer_state.json ----------------------------------------------------
 
-
 _BETWEEN = re.compile(r"[\s,]*")
+_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
 _DECODER = json.JSONDecoder()
 
 
@@ -197,9 +190,6 @@ def _skip(text: str, begin: int) -> int:
     return between.end() if between else begin
 
 
-_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
-
-
 class TrainerState(Source):
     """The header contains the other fields of the state: ``max_steps``, ``train_batch_size`` …"""
 
@@ -224,10 +214,8 @@ def _header(text: str) -> Record:
     try:
         state = json.loads(text)
     except (ValueError, RecursionError):
-        state = None
-    scalar = (bool, int, float, str)
-    return {
-        name: value
-        for name, value in (state.items() if isinstance(state, dict) else ())
-        if isinstance(value, scalar) and name not in ("global_step", "epoch")
-    }
+        return {}
+    if not isinstance(state, dict):
+        return {}
+    places = ("global_step", "epoch")
+    return {name: value for name, value in state.items() if isinstance(value, str | int | float) and name not in places}

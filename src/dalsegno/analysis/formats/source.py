@@ -30,22 +30,19 @@ LOSSES = (
 )
 """Names of a loss, in the order of preference."""
 
-HEADER = "header"
-"""Kind of the record with the settings of the run."""
+HEADER = "header"  # kind of the record with the settings of the run
 
 EVALUATIONS = ("eval", "val", "valid", "validation", "test", "dev")
 
 SETTING = r"(^|[^a-z])(learning_rate|lr|weight_decay|momentum|betas?|eps|batch_size|loss_scale)([^a-z]|$)"
 """Names of what a program has set, unlike what it has measured; also read by the scripts of pages."""
 
-BOOKKEEPING = ("timestamp", "kind", "global_step", "epoch")
-"""Fields of a record that are not metrics."""
+BOOKKEEPING = ("timestamp", "kind", "global_step", "epoch")  # fields of a record that are not metrics
 
 OF_ALL_KINDS = (*BOOKKEEPING, "num_input_tokens_seen", "train_runtime", "train_tokens_per_second")
 """Fields that tell no kind: with ``include_num_input_tokens_seen`` Hugging Face adds them to each record."""
 
-FIRST = 100
-"""Leading records among which one must have a step."""
+FIRST = 100  # leading records among which one must have a step
 
 EARLY = 1e8
 """UTC seconds in 1973: a smaller ``time`` is a duration, not a timestamp."""
@@ -53,11 +50,8 @@ EARLY = 1e8
 BOUNDS = {"timestamp": (0.0, 253402300800.0), "epoch": (-math.inf, math.inf)}
 """Between these such numbers are sound: a date has no year after 9999."""
 
-DEEPEST = 32
-"""Most levels of lists and dicts in a value: what prints or compares one goes down recursively."""
-
-EXACT = 1 << 53
-"""Steps of this magnitude and more are not exact as floats, which columns hold."""
+DEEPEST = 32  # most levels of lists and dicts in a value: what prints or compares one goes down recursively
+EXACT = 1 << 53  # steps of this magnitude and more are not exact as floats, which columns hold
 
 BEYOND_FLOATS = 1 << 1023
 
@@ -155,11 +149,8 @@ def no_step(path: Path, names: Iterable[str], step_key: str | None) -> str:
     return f"{path}: {wanted} in its records, whose fields are: {have}; name the step with step_key= (--step-key)"
 
 
-SENTENCES = 10
-"""Most skipped lines or records that are described."""
-
-BATCH = 4096
-"""Records held as objects at a time."""
+SENTENCES = 10  # most skipped lines or records that are described
+BATCH = 4096  # records held as objects at a time
 
 
 @dataclass(slots=True)

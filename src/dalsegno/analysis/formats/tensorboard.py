@@ -14,9 +14,7 @@ from .source import Skipped, Source
 
 _LENGTH = struct.Struct("<QI")  # length of the event in bytes, checksum of the length
 _CHECKSUM = 4
-FIRST = 5
-"""Leading events of a file that are searched for the step from which it replaces older files."""
-
+FIRST = 5  # leading events of a file that are searched for the step from which it replaces older files
 _LONGEST = 1 << 30  # bytes; a larger length means a damaged file
 
 _PREFIXES = {"train": "", "eval": "eval_"}

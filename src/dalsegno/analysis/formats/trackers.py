@@ -111,8 +111,7 @@ def _records_of_row(row: dict[str, Any]) -> Iterator[Record]:
     yield from ({**place, **part} for part in parts.values() if part)
 
 
-_OF_THE_END = ("train_", "total_flos")
-"""Names in the final record of dalsegno and Hugging Face."""
+_OF_THE_END = ("train_", "total_flos")  # names in the final record of dalsegno and Hugging Face
 
 
 def _row(history: bytes) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from dalsegno.errors import ConfigurationError
 
 XAxis = Literal["step", "epoch", "time", "tokens"]
+X_AXES: tuple[XAxis, ...] = get_args(XAxis)
 Limits = tuple[float | None, float | None]
 
 
@@ -37,8 +38,8 @@ class View:
     """Scale the y axis to the middle 98% of the values."""
 
     def __post_init__(self) -> None:
-        if self.x not in get_args(XAxis):
-            raise ConfigurationError(f"x is {self.x!r}; allowed: {', '.join(map(repr, get_args(XAxis)))}")
+        if self.x not in X_AXES:
+            raise ConfigurationError(f"x is {self.x!r}; allowed: {', '.join(map(repr, X_AXES))}")
         if self.smooth is not None and self.smooth < 1:
             raise ConfigurationError(f"smooth is {self.smooth!r}; allowed: a number of records, at least 1 (1: none)")
         for name, limits in (("xlim", self.xlim), ("ylim", self.ylim)):

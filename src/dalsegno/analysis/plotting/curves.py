@@ -15,14 +15,13 @@ from dalsegno.analysis.series import HUGE, Series, automatic_window, trailing_me
 from dalsegno.errors import ConfigurationError, NotFound, UnknownName
 from dalsegno.logs import is_wall_clock
 
-from . import View
+from . import View, XAxis
 
 RUNS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F")
 """Colours of the runs, in this order and then repeated: the palette of Okabe and Ito (2008), but for black and yellow,
 which have too little contrast with a background; replaced by a brown and a grey of other lightness."""
 
-LOST = "#E69F00"
-"""Records that were cut off the log."""
+LOST = "#E69F00"  # records that were cut off the log
 
 
 def colour(index: int) -> str:
@@ -34,10 +33,8 @@ Floats = NDArray[np.float64]
 
 TOKENS = ("tokens", "tokens_seen", "num_input_tokens_seen", "num_tokens", "total_tokens", "consumed_tokens")
 """Names of the number of tokens so far, in various programs."""
-MOST_DOTS = 200
-"""Most evaluations drawn as dots; more are drawn as a line."""
-MOST_TITLE = 60
-"""Longest title of the names of two runs, in characters."""
+MOST_DOTS = 200  # most evaluations drawn as dots; more are drawn as a line
+MOST_TITLE = 60  # longest title of the names of two runs, in characters
 UNITS_OF_TIME = ((2 * 3600.0, "hours", 3600.0), (120.0, "minutes", 60.0), (0.0, "seconds", 1.0))
 """(least duration in seconds, unit, seconds per unit)."""
 LABELS = {
@@ -91,22 +88,12 @@ class Curve:
     """An evaluation metric drawn with the requested training metric."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LostCurve:
-    """Records that were cut off the log. Arrays have shape (n,)."""
-
-    x: Floats
-    values: Floats
-
-
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A restart or rollback, on the x axis."""
+    """A restart or rollback."""
 
     x: float
     """Position at which the run resumed."""
-    reached: float
-    """Last position before."""
     rollback: bool
     colour: str
 
@@ -120,8 +107,8 @@ class Panel:
     x_label: str
     y_label: str
     curves: list[Curve] = field(default_factory=list)
-    lost: list[LostCurve] = field(default_factory=list)
-    """Only in a panel of one run."""
+    lost: list[tuple[Floats, Floats]] = field(default_factory=list)
+    """Places and values of records that were cut off the log, of shape (n,) each; only in a panel of one run."""
     marks: list[Mark] = field(default_factory=list)
 
     @property
@@ -144,8 +131,8 @@ def panels(logs: Sequence[Log], metrics: Sequence[str] | None, view: View, *, co
             raise UnknownName("metric", metric, known)
     for number, log in enumerate(logs):
         _read_at_once(log, [names[number] for names in chosen])
-    seconds = max(float(np.ptp(_times(log))) for log in logs) if view.x == "time" else 0.0
-    axes = [_Axis(log, view, seconds) for log in logs]
+    seconds = longest(logs) if view.x == "time" else 0.0
+    axes = [Axis(log, view.x, seconds) for log in logs]
     rows = []
     for names in chosen:
         label = value_label(names[0], view) if len(set(names)) == 1 else "loss"
@@ -184,37 +171,51 @@ def evaluations_of(metric: str, names: Sequence[str]) -> list[str]:
     return [name for name in others if name.endswith((f"_{measure}", f"/{measure}"))]
 
 
-def unit_of_time(longest: float) -> tuple[str, float]:
-    """Unit for durations up to ``longest`` seconds, and its length in seconds."""
-    return next((name, unit) for least, name, unit in UNITS_OF_TIME if longest >= least)
+def longest(logs: Sequence[Log]) -> float:
+    """Seconds from the first record to the last, in the longest of the logs; 0 without times."""
+    return max((float(np.ptp(times)) for log in logs if len(times := _times(log))), default=0.0)
 
 
-class _Axis:
-    """Maps the steps of one run to positions on the x axis."""
+def unit_of_time(seconds: float) -> tuple[str, float]:
+    """Unit for durations up to ``seconds``, and its length in seconds."""
+    return next((name, unit) for least, name, unit in UNITS_OF_TIME if seconds >= least)
 
-    def __init__(self, log: Log, view: View, longest: float) -> None:
+
+def axis_label(x: XAxis, seconds: float) -> str:
+    return f"{unit_of_time(seconds)[0]} since the first record" if x == "time" else x
+
+
+class Axis:
+    """Maps the steps of one run to positions on the x axis.
+
+    Args:
+        longest: seconds of the longest run that is drawn.
+
+    Raises:
+        ConfigurationError: if the log does not have the quantity.
+    """
+
+    def __init__(self, log: Log, x: XAxis, longest: float) -> None:
         self.log = log
-        self._view = view
-        self._time, self._unit = unit_of_time(longest)
-        self._tokens = _tokens(log) if view.x == "tokens" else None
-        self._began = float(_times(log).min()) if view.x == "time" else 0.0
-
-    @property
-    def label(self) -> str:
-        if self._view.x == "time":
-            return f"{self._time} since the first record"
-        return {"step": "step", "epoch": "epoch", "tokens": "tokens"}[self._view.x]
+        self.label = axis_label(x, longest)
+        self._x = x
+        self._unit = unit_of_time(longest)[1]
+        self._tokens = _tokens(log) if x == "tokens" else None
+        times = _times(log)
+        if x == "time" and not len(times):
+            raise _no_axis(log, x)
+        self._began = float(times.min(initial=np.inf))
 
     def of(self, series: Series) -> Floats:
         """Shape (n,)."""
-        if self._view.x == "step":
+        if self._x == "step":
             return series.steps.astype(np.float64)
         if self._tokens is not None:
             return np.interp(series.steps, self._tokens.steps, self._tokens.values)
-        known = series.epochs if self._view.x == "epoch" else series.times
+        known = series.epochs if self._x == "epoch" else series.times
         if known is None or not len(known):
-            raise _no_axis(self.log, self._view.x)
-        return known if self._view.x == "epoch" else (known - self._began) / self._unit
+            raise _no_axis(self.log, self._x)
+        return known if self._x == "epoch" else (known - self._began) / self._unit
 
     def of_steps(self, steps: Floats, reference: Series) -> Floats:
         """Positions of any steps, interpolated between those of a series."""
@@ -223,7 +224,7 @@ class _Axis:
         return np.interp(steps, reference.steps[known], x[known])
 
 
-def _panel(label: str, title: str, runs: Sequence[tuple[_Axis, str, str]], view: View) -> Panel:
+def _panel(label: str, title: str, runs: Sequence[tuple[Axis, str, str]], view: View) -> Panel:
     """``runs``: axis, metric and colour of each."""
     panel = Panel(runs[0][1], title, runs[0][0].label, label)
     for axis, metric, run_colour in runs:
@@ -235,11 +236,11 @@ def _panel(label: str, title: str, runs: Sequence[tuple[_Axis, str, str]], view:
             panel.marks += _marks(axis, axis.log.metric(metric), run_colour)
         if metric in here and len(runs) == 1:
             tails = [tail.series(metric) for tail in axis.log.tails()]
-            panel.lost += [LostCurve(axis.of(each), _seen(each, view)) for each in tails if len(each)]
+            panel.lost += [(axis.of(each), _seen(each, view)) for each in tails if len(each)]
     return panel
 
 
-def _curve(series: Series, axis: _Axis, view: View, run_colour: str, *, is_companion: bool) -> Curve:
+def _curve(series: Series, axis: Axis, view: View, run_colour: str, *, is_companion: bool) -> Curve:
     values = _seen(series, view)
     window = automatic_window(len(values)) if view.smooth is None else view.smooth
     dotted = is_of_evaluation(series.name) and len(values) <= MOST_DOTS
@@ -260,16 +261,12 @@ def _curve(series: Series, axis: _Axis, view: View, run_colour: str, *, is_compa
     )
 
 
-def _marks(axis: _Axis, series: Series, run_colour: str) -> list[Mark]:
+def _marks(axis: Axis, series: Series, run_colour: str) -> list[Mark]:
     restarts = axis.log.restarts()
     if not restarts or not len(series):
         return []
-    steps = np.array([(restart.step, restart.reached) for restart in restarts], np.float64)
-    places = axis.of_steps(steps.ravel(), series).reshape(-1, 2).tolist()
-    return [
-        Mark(x, reached, restart.leg is None, run_colour)
-        for restart, (x, reached) in zip(restarts, places, strict=True)
-    ]
+    places = axis.of_steps(np.array([restart.step for restart in restarts], np.float64), series)
+    return [Mark(x, restart.leg is None, run_colour) for restart, x in zip(restarts, places.tolist(), strict=True)]
 
 
 def _seen(series: Series, view: View) -> Floats:
@@ -321,21 +318,18 @@ def _read_at_once(log: Log, metrics: Sequence[str]) -> None:
     """Read a log once for all metrics."""
     here = log.metrics()
     wanted = [name for metric in metrics for name in (metric, *evaluations_of(metric, here)) if name in here]
-    log.series(dict.fromkeys([*wanted, *_clock_of(log), *(name for name in TOKENS if name in here)]))
+    log.series(dict.fromkeys([*wanted, *clock_of(log), *(name for name in TOKENS if name in here)]))
 
 
-def _clock_of(log: Log) -> list[str]:
+def clock_of(log: Log) -> list[str]:
     """Name of the metric whose records give the start and end of the run; empty without metrics."""
     return [log.loss] if log.loss else log.metrics()[:1]
 
 
 def _times(log: Log) -> Floats:
-    """UTC seconds of the log's records, at least one."""
-    for name in _clock_of(log):
-        times = log.metric(name).times
-        if times is not None and np.isfinite(times).any():
-            return times[np.isfinite(times)]
-    raise _no_axis(log, "time")
+    """UTC seconds of the log's records; empty if it has none."""
+    times = [series.times for series in map(log.metric, clock_of(log)) if series.times is not None]
+    return times[0][np.isfinite(times[0])] if times else np.empty(0)
 
 
 def _no_axis(log: Log, x: str, hint: str = "") -> ConfigurationError:

@@ -26,24 +26,19 @@ from .pixels import downsample, lone
 
 FORMATS = ("png", "svg", "pdf")
 DPI = 144
-BUCKETS = 1200
-"""Stretches of a downsampled curve: about its width in pixels."""
+BUCKETS = 1200  # stretches of a downsampled curve: about its width in pixels
 INK = "#333333"
-ABREAST = 4
-"""Most panels in a line; further ones go below."""
-WIDTH = 9.0
-"""Width of a picture of one panel, in inches."""
+ABREAST = 4  # most panels in a line; further ones go below
+WIDTH = 9.0  # width of a picture of one panel, in inches
 MOST_INSIDE, LONGEST_INSIDE = 9, 44
 """Most entries of a legend inside the axes, and most characters of one; larger legends go below the picture."""
-LONGEST = 90
-"""Most characters of a run's name in a legend; longer names lose their middle."""
+LONGEST = 90  # most characters of a run's name in a legend; longer names lose their middle
 
 _LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))
 """Line styles: one for each time that the palette repeats."""
 _STYLES: dict[bool, tuple[int, tuple[int, int]]] = {False: (0, (5, 3)), True: (0, (1, 2))}
 """Line styles of restarts and rollbacks."""
-_SHAPES = {False: "^", True: "<"}
-"""Markers of restarts and rollbacks."""
+_SHAPES = {False: "^", True: "<"}  # markers of restarts and rollbacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +123,9 @@ def _folded(rows: Sequence[Sequence[Panel]]) -> Iterator[_Line]:
 
 
 def _draw_panel(axes: Axes, panel: Panel, view: View, legend: Sequence[Line2D], *, titled: bool) -> None:
-    for lost in panel.lost:
-        kept = downsample(lost.values, BUCKETS)
-        axes.plot(lost.x[kept], lost.values[kept], color=LOST, linewidth=5, alpha=0.45, solid_capstyle="butt", zorder=1)
+    for x, values in panel.lost:
+        kept = downsample(values, BUCKETS)
+        axes.plot(x[kept], values[kept], color=LOST, linewidth=5, alpha=0.45, solid_capstyle="butt", zorder=1)
     runs = panel.runs
     for curve in panel.curves:
         number = runs.index(curve.run)
@@ -277,10 +272,8 @@ def _with_air(low: float, high: float, *, log: bool) -> tuple[float, float]:
     return low - air, high + air
 
 
-ROW = 0.17
-"""Height of a labelled parameter, in inches."""
-MOST_NAMED = 90
-"""Most labelled parameters; of more, every n-th is labelled."""
+ROW = 0.17  # height of a labelled parameter, in inches
+MOST_NAMED = 90  # most labelled parameters; of more, every n-th is labelled
 
 
 def heatmap_figure(

@@ -50,8 +50,7 @@ def _landmarks(stretches: NDArray[np.float64]) -> NDArray[np.int64]:
     return np.concatenate([first, first + size - 1, *(first + column for column in columns)])
 
 
-LEAST = 1e-300
-"""Least distance of ticks; below it floats are too sparse."""
+LEAST = 1e-300  # least distance of ticks; below it floats are too sparse
 
 
 def nice_ticks(low: float, high: float, most: int) -> list[float]:

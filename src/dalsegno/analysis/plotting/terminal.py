@@ -17,12 +17,10 @@ from .pixels import downsample, labelled, log_ticks, lone, nice_ticks
 Floats = NDArray[np.float64]
 Colour = tuple[int, int, int] | None
 
-ROWS = 18
-"""Height of a panel in lines."""
+ROWS = 18  # height of a panel in lines
 LEAST_WIDTH = 40
 FAINT = (120, 120, 120)
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-"""Markers of the runs where there are no colours."""
+LETTERS = "abcdefghijklmnopqrstuvwxyz"  # markers of the runs where there are no colours
 
 
 @dataclass(frozen=True, slots=True)

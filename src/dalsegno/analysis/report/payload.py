@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -11,17 +12,26 @@ from numpy.typing import NDArray
 from dalsegno.analysis.formats.source import is_of_evaluation, is_setting
 from dalsegno.analysis.lineage import Restart
 from dalsegno.analysis.log import TrainingLog
-from dalsegno.analysis.plotting.curves import LABELS, MOST_DOTS, TOKENS, colour, evaluations_of, unit_of_time
+from dalsegno.analysis.plotting import X_AXES
+from dalsegno.analysis.plotting.curves import (
+    LABELS,
+    MOST_DOTS,
+    Axis,
+    axis_label,
+    clock_of,
+    colour,
+    evaluations_of,
+    longest,
+)
 from dalsegno.analysis.plotting.pixels import downsample
 from dalsegno.analysis.series import ParameterSeries, Series
 from dalsegno.analysis.webpage import SHOWN_FIRST
+from dalsegno.errors import ConfigurationError
 
 Floats = NDArray[np.float64]
 
-LEAST_RECORDS = 2
-"""Least records of a curve."""
-PLACES = 400
-"""Most points from which another x axis is interpolated."""
+LEAST_RECORDS = 2  # least records of a curve
+PLACES = 400  # most points from which another x axis is interpolated
 LEVELS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 """Colour levels of a heatmap, from its lowest value to its highest; a dot is a missing value."""
 MOST_ROWS, MOST_COLUMNS = 400, 200
@@ -35,15 +45,14 @@ def payload(logs: Sequence[TrainingLog], heatmaps: Sequence[ParameterSeries], po
     charts = [_chart(metric, logs) for metric in _charted(logs)]
     curves = sum(len(series) for _, series in charts)
     buckets = max(8, min(1500, points // (6 * max(1, curves))))
-    time, unit = unit_of_time(max((_seconds(clock) for log in logs if (clock := _clock(log)) is not None), default=0.0))
+    seconds = longest(logs)
     runs = [
-        {"name": log.name, "colour": colour(index), "marks": _marks(log), "axes": _axes(log, unit)}
+        {"name": log.name, "colour": colour(index), "marks": _marks(log), "axes": _axes(log, seconds)}
         for index, log in enumerate(logs)
     ]
-    labels = {"step": "step", "epoch": "epoch", "time": f"{time} since the first record", "tokens": "tokens"}
-    axes = {"step", *(name for run in runs for name in run["axes"])}
+    known = {"step", *(name for run in runs for name in run["axes"])}
     return {
-        "axes": {name: label for name, label in labels.items() if name in axes},
+        "axes": {x: axis_label(x, seconds) for x in X_AXES if x in known},
         "runs": runs,
         "charts": [{**chart, "curves": [_curve(*each, buckets) for each in series]} for chart, series in charts],
         "heatmaps": [_heatmap(each) for each in heatmaps],
@@ -100,33 +109,13 @@ def _means(values: Floats, begins: NDArray[np.int64]) -> Floats:
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
-def _clock(log: TrainingLog) -> Series | None:
-    """The series that maps steps to epochs and times."""
-    names = log.metrics()
-    clock = log.metric(log.loss or names[0]) if names else None
-    return clock if clock is not None and len(clock) else None
-
-
-def _seconds(clock: Series) -> float:
-    """Seconds from the first record with a time to the last."""
-    times = np.empty(0) if clock.times is None else clock.times[np.isfinite(clock.times)]
-    return float(np.ptp(times)) if len(times) else 0.0
-
-
-def _axes(log: TrainingLog, unit: float) -> dict[str, Any]:
-    """Positions of steps on the other axes that the log has. ``unit``: of time, in seconds."""
-    names, clock = log.metrics(), _clock(log)
-    if clock is None:
-        return {}
+def _axes(log: TrainingLog, seconds: float) -> dict[str, Any]:
+    """Positions of steps on the other axes that the log has. ``seconds``: of the longest log."""
     axes = {}
-    if clock.epochs is not None:
-        axes["epoch"] = _places(clock.steps, clock.epochs)
-    if clock.times is not None:
-        axes["time"] = _places(clock.steps, (clock.times - np.nanmin(clock.times)) / unit)
-    tokens = next((name for name in TOKENS if name in names), None)
-    if tokens is not None:
-        counted = log.metric(tokens)
-        axes["tokens"] = _places(counted.steps, counted.values)
+    for clock in map(log.metric, clock_of(log)):
+        for x in X_AXES[1:]:
+            with suppress(ConfigurationError):  # the log does not have it
+                axes[x] = _places(clock.steps, Axis(log, x, seconds).of(clock))
     return {name: places for name, places in axes.items() if places["steps"]}
 
 

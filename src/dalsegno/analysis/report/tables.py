@@ -6,20 +6,17 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dalsegno.analysis.comparison import compare_series
 from dalsegno.analysis.divergence import DetectorSettings, detect_divergence
 from dalsegno.analysis.lineage import LegSummary
 from dalsegno.analysis.log import TrainingLog
 from dalsegno.analysis.spikes import Spike, find_spikes
-from dalsegno.analysis.summary import MetricSummary, Summary
+from dalsegno.analysis.summary import Summary
 from dalsegno.state import ResumeProof
 
-LEAST_RECORDS = 2
-"""Least common records for a comparison."""
-MOST_SPIKES = 20
-"""Most spikes of one run and metric; the tallest are shown."""
+LEAST_RECORDS = 2  # least common records for a comparison
+MOST_SPIKES = 20  # most spikes of one run and metric; the tallest are shown
 
 Cell = str | tuple[str, str]
 """Text, or (text, CSS classes): ``number``, ``bad``, ``good``, ``long``."""
@@ -35,55 +32,56 @@ class Table:
 
 def summary_tables(summaries: Sequence[Summary]) -> list[Table]:
     head = ["run", "state", "steps", "loss", "best", "evaluation", "gradient norm", "learning rate"]
-    rows: list[list[Cell]] = []
-    for summary in summaries:
-        state = "bad" if summary.state in ("diverged", "died", "failed") else "good"
-        rows.append(
-            [
-                summary.run,
-                (summary.state, state),
-                (_number(summary.step), "number"),
-                (_number(summary.loss.final if summary.loss else None), "number"),
-                (_best(summary.loss), "number"),
-                (", ".join(f"{each.name} {_number(each.final)}" for each in summary.evaluation[:2]), "number"),
-                (_most(summary.grad_norm), "number"),
-                (_change(summary.learning_rate), "number"),
-            ]
-        )
-    times: list[list[Cell]] = []
-    for summary in summaries:
-        speed = next((f"{_number(average)} {name}" for name, average in summary.throughput.items()), "")
-        times.append(
-            [
-                summary.run,
-                _moment(summary.began),
-                (_span(summary.training_seconds), "number"),
-                (_span(summary.lost_seconds), "number"),
-                (_number(summary.restarts), "number"),
-                (_number(summary.redone_steps), "number"),
-                (speed, "number"),
-                (f"{summary.peak_mem / 2**30:.2f} GiB" if summary.peak_mem else "", "number"),
-            ]
-        )
     more = ["run", "began (UTC)", "training", "lost", "restarts", "steps repeated", "speed", "peak memory"]
-    return [Table(head, rows), Table(more, times)]
+    return [Table(head, [*map(_results, summaries)]), Table(more, [*map(_times, summaries)])]
+
+
+def _results(summary: Summary) -> list[Cell]:
+    loss, gradient, rate = summary.loss, summary.grad_norm, summary.learning_rate
+    return [
+        summary.run,
+        (summary.state, "bad" if summary.state in ("diverged", "died", "failed") else "good"),
+        *_numbers(
+            summary.step,
+            loss.final if loss else None,
+            _at_step(loss.best, loss.best_step) if loss else None,
+            ", ".join(f"{each.name} {_number(each.final)}" for each in summary.evaluation[:2]),
+            _at_step(gradient.worst, gradient.worst_step) if gradient else None,
+            f"{_number(rate.first)} → {_number(rate.final)}" if rate else None,
+        ),
+    ]
+
+
+def _times(summary: Summary) -> list[Cell]:
+    return [
+        summary.run,
+        _moment(summary.began),
+        *_numbers(
+            _span(summary.training_seconds),
+            _span(summary.lost_seconds),
+            summary.restarts,
+            summary.redone_steps,
+            next((f"{_number(average)} {name}" for name, average in summary.throughput.items()), None),
+            f"{summary.peak_mem / 2**30:.2f} GiB" if summary.peak_mem else None,
+        ),
+    ]
 
 
 def lineage_tables(logs: Sequence[TrainingLog]) -> list[tuple[str, Table]]:
     """The legs of runs that were restarted, or ended for a recorded reason, by its name."""
     head = ["leg", "began (UTC)", "from", "resumed", "steps", "repeated", "ranks", "ended", "why"]
-    tables = []
-    for log in logs:
-        legs = log.lineage()
-        if len(legs) > 1 or any(each.leg.why for each in legs):
-            tables.append((log.name, Table(head, [_leg(each) for each in legs])))
-    return tables
+    found = [(log.name, log.lineage()) for log in logs]
+    return [
+        (name, Table(head, [_leg(each) for each in legs]))
+        for name, legs in found
+        if len(legs) > 1 or any(each.leg.why for each in legs)
+    ]
 
 
 def interventions_table(logs: Sequence[TrainingLog]) -> Table:
     """What was changed during the runs, by whom."""
     rows: list[list[Cell]] = [
-        [log.name, (f"{each.step:,}", "number"), _moment(each.time), (each.what, "long"), each.by]
+        [log.name, *_numbers(each.step), _moment(each.time), (each.what, "long"), each.by]
         for log in logs
         for each in log.interventions()
     ]
@@ -101,8 +99,8 @@ def comparison_table(logs: Sequence[TrainingLog]) -> Table:
                 continue
             parts: Cell = ("nowhere", "good") if found.parts_at is None else (f"step {found.parts_at:,}", "bad")
             differs = "nowhere" if found.differs_at is None else f"step {found.differs_at:,}"
-            ends = [(_number(value), "number") for value in (found.first, found.second, found.difference, found.noise)]
-            rows.append([other.name, metric, (f"{found.records:,}", "number"), differs, parts, *ends])
+            ends = _numbers(found.first, found.second, found.difference, found.noise)
+            rows.append([other.name, metric, *_numbers(found.records), differs, parts, *ends])
     head = ["run", "metric", "compared", "differs at", "separates at", f"end of {first.name}", "end of this run"]
     return Table([*head, "difference", "noise"], rows)
 
@@ -124,12 +122,12 @@ def verdict_table(logs: Sequence[TrainingLog], settings: DetectorSettings) -> Ta
 def limits(settings: DetectorSettings) -> str:
     """The detector's settings, in words."""
     parts = [
-        f"threshold {settings.threshold:g}" if settings.threshold is not None else "",
-        f"relative threshold {settings.relative_threshold:g}" if settings.relative_threshold is not None else "",
-        f"baseline smoothing {settings.baseline_smoothing:g}" if settings.baseline_smoothing is not None else "",
-        f"smoothing {settings.smoothing:g}, patience {settings.patience}, warm-up {settings.warmup}",
+        f"{name.replace('_', ' ')} {value:g}"
+        for name in ("threshold", "relative_threshold", "baseline_smoothing")
+        if (value := getattr(settings, name)) is not None
     ]
-    return ", ".join(filter(None, parts))
+    always = f"smoothing {settings.smoothing:g}, patience {settings.patience}, warm-up {settings.warmup}"
+    return ", ".join([*parts, always])
 
 
 def spikes_table(logs: Sequence[TrainingLog]) -> Table:
@@ -151,8 +149,7 @@ def _leg(summary: LegSummary) -> list[Cell]:
         f"leg {summary.parent}, step {leg.first_step:,}" if summary.parent else "scratch",
         _resumed(leg.resumed),
         f"{leg.first_step:,} – {summary.last_step:,}",
-        (_number(summary.redone), "number"),
-        (str(leg.world_size), "number"),
+        *_numbers(summary.redone, str(leg.world_size)),
         (reason, "bad" if reason in ("died", "exception") else ""),
         (", ".join(filter(None, (leg.by, leg.why, leg.cause))), "long"),
     ]
@@ -168,29 +165,22 @@ def _resumed(proof: ResumeProof | None) -> Cell:
 
 def _spike(run: str, metric: str, spike: Spike) -> list[Cell]:
     sigmas = "∞" if math.isinf(spike.sigmas) else f"{spike.sigmas:.0f}"
-    back: Cell = "yes" if spike.recovered else ("no", "bad")
-    numbers = [f"{spike.step:,}", _number(spike.value), _number(spike.usual), sigmas, f"{spike.records:,}"]
-    return [run, metric, *((each, "number") for each in numbers), back]
+    recovered: Cell = "yes" if spike.recovered else ("no", "bad")
+    return [run, metric, *_numbers(spike.step, spike.value, spike.usual, sigmas, spike.records), recovered]
 
 
-def _number(value: Any) -> str:
+def _numbers(*values: str | float | None) -> list[Cell]:
+    return [(value if isinstance(value, str) else _number(value), "number") for value in values]
+
+
+def _number(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:,.0f}" if isinstance(value, int) or 1e4 <= abs(value) < 1e7 else f"{value:.5g}"
 
 
-def _best(metric: MetricSummary | None) -> str:
-    known = metric is not None and metric.best_step is not None
-    return f"{_number(metric.best)} at {metric.best_step:,}" if metric is not None and known else ""
-
-
-def _most(metric: MetricSummary | None) -> str:
-    known = metric is not None and metric.worst_step is not None
-    return f"{_number(metric.worst)} at {metric.worst_step:,}" if metric is not None and known else ""
-
-
-def _change(metric: MetricSummary | None) -> str:
-    return f"{_number(metric.first)} → {_number(metric.final)}" if metric is not None else ""
+def _at_step(value: float | None, step: int | None) -> str:
+    return "" if step is None else f"{_number(value)} at {step:,}"
 
 
 def _moment(seconds: float | None) -> str:

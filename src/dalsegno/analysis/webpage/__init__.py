@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-SHOWN_FIRST = ("grad_norm", "learning_rate")
-"""Charts shown initially, beside the loss."""
+SHOWN_FIRST = ("grad_norm", "learning_rate")  # charts shown initially, beside the loss
 
 
 def inlined(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dalsegno.analysis.divergence import Divergence, DivergenceState, Mode
+from dalsegno.analysis.divergence import DetectorSettings, Divergence, DivergenceState, Mode
 from dalsegno.callbacks.argument_checks import flag, one_of, text
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.sharded_tensors import are_finite
@@ -95,7 +95,7 @@ class DivergenceDetector(DivergenceCallback):
         self.name = name
         self._metric = metric_key or ("eval_loss" if use_eval_loss else "loss")
         self._kind = "eval" if use_eval_loss or self._metric.startswith("eval_") else "train"
-        self._divergence = Divergence(
+        settings = DetectorSettings(
             smoothing=smoothing,
             threshold=threshold,
             relative_threshold=relative_threshold,
@@ -104,6 +104,7 @@ class DivergenceDetector(DivergenceCallback):
             mode=mode,
             baseline_smoothing=baseline_smoothing,
         )
+        self._divergence = Divergence(settings)
         self.needs_evaluations = self._kind == "eval"
         self.reads_nonfinite_loss = self._metric == "loss"
         self._warned_missing = False
@@ -123,7 +124,7 @@ class DivergenceDetector(DivergenceCallback):
             reason = f"{self._metric} diverged at step {ctx.state.global_step}: {verdict.reason}"
             self.end_or_roll_back(ctx, reason, save=is_number and self._action == "stop")
 
-    def state_dict(self) -> DivergenceState:
+    def state_dict(self) -> dict[str, Any]:
         return self._divergence.state_dict()
 
     def load_state_dict(self, state: Any) -> None:

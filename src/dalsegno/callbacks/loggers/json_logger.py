@@ -14,7 +14,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback, FlaglessCallback
 from dalsegno.events.contexts import Context, LogContext, TrainBeginContext, TrainEndContext
 from dalsegno.logs import RecordLog
-from dalsegno.logs.rewind import PositionState
+from dalsegno.logs.rewind import Position
 
 logger = logging.getLogger("dalsegno")
 
@@ -37,7 +37,7 @@ class RecordCallback(FlaglessCallback):
     """
 
     state_compared = False  # the file's offset, which only rank 0 knows
-    state_schema: Any = PositionState | None
+    state_schema: Any = Position | None
 
     def __init__(self, default_path: str, path: str | Path | None = None, name: str | None = None) -> None:
         """``path`` is relative to ``output_dir``; its suffix chooses the format: see :class:`RecordLog`."""

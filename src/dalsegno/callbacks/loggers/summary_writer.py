@@ -16,7 +16,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Binder, FlaglessCallback
 from dalsegno.events.contexts import Context, LoadContext, RollbackContext, TrainBeginContext, TrainEndContext
 from dalsegno.events.table import Event
-from dalsegno.logs.event_files import EventPosition, EventState, lengths, make_durable, rewind_events
+from dalsegno.logs.event_files import EventPosition, lengths, make_durable, rewind_events
 from dalsegno.state import Handler
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class ResumableSummaryWriter(RewoundWriter):
     _first_in: ClassVar[WeakValueDictionary[Path, ResumableSummaryWriter]] = WeakValueDictionary()
     """The writer of this leg that first opened a file in a directory."""
 
-    state_schema = EventState
+    state_schema = EventPosition
     state_compared = False  # the files' lengths, which only rank 0 knows
 
     def __init__(self, log_dir: str | Path = "logs/tensorboard", *, name: str | None = None) -> None:
@@ -140,7 +140,7 @@ class ResumableSummaryWriter(RewoundWriter):
             self._saved = self._position(self._folder)
         self._folder, self._first_step = None, None
 
-    def state_dict(self) -> EventState:
+    def state_dict(self) -> dict[str, Any]:
         if self._folder is None:
             return self._saved.to_state()
         self.flush()

@@ -16,7 +16,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Binder, FlaglessCallback
 from dalsegno.events.contexts import LogContext, TrainBeginContext, TrainEndContext
 from dalsegno.events.table import Event
-from dalsegno.logs.event_files import EventState
+from dalsegno.logs.event_files import EventPosition
 from dalsegno.state import Handler
 
 Transform = Callable[[float, Mapping[str, Any]], float | None]
@@ -52,7 +52,7 @@ def default_tb_scalars() -> dict[str, Spec]:
 
 class TBLoggerState(TypedDict):
     described: bool
-    writer: EventState | None
+    writer: EventPosition | None
 
 
 class TBLogger(FlaglessCallback):
@@ -130,7 +130,7 @@ class TBLogger(FlaglessCallback):
     def on_train_end(self, ctx: TrainEndContext) -> None:
         self._is_training = False
 
-    def state_dict(self) -> TBLoggerState:
+    def state_dict(self) -> dict[str, Any]:
         return {"described": self._has_described, "writer": None if self._own is None else self._own.state_dict()}
 
     def load_state_dict(self, state: Any) -> None:

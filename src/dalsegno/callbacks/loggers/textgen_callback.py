@@ -25,12 +25,12 @@ from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.distributed.stage_places import expect_whole, is_cut
 from dalsegno.errors import ConfigurationError, NotFound, UnknownName
 from dalsegno.events.contexts import EvaluateContext, TrainBeginContext, TrainEndContext
-from dalsegno.logs.rewind import PositionState
+from dalsegno.logs.rewind import Position
 from dalsegno.system.imports import how_to_install
 
 
 class TextgenState(TypedDict):
-    log: PositionState | None
+    log: Position | None
     last_step: int | None
 
 

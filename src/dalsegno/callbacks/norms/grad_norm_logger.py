@@ -14,12 +14,12 @@ from dalsegno.distributed.sharded_tensors import DeviceScalars
 from dalsegno.events.callback import Binder
 from dalsegno.events.contexts import Context, EvaluateContext, StepEndContext, TrainBeginContext, TrainEndContext
 from dalsegno.events.table import Event
-from dalsegno.logs.rewind import PositionState
+from dalsegno.logs.rewind import Position
 from dalsegno.state import Handler
 
 
 class GradNormState(TypedDict):
-    log: PositionState | None
+    log: Position | None
     of_step: int
     norms: dict[str, float] | None
     skipped: bool

@@ -27,7 +27,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Binder, FlaglessCallback
 from dalsegno.events.contexts import Context, EvaluateBeginContext, EvaluateContext, EvaluateEndContext, LogContext
 from dalsegno.events.table import Event
-from dalsegno.logs.rewind import PositionState
+from dalsegno.logs.rewind import Position
 from dalsegno.state import Handler
 
 
@@ -108,7 +108,7 @@ class ComputeNorm(FlaglessCallback):
 
 
 class ParameterNormState(TypedDict):
-    log: PositionState | None
+    log: Position | None
     vectors: dict[str, Vector]
     last_step: int
 

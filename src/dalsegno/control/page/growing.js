@@ -20,7 +20,7 @@ function chartOf(name, known) {
 }
 
 function number(value) {
-  if (typeof value === "number") return value;
+  if (typeof value === "number") return Number.isFinite(value) ? value : null; // 1e999 is read as Infinity
   return ["NaN", "Infinity", "-Infinity"].includes(value) ? null : undefined; // undefined: not a number
 }
 
@@ -105,13 +105,13 @@ class GrowingRun {
   }
 
   addPlaces(step, record) {
-    if (typeof record.epoch === "number") this.addPlace("epoch", step, record.epoch);
-    if (typeof record.timestamp === "number") {
+    if (Number.isFinite(record.epoch)) this.addPlace("epoch", step, record.epoch);
+    if (Number.isFinite(record.timestamp)) {
       this.began ??= record.timestamp;
       this.addPlace("time", step, (record.timestamp - this.began) / timeUnit[1]);
       setTimeUnit(record.timestamp - this.began);
     }
-    const tokens = names.tokens.find((name) => typeof record[name] === "number");
+    const tokens = names.tokens.find((name) => Number.isFinite(record[name]));
     if (tokens) this.addPlace("tokens", step, record[tokens]);
   }
 

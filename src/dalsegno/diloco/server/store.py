@@ -44,7 +44,7 @@ from dalsegno.diloco.wire.signature import GROUP, Specs, TensorSpec, dequantize,
 from dalsegno.errors import NotRunning, SaveFailed, StateMismatch
 from dalsegno.logs import RecordLog, read_records
 from dalsegno.logs.line_file import LineFile
-from dalsegno.logs.rewind import PositionState
+from dalsegno.logs.rewind import Position
 from dalsegno.logs.values import decode
 from dalsegno.policies.retention import Latest
 from dalsegno.stateful.component import Component
@@ -380,11 +380,11 @@ class _Saved:
 class _LogPosition:
     """The length of the log, as a component."""
 
-    state_schema = PositionState
+    state_schema = Position
 
     def __init__(self, log: RecordLog) -> None:
         self._log = log
-        self.loaded: PositionState | None = None
+        self.loaded: Any = None
 
     def state_dict(self) -> Any:
         return self._log.state()
