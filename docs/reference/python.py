@@ -17,6 +17,7 @@ import dalsegno
 from dalsegno import analysis, callbacks, errors, testing
 from dalsegno.events import contexts
 from dalsegno.events.table import Event
+from dalsegno.system.imports import homes_of
 
 FOLDER = Path(__file__).with_suffix("")
 
@@ -99,8 +100,8 @@ def _entry(name: str) -> str:
 
 def _names(package: ModuleType) -> Iterator[str]:
     """Where the package's names are defined, in alphabetical order, without those that have a page of their own."""
-    homes = {name: home for home, names in package._HOMES.items() for name in names if home not in TITLES}
-    yield from (f"{package.__name__}.{homes[name]}.{name}" for name in sorted(homes, key=str.lower))
+    own = {name: home for name, home in homes_of(package.__name__).items() if home.rpartition(".")[2] not in TITLES}
+    yield from (f"{own[name]}.{name}" for name in sorted(own, key=str.lower))
 
 
 if __name__ == "__main__":

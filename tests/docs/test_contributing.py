@@ -56,7 +56,6 @@ def test_a_callback_a_dialect_and_a_command_as_described(tmp_path: Path) -> None
         (tmp_path / name).write_text(code)
     built_ins = package / "callbacks" / "__init__.py"
     _insert(built_ins, "\n    from .loggers.highest_loss import HighestLoss as HighestLoss", after="if TYPE_CHECKING:")
-    _insert(built_ins, '\n    "loggers.highest_loss": ("HighestLoss",),', after="_HOMES = {")
     logs = package / "cli" / "logs" / "__init__.py"
     _insert(logs, "count, ", after="from . import checks, ")
     _insert(logs, '\n    "count": count.count,', after="COMMANDS = {")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import dalsegno
+from dalsegno.system.imports import homes_of
 from support import warm
 
 ROOT = Path(__file__).parents[2]
@@ -108,8 +108,8 @@ def test_nothing_else_names_its_folder(library: str) -> None:
 
 def other_names(library: str) -> list[str]:
     """Patterns of ``ds.`` with each flat name of a module in the folder, and of ``adapt`` with its dialect."""
-    homes = {name: module for module, names in dalsegno._HOMES.items() for name in names}
-    home = f"interop.{library}"
+    homes = homes_of("dalsegno")
+    home = f"dalsegno.interop.{library}"
     flat = [rf"ds\.{name}\b" for name, module in homes.items() if f"{module}.".startswith(f"{home}.")]
     dialect = getattr(importlib.import_module(f"dalsegno.interop.{library}"), "DIALECT", None)
     return flat if dialect is None else [*flat, rf"""adapt\([^"'\n]*["']{dialect.dialect}["']"""]

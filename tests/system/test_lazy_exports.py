@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 
 PACKAGE = """
+from typing import TYPE_CHECKING
+
 from dalsegno.system.imports import lazy_exports
 
-__getattr__, __dir__ = lazy_exports(__name__, {"broken": ("Part",)})
+if TYPE_CHECKING:
+    from .broken import Part as Part
+else:
+    __getattr__, __dir__ = lazy_exports(__name__)
 """
 
 

@@ -43,21 +43,5 @@ if TYPE_CHECKING:
     from .spikes import find_spikes as find_spikes
     from .summary import MetricSummary as MetricSummary
     from .summary import Summary as Summary
-
-_HOMES = {
-    "comparison": ("Comparison", "FieldDifference", "RecordDifference", "compare_series", "diff_records"),
-    "divergence": ("Candidate", "Detection", "DetectorSettings", "Firing", "detect_divergence", "sweep_settings"),
-    "export": ("export_log",),
-    "folder": ("RunFolder", "open_log", "open_logs"),
-    "lineage": ("Intervention", "LegSummary", "Restart", "Tail"),
-    "log": ("TrainingLog",),
-    "plotting": ("View",),
-    "plotting.plot": ("matching", "plot_heatmap", "plot_logs", "sketch_logs"),
-    "report": ("write_report",),
-    "series": ("ParameterSeries", "Series", "smooth"),
-    "spikes": ("Spike", "find_spikes"),
-    "summary": ("MetricSummary", "Summary"),
-}
-
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
+else:
+    __getattr__, __dir__ = lazy_exports(__name__)

@@ -53,16 +53,8 @@ _OTHER_TRACKERS = {
     "all": "name those that you want",
     **dict.fromkeys(
         (
-            "azure_ml",
-            "clearml",
-            "codecarbon",
-            "comet_ml",
-            "dagshub",
-            "dvclive",
-            "flyte",
-            "neptune",
-            "swanlab",
-            "trackio",
+            *("azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub"),
+            *("dvclive", "flyte", "neptune", "swanlab", "trackio"),
         ),
         "pass transformers' callback for it: callbacks=[…]",
     ),
@@ -129,14 +121,8 @@ def _checkers(cls: type) -> dict[str, Checker]:
 
 
 def check_each(args: Any, cls: type) -> None:
-    """Check the type of each setting, and the value of those whose allowed values do not depend on others. Raises
-    UnknownName for an unknown optimizer; the message suggests the nearest known one. Raises ConfigurationError for a
-    value that cannot work; the message lists the allowed values.
-
-    Args:
-        args: TrainingArguments.
-        cls: that class itself; ``args`` may be of a subclass, whose further settings are not checked.
-    """
+    """Check the type of each setting, and the value of those whose allowed values do not depend on others. ``cls``:
+    TrainingArguments itself; ``args`` may be of a subclass, whose further settings are not checked."""
     if not isinstance(args.lr_scheduler_type, str) or args.lr_scheduler_type not in SCHEDULES:
         allowed = ", ".join(map(repr, SCHEDULES))
         raise ConfigurationError(f"lr_scheduler_type={args.lr_scheduler_type!r}; allowed are {allowed}")
@@ -199,8 +185,7 @@ def _trackers(names: Any) -> list[str]:
 
 
 def convert_named(name: str, given: Any, convert: Callable[[Any], Converted]) -> Converted:
-    """Convert the value of a setting. Raises UnknownName for an unknown rule or argument in it; suggests the nearest.
-    Raises ConfigurationError for a value that cannot work; the message names the setting."""
+    """Convert the value of a setting. An error names the setting, but for that of an unknown name."""
     try:
         return convert(given)
     except UnknownName:

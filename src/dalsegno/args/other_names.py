@@ -339,12 +339,8 @@ _ANSWERS |= {answer: answer for answer in _ANSWERS.values() if answer.isidentifi
 
 
 def answers(known: Container[str], elsewhere: str) -> dict[str, str]:
-    """What to use instead of an argument that a callable does not take, by that argument's name.
-
-    Args:
-        known: the callable's own arguments.
-        elsewhere: the callable that takes the arguments which are not among them.
-    """
+    """What to use instead of an argument that a callable does not take, by that argument's name. ``known``: its own
+    arguments; ``elsewhere``: the callable that takes the others."""
     return {
         name: answer if answer in known or not answer.isidentifier() else f"use {elsewhere}({answer}=…)"
         for name, answer in _ANSWERS.items()

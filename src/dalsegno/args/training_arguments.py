@@ -37,15 +37,8 @@ from .other_names import answers
 Strategy = Literal["no", "steps", "epoch"]
 
 _AS_TEXT = (
-    "output_dir",
-    "local_dir",
-    "save",
-    "save_in_memory",
-    "save_pretrained",
-    "keep",
-    "gradient_accumulation_schedule",
-    "sequence_length_schedule",
-    "recovery",
+    *("output_dir", "local_dir", "save", "save_in_memory", "save_pretrained", "keep"),
+    *("gradient_accumulation_schedule", "sequence_length_schedule", "recovery"),
 )
 
 
@@ -261,10 +254,6 @@ class TrainingArguments:
             self.local_dir = Path(self.local_dir).expanduser().absolute()
         self.parallel = modes.checked(self.parallel)
         self._check_optimization()
-        if self.bf16 and self.fp16:
-            raise ConfigurationError("bf16=True and fp16=True; choose one of them")
-        if self.fuse_optim_with_backward:
-            self._check_fused()
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs == 0):
             raise ConfigurationError("max_steps=0 or num_train_epochs=0 trains nothing; set max_steps=-1 to use epochs")
         self._check_policies()
@@ -284,14 +273,14 @@ class TrainingArguments:
             raise ConfigurationError(f"torch_compile_mode={self.torch_compile_mode!r} needs torch_compile=True")
         if not self.gradient_checkpointing and self.gradient_checkpointing_kwargs is not None:
             raise ConfigurationError("gradient_checkpointing_kwargs= needs gradient_checkpointing=True")
-
-    def _check_fused(self) -> None:
-        if self.max_grad_norm:
+        if self.bf16 and self.fp16:
+            raise ConfigurationError("bf16=True and fp16=True; choose one of them")
+        if self.fuse_optim_with_backward and self.max_grad_norm:
             raise ConfigurationError(
                 f"fuse_optim_with_backward=True and max_grad_norm={self.max_grad_norm:g}: the total norm is only known "
                 "after the weights are updated; set max_grad_norm=0 (no clipping)"
             )
-        if self.fp16:
+        if self.fuse_optim_with_backward and self.fp16:
             raise ConfigurationError(
                 "fuse_optim_with_backward=True and fp16=True: whether to skip a step is only known after the weights "
                 "are updated; use bf16=True"

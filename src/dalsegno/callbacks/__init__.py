@@ -65,47 +65,6 @@ if TYPE_CHECKING:
     from .watchers.nan_checker import NaNChecker as NaNChecker
     from .watchers.slow_rank_detector import SlowRankDetector as SlowRankDetector
     from .watchers.stability_monitor import StabilityMonitor as StabilityMonitor
-
-_HOMES = {
-    "averages.ema": ("EMA",),
-    "averages.model_merge": ("ModelMerge",),
-    "control.adjustments": ("GarbageCollection", "ScaleLoss", "ScopedFlags", "SkipSamples"),
-    "control.diloco": ("DiLoCoCallback",),
-    "control.divergence": ("CheckLoss", "DivergenceDetector"),
-    "control.early_stopping": ("EarlyStopping",),
-    "control.optuna_pruning": ("OptunaPruning", "resume_killed_trials"),
-    "control.trainer_control": ("TrainerControlCallback",),
-    "defaults": ("default_callbacks", "reporting_callbacks"),
-    "loggers.count_params": ("CountParams",),
-    "loggers.info_callback": ("InfoCallback",),
-    "loggers.json_logger": ("JsonLogger",),
-    "loggers.model_eval_metrics": ("ModelEvalMetrics",),
-    "loggers.notify": ("Notify",),
-    "loggers.progress_callback": ("ProgressCallback",),
-    "loggers.record_entries": ("LogInputSummaries", "LogLosses", "LogOptimizerParamGroup", "SamplesStreamedInfo"),
-    "loggers.summary_writer": ("ResumableSummaryWriter",),
-    "loggers.tb_logger": ("TBLogger", "default_tb_scalars"),
-    "loggers.textgen_callback": ("TextgenCallback",),
-    "norms.grad_histogram": ("GradHistogram",),
-    "norms.grad_norm_logger": ("GradNormLogger",),
-    "norms.gradient_noise_scale": ("GradientNoiseScale",),
-    "norms.learning_dynamics": ("LearningDynamics",),
-    "norms.parameter_norms": ("ComputeNorm", "ParameterNormLogger", "WeightNormLogger"),
-    "profiling.durations": ("DurationProfiler", "RateProfiler"),
-    "profiling.memory": ("GPUMonitor", "MemoryMonitor", "PeakMemory", "TraceMalloc"),
-    "profiling.profiler_callback": ("ProfilerCallback",),
-    "profiling.speed": ("ComputeBudget", "DefaultMetrics", "FlopUtilization"),
-    "trackers.mlflow_logger": ("MLflowLogger",),
-    "trackers.wandb_logger": ("WandbLogger",),
-    "watchers.dump_activations": ("DumpActivations",),
-    "watchers.expert_load_balance": ("ExpertLoadBalance",),
-    "watchers.hang_watchdog": ("HangWatchdog",),
-    "watchers.nan_checker": ("NaNChecker",),
-    "watchers.slow_rank_detector": ("SlowRankDetector",),
-    "watchers.stability_monitor": ("StabilityMonitor",),
-}
-
-__all__ = sorted(name for names in _HOMES.values() for name in names if name[0].isupper())  # the classes
-
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
+else:
+    __getattr__, __dir__ = lazy_exports(__name__)
+    __all__ = [name for name in __dir__() if name[0].isupper()]  # the classes

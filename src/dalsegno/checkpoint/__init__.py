@@ -52,23 +52,5 @@ if TYPE_CHECKING:
     from dalsegno.checkpoint.weights import weights_are_at as weights_are_at
 
     from .manager import CheckpointManager as CheckpointManager
-
-_HOMES = {
-    "callback_tensors": ("CallbackTensors",),
-    "contract": ("ShardedState",),
-    "export": ("Exported", "export_adapters", "export_model"),
-    "foreign.programs": ("ExportedRun", "Imported", "export_checkpoint", "import_checkpoint"),
-    "manager": ("CheckpointManager",),
-    "manifest": ("Checkpoint", "Manifest"),
-    "in_memory": ("MemoryCheckpoints",),
-    "model_state": ("ModelState", "unwrapped"),
-    "names": ("CALLBACKS", "LOSS", "SETTINGS"),
-    "optimizer_state": ("OptimizerState",),
-    "restore": ("LoadReport", "load_parts"),
-    "sidecar": ("saved_states",),
-    "tensor_reader": ("read_tensors",),
-    "weights": ("load_weights", "weights_are_at"),
-}
-
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
+else:
+    __getattr__, __dir__ = lazy_exports(__name__)

@@ -1,8 +1,6 @@
 """The command line: ``dalsegno COMMAND``.
 
-A command is a module with ``describe``, its arguments, ``run(arguments) -> exit status``, and optionally
-``EXIT_STATUSES``, the meanings that are its own, and ``suggest(unknown arguments) -> hint``. Its docstring is the help.
-A group of commands is a module whose ``COMMANDS`` maps each name to a :class:`~dalsegno.cli.command.Command`. Only the
+A module has one :class:`~dalsegno.cli.command.Command` of its own name, or ``COMMANDS``, a group of them. Only the
 command or group that is called is imported, or those that a help lists. Each imports what takes long inside its
 functions: torch takes over a second, and ``dalsegno --help`` must not wait for it. No other package imports inside
 functions for this reason.
@@ -102,10 +100,10 @@ def _parser(words: Sequence[str] | None) -> argparse.ArgumentParser:
         if COMMANDS[name] and words is not None and name not in words:
             places.add_parser(name, help=COMMANDS[name])
             continue
-        module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
+        stem = name.replace("-", "_")
+        module = importlib.import_module(f"{__name__}.{stem}")
         if not hasattr(module, "COMMANDS"):
-            statuses, suggest = getattr(module, "EXIT_STATUSES", {}), getattr(module, "suggest", None)
-            _add_command(places, name, Command(module.run, module.describe, statuses, module.__doc__, suggest))
+            _add_command(places, name, getattr(module, stem))
             continue
         group = _add_parser(places, name, module.__doc__ or "")
         group.epilog = f"'dalsegno {name} COMMAND --help' has a command's options and exit statuses."
@@ -118,31 +116,24 @@ def _parser(words: Sequence[str] | None) -> argparse.ArgumentParser:
 
 
 def _called(names: Iterable[str], words: Sequence[str] | None, called: str = "") -> Sequence[str]:
-    """The command that ``words`` start with; all ``names`` if they start with an option, or are None.
-
-    Raises UnknownName if they start with another word; suggests the nearest command. (argparse would only list all.)
-    """
+    """The command that ``words`` start with; all ``names`` if they start with an option, or are None."""
     names = tuple(names)
     if not words or words[0].startswith("-"):
         return names
     if words[0] not in names:
-        raise UnknownName(f"{called}command", words[0], names)
+        raise UnknownName(f"{called}command", words[0], names)  # argparse would list all, not the nearest
     return words[:1]
 
 
 def _add_command(places: Any, name: str, command: Command) -> None:
-    parser = _add_parser(places, name, command.help)
-    parser.epilog = command.epilog
-    command.describe(parser)
-    parser.set_defaults(parser=parser, run=command.run, suggest=command.suggest)
+    command.describe(_add_parser(places, name, command.help))
 
 
 def _add_parser(places: Any, name: str, text: str) -> argparse.ArgumentParser:
     first = text.partition("\n")[0]
-    parser: argparse.ArgumentParser = places.add_parser(
+    return places.add_parser(  # type: ignore[no-any-return]
         name, help=first, description=text, formatter_class=_Help, allow_abbrev=False
     )
-    return parser
 
 
 class _Help(argparse.HelpFormatter):

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.cli.command import argument, flag, option, several
+from dalsegno.cli.command import argument, command, flag, option
 from dalsegno.errors import ConfigurationError, UnknownName
 
 from .console import print_json, redirect_output
@@ -32,14 +32,7 @@ if TYPE_CHECKING:
     from dalsegno.testing import FaultPlan, Trial
 
 
-EXIT_STATUSES = {
-    0: "nothing differs",
-    1: "something differs (the output names the first differing record or tensor)",
-    2: "the check could not run",
-}
-
-
-describe = several(
+@command(
     argument(
         "factory",
         metavar="FACTORY|CONFIG",
@@ -66,19 +59,19 @@ describe = several(
     option(
         "--ranks",
         metavar="N",
-        type=int,
         help="number of ranks, joined over gloo; default: 1, with --thorough 1 and then 2",
     ),
     option("--timeout", metavar="SECONDS", default=300.0, help="time limit of each leg"),
-    option(
-        "--keep", metavar="DIR", type=Path, help="keep the runs and their output in DIR; default: deleted afterwards"
-    ),
+    option("--keep", metavar="DIR", help="keep the runs and their output in DIR; default: deleted afterwards"),
     flag("--json", help="print the result as JSON, the progress on stderr"),
+    statuses={
+        0: "nothing differs",
+        1: "something differs (the output names the first differing record or tensor)",
+        2: "the check could not run",
+    },
+    help=__doc__,
 )
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigurationError for an invalid factory, kill or directory, and RankFailed if a leg raises."""
+def check_resume(arguments: argparse.Namespace) -> int:
     if arguments.ranks is not None and arguments.ranks < 1:
         raise ConfigurationError(f"--ranks {arguments.ranks}: needs at least 1")
     if arguments.thorough and arguments.kill_at:
@@ -91,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     import tempfile
 
     trains = Checked(arguments.factory, arguments.set)
-    trains.check()
+    trains.find(Path("output_dir"))  # raises for a wrong name or value before anything starts
     with tempfile.TemporaryDirectory(prefix="dalsegno-check-resume-") as temporary:
         folder = keep or Path(temporary)
         check = _check_thoroughly if arguments.thorough else _check
@@ -161,16 +154,12 @@ class Checked:
         self.name = name
         self.overrides = overrides
 
-    def check(self) -> None:
-        """Raises ConfigurationError or NotFound before anything starts. UnknownName suggests the nearest name."""
-        self._find(Path("output_dir"))
-
     def __call__(self, output_dir: Path) -> Any:
         """Build the trainer in the process of a leg, whose output goes to a file beside ``output_dir``."""
         redirect_output(output_dir.with_suffix(".txt"))
-        return self._find(output_dir)()
+        return self.find(output_dir)()
 
-    def _find(self, output_dir: Path) -> Callable[[], Any]:
+    def find(self, output_dir: Path) -> Callable[[], Any]:
         from dalsegno.config import Factory, RunConfig, is_configuration
 
         if is_configuration(self.name):

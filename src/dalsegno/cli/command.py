@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dalsegno.errors import ConfigurationError, nearest
 from dalsegno.system.exit_status import ExitStatus
@@ -56,16 +56,28 @@ def flag(*names: str, help: str, dest: str | None = None) -> Arguments:
     return argument(*names, action="store_true", dest=dest, help=help)
 
 
+_KINDS = {"N": int, "H": int, "STEPS": int, "SECONDS": float, "SHARE": float, "V": float, "S": float, "EPOCHS": float}
+_KINDS |= dict.fromkeys(("FILE", "DIR", "FOLDER", "PATH"), Path)
+"""By the name of an option's value, its type; others are texts."""
+
+
 def option(
-    *names: str, metavar: str, help: str, default: Any = None, type: Callable[[str], Any] | None = None
+    *names: str,
+    metavar: str,
+    help: str,
+    default: Any = None,
+    type: Callable[[str], Any] | None = None,
+    dest: str | None = None,
 ) -> Arguments:
-    """An option with a value. A default gives the type, and is added to the help unless the help mentions it."""
+    """An option with a value. The default gives the type, or the value's name. It is added to the help unless the help
+    mentions it."""
     if default not in (None, "") and "default" not in help:
         help += f"; default: %(default){'g' if isinstance(default, float) else 's'}"
-    if type is None:
-        kinds = (Path, int, float)
-        type = next((kind for kind in kinds if isinstance(default, kind)), str)
-    return argument(*names, metavar=metavar, type=type, default=default, help=help)
+    if type is None and default is None:
+        type = _KINDS.get(metavar, str)
+    elif type is None:
+        type = next((kind for kind in (Path, int, float) if isinstance(default, kind)), str)
+    return argument(*names, metavar=metavar, type=type, default=default, help=help, dest=dest)
 
 
 def several(*arguments: Arguments) -> Arguments:
@@ -88,46 +100,46 @@ METRIC, METRICS = ("--metric", "--metrics"), ("--metrics", "--metric")
 """Names of the option for one metric, and for several: either word is right everywhere."""
 
 
-class Command:
-    """A command. A module whose ``COMMANDS`` maps names to these is a group of commands.
+class Command(NamedTuple):
+    """A command: what a function does, its arguments, its help."""
 
-    Args:
-        run: carries the command out; returns the exit status.
-        describe: the command's arguments.
-        exit_statuses: meanings of exit statuses that are the command's own.
-        help: its first line is shown in the list of commands.
-        suggest: returns a hint for unrecognized arguments.
-    """
+    run: Callable[[argparse.Namespace], int]
+    """Carries the command out; returns the exit status."""
+    arguments: Arguments
+    statuses: Mapping[int, str]
+    """Meanings of exit statuses that are the command's own."""
+    help: str
+    """Its first line is shown in the list of commands."""
+    suggest: Callable[[Sequence[str]], str] | None
+    """Returns a hint for unrecognized arguments."""
 
-    def __init__(
-        self,
-        run: Callable[[argparse.Namespace], int],
-        describe: Arguments,
-        exit_statuses: Mapping[int, str],
-        help: str | None,
-        suggest: Callable[[Sequence[str]], str] | None = None,
-    ) -> None:
-        self.run = run
-        self.describe = describe
-        self.suggest = suggest
-        first, _, rest = (help or "").partition("\n")
-        self.help = f"{first}\n{textwrap.dedent(rest)}".rstrip()
-        meanings = {0: "success", FAILED: "error", **exit_statuses, ExitStatus.INTERRUPTED: "interrupted by Ctrl-C"}
-        self.epilog = f"Exit status: {'; '.join(f'{status:d} {meanings[status]}' for status in sorted(meanings))}."
+    def describe(self, parser: argparse.ArgumentParser) -> None:
+        """Make ``parser`` that of this command."""
+        meanings = {0: "success", FAILED: "error", **self.statuses, ExitStatus.INTERRUPTED: "interrupted by Ctrl-C"}
+        parser.epilog = f"Exit status: {'; '.join(f'{status:d} {meanings[status]}' for status in sorted(meanings))}."
+        self.arguments(parser)
+        parser.set_defaults(parser=parser, run=self.run, suggest=self.suggest)
 
 
 def command(
-    *arguments: Arguments, statuses: Mapping[int, str] | None = None, help: str | None = None
+    *arguments: Arguments,
+    statuses: Mapping[int, str] | None = None,
+    help: str | None = None,
+    suggest: Callable[[Sequence[str]], str] | None = None,
 ) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
-    """Make a command of a function, whose docstring is the help. ``statuses``: exit statuses that are its own."""
-    return lambda run: Command(run, several(*arguments), statuses or {}, help or run.__doc__)
+    """Make a command of a function, whose docstring is the help unless that is given."""
+
+    def make(run: Callable[[argparse.Namespace], int]) -> Command:
+        first, _, rest = (help or run.__doc__ or "").partition("\n")
+        return Command(run, several(*arguments), statuses or {}, f"{first}\n{textwrap.dedent(rest)}".rstrip(), suggest)
+
+    return make
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """As ``parse_args``, but with the usage of the command itself in an error, and the nearest option.
 
-    A group without a command prints its help. The parser's default ``parser`` is the command's parser or the group's,
-    ``run`` is None for a group, ``suggest`` as for :class:`Command`.
+    A group without a command prints its help: its ``run`` is None.
     """
     arguments, unknown = parser.parse_known_args(words)
     own: argparse.ArgumentParser = arguments.parser
@@ -145,11 +157,7 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
 
 
 def place(text: str) -> Path:
-    """The path; for a URL, the local directory in which this host writes its run.
-
-    Raises:
-        ArgumentTypeError: if it is a URL without such a directory.
-    """
+    """The path; for a URL, the local directory in which this host writes its run."""
     from dalsegno.system.urls import cache_dir, is_url
 
     if not is_url(text):
@@ -178,3 +186,10 @@ def expect_directory_of(path: Path) -> None:
     """Raises ConfigurationError if the directory in which ``-o`` names a file does not exist."""
     if not path.absolute().parent.is_dir():
         raise ConfigurationError(f"-o {path}: there is no directory {path.parent}")
+
+
+def settings_of(kind: type[T], arguments: argparse.Namespace) -> T:
+    """An instance of a dataclass whose fields are the names of options."""
+    from dataclasses import fields
+
+    return kind(**{field.name: getattr(arguments, field.name) for field in fields(kind)})  # type: ignore[arg-type]

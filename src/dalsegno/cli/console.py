@@ -31,7 +31,7 @@ FOLDED = 12
 
 
 def shows_colours(file: TextIO) -> bool:
-    """Whether ``file`` is a terminal whose user has not set NO_COLOR. (rich checks both by itself.)"""
+    """Whether ``file`` is a terminal whose user has not set NO_COLOR; rich checks both by itself."""
     return file.isatty() and not os.environ.get("NO_COLOR")
 
 
@@ -118,6 +118,11 @@ def texts(**titles: str) -> list[Column]:
 def numbers(**titles: str) -> list[Column]:
     """Columns of numbers: keys of the rows, and their titles."""
     return [Column(key, title, number, right=True) for key, title in titles.items()]
+
+
+def sizes(**titles: str) -> list[Column]:
+    """Columns of bytes: keys of the rows, and their titles."""
+    return [Column(key, title, size, right=True) for key, title in titles.items()]
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], file: TextIO | None = None) -> None:

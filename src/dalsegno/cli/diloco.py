@@ -9,11 +9,21 @@ import argparse
 import os
 import signal
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dalsegno.cli.command import JSON, OF_TRAINING, argument, command, flag, one_of, option, several
+from dalsegno.cli.command import (
+    JSON,
+    OF_TRAINING,
+    Arguments,
+    argument,
+    command,
+    flag,
+    one_of,
+    option,
+    settings_of,
+    several,
+)
 from dalsegno.cli.console import Column, number, numbers, print_facts, print_json, print_table, text, visible
 from dalsegno.errors import ConfigurationError
 
@@ -21,29 +31,34 @@ if TYPE_CHECKING:
     from dalsegno.diloco.worker.options import WorkerOptions
 
 
+def _variable(name: str, metavar: str, help: str) -> Arguments:
+    """An option that stands for an environment variable of a worker: ``--sync-every`` for ``DILOCO_SYNC_EVERY``."""
+    return option(name, metavar=metavar, help=help, dest=f"DILOCO_{name[2:].replace('-', '_').upper()}")
+
+
+def _switch(name: str, variable: str, value: str, help: str) -> Arguments:
+    """An option without a value, which gives ``value`` to an environment variable of a worker."""
+    return argument(name, dest=variable, action="store_const", const=value, help=help)
+
+
 SERVER = several(
-    option("--server", metavar="HOST:PORT", help="or https://HOST:PORT (default: $DILOCO_SERVER)"),
-    option("--token-file", metavar="FILE", type=Path, help="the server's FOLDER/auth_token (default: $DILOCO_TOKEN)"),
-    option("--certificate", metavar="FILE", type=Path, help="the server's certificate (default: $DILOCO_CERTIFICATE)"),
+    _variable("--server", "HOST:PORT", "or https://HOST:PORT (default: $DILOCO_SERVER)"),
+    _variable("--token-file", "FILE", "the server's FOLDER/auth_token (default: $DILOCO_TOKEN)"),
+    _variable("--certificate", "FILE", "the server's certificate (default: $DILOCO_CERTIFICATE)"),
 )
 """How to reach the server; what is not given is taken from the environment."""
 
 
-def environment_of(arguments: argparse.Namespace) -> dict[str, str]:
-    """The variables that stand for these arguments."""
-    given = {
-        "DILOCO_SERVER": arguments.server,
-        "DILOCO_TOKEN_FILE": arguments.token_file,
-        "DILOCO_CERTIFICATE": arguments.certificate,
-    }
-    return {name: str(value) for name, value in given.items() if value is not None}
+def _variables(arguments: argparse.Namespace) -> dict[str, str]:
+    given = vars(arguments).items()
+    return {name: str(value) for name, value in given if name.startswith("DILOCO_") and value is not None}
 
 
-def _options(variables: Mapping[str, str]) -> WorkerOptions:
-    """The options in the environment and in ``variables``. Raises ConfigurationError if no server is named."""
+def _options(arguments: argparse.Namespace) -> WorkerOptions:
+    """The options in the environment and of the command. Raises ConfigurationError if no server is named."""
     from dalsegno.diloco.worker.options import WorkerOptions
 
-    options = WorkerOptions().with_environment({**os.environ, **variables})
+    options = WorkerOptions().with_environment({**os.environ, **_variables(arguments)})
     if options.server_addr is None:
         raise ConfigurationError("no server: give --server HOST:PORT, or set DILOCO_SERVER")
     return options
@@ -82,7 +97,6 @@ DEFAULT_PORT = 8512
     option(
         "--from-checkpoint",
         metavar="PATH",
-        type=Path,
         help="begin with the weights of a checkpoint, a run (its newest), or safetensors (default: the first worker's)",
     ),
     option("--save-every", metavar="N", default=10, help="outer steps between checkpoints (default: 10)"),
@@ -92,8 +106,8 @@ DEFAULT_PORT = 8512
     argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)"),
     argument("--port", type=int, default=DEFAULT_PORT, help=f"default: {DEFAULT_PORT}; 0: a free one"),
     flag("--disable-auth", help="no token; only on addresses of this machine"),
-    option("--certfile", metavar="FILE", type=Path, help="TLS certificate in PEM"),
-    option("--keyfile", metavar="FILE", type=Path, help="private key of --certfile, in PEM"),
+    option("--certfile", metavar="FILE", help="TLS certificate in PEM"),
+    option("--keyfile", metavar="FILE", help="private key of --certfile, in PEM"),
 )
 def _serve(arguments: argparse.Namespace) -> int:
     """Serve the global parameters of a DiLoCo run until SIGTERM or Ctrl-C.
@@ -120,15 +134,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         optimizer = delayed_nesterov(arguments.outer_lr, arguments.outer_momentum, buffer_size=arguments.dn_buffer_size)
     else:
         optimizer = nesterov(arguments.outer_lr, arguments.outer_momentum, is_nesterov=not arguments.no_nesterov)
-    rules = Rules(
-        num_workers=arguments.num_workers,
-        asynchronous=arguments.asynchronous,
-        min_workers=arguments.min_workers,
-        heartbeat_timeout=arguments.heartbeat_timeout,
-        save_every=arguments.save_every,
-        dylu=arguments.dylu,
-        dylu_base_sync_every=arguments.dylu_base_sync_every,
-    )
+    rules = settings_of(Rules, arguments)
     server = DiLoCoServer(
         arguments.output_dir,
         arguments.num_workers,
@@ -176,26 +182,23 @@ RUN = ("train", "launch")
 
 @command(
     SERVER,
-    option(
-        "--worker-id", metavar="NAME", help="the worker's name in all its legs (default: made from host and output_dir)"
-    ),
-    option("--sync-every", metavar="H", type=int, help="local steps between synchronizations"),
-    option("--num-fragments", metavar="N", type=int, help="synchronize the model in N parts, one at a time"),
+    _variable("--worker-id", "NAME", "the worker's name in all its legs (default: made from host and output_dir)"),
+    _variable("--sync-every", "H", "local steps between synchronizations"),
+    _variable("--num-fragments", "N", "synchronize the model in N parts, one at a time"),
     one_of(
-        flag("--fp32-comm", help="send float32, not bfloat16"),
-        flag("--int8-comm", help="send int8 with scales, half the bytes of bfloat16"),
+        _switch("--fp32-comm", "DILOCO_BF16_COMM", "false", "send float32, not bfloat16"),
+        _switch("--int8-comm", "DILOCO_INT8_COMM", "true", "send int8 with scales, half the bytes of bfloat16"),
     ),
-    flag("--dylu", help="let the server choose the number of local steps"),
-    option("--overlap-steps", metavar="N", type=int, help="local steps during which a submission travels (default: 0)"),
-    option(
+    _switch("--dylu", "DILOCO_DYLU", "true", "let the server choose the number of local steps"),
+    _variable("--overlap-steps", "N", "local steps during which a submission travels (default: 0)"),
+    _variable(
         "--mixing-factor",
-        metavar="SHARE",
-        type=float,
-        help="with --overlap-steps: weight of the worker's own parameters beside the result (default: 0.5)",
+        "SHARE",
+        "with --overlap-steps: weight of the worker's own parameters beside the result (default: 0.5)",
     ),
-    option("--heartbeat-interval", metavar="SECONDS", type=float, help="time between two heartbeats"),
-    option("--timeout", metavar="SECONDS", type=float, help="time to wait for the other workers (default: 600)"),
-    option("--max-sync-retries", metavar="N", type=int, help="further attempts of a synchronization (default: 3)"),
+    _variable("--heartbeat-interval", "SECONDS", "time between two heartbeats"),
+    _variable("--timeout", "SECONDS", "time to wait for the other workers (default: 600)"),
+    _variable("--max-sync-retries", "N", "further attempts of a synchronization (default: 3)"),
     argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=f"{' or '.join(RUN)} …"),
     statuses=OF_TRAINING,
 )
@@ -213,35 +216,18 @@ def _worker(arguments: argparse.Namespace) -> int:
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not words or words[0] not in RUN:
         raise ConfigurationError(f"after the options: -- {' … or -- '.join(RUN)} …")
-    given = {
-        "DILOCO_WORKER_ID": arguments.worker_id,
-        "DILOCO_SYNC_EVERY": arguments.sync_every,
-        "DILOCO_NUM_FRAGMENTS": arguments.num_fragments,
-        "DILOCO_BF16_COMM": "false" if arguments.fp32_comm else None,
-        "DILOCO_INT8_COMM": "true" if arguments.int8_comm else None,
-        "DILOCO_DYLU": "true" if arguments.dylu else None,
-        "DILOCO_OVERLAP_STEPS": arguments.overlap_steps,
-        "DILOCO_MIXING_FACTOR": arguments.mixing_factor,
-        "DILOCO_HEARTBEAT_INTERVAL": arguments.heartbeat_interval,
-        "DILOCO_TIMEOUT": arguments.timeout,
-        "DILOCO_MAX_SYNC_RETRIES": arguments.max_sync_retries,
-    }
-    variables = environment_of(arguments) | {name: str(value) for name, value in given.items() if value is not None}
-    _options(variables)
-    os.environ.update(variables)
+    _options(arguments)
+    os.environ.update(_variables(arguments))
     return cli.main(words)
 
 
-@command(
-    SERVER,
-    JSON,
-)
+@command(SERVER, JSON)
 def _status(arguments: argparse.Namespace) -> int:
     """Show a DiLoCo server's version and workers."""
     from dalsegno.diloco.worker.client import connect
     from dalsegno.system.progress import format_bytes
 
-    with connect(_options(environment_of(arguments))) as client:
+    with connect(_options(arguments)) as client:
         status = client.status()
     if arguments.json:
         print_json(status)

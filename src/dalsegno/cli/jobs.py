@@ -49,15 +49,14 @@ REMOTE = several(
         help=f"a job on another machine, by its server's address; its token is read from ${TOKEN_VARIABLE}, from "
         "--token-file, or from the terminal",
     ),
-    option("--token-file", metavar="FILE", type=Path, help="file with the token of --remote"),
-    option("--certificate", metavar="FILE", type=Path, help="certificate of --remote in PEM; implies TLS"),
+    option("--token-file", metavar="FILE", help="file with the token of --remote"),
+    option("--certificate", metavar="FILE", help="certificate of --remote in PEM; implies TLS"),
 )
 JOB = several(argument("job", metavar="JOB", nargs="?", help="id, beginning of an id, or output_dir"), REMOTE)
 """``JOB`` as ``arguments.job``, and how to reach it elsewhere."""
 
 
 def remote_client(arguments: argparse.Namespace) -> JobClient:
-    """The client of the server at ``--remote``."""
     from dalsegno.control.client import JobClient
     from dalsegno.web.security import read_certificate
 
@@ -73,15 +72,7 @@ def remote_client(arguments: argparse.Namespace) -> JobClient:
     return client
 
 
-def client_of(arguments: argparse.Namespace) -> JobClient:
-    """The client of the job that the arguments name. Raises NotFound, or NotRunning if the job is dead."""
-    from dalsegno.control.client import JobClient, resolve
-
-    return remote_client(arguments) if arguments.remote else JobClient.of(resolve(required_job(arguments)))
-
-
 def required_job(arguments: argparse.Namespace) -> str:
-    """Raises ConfigurationError if no job is named."""
     if arguments.job is None:
         raise ConfigurationError("name a JOB: an id from 'dalsegno jobs list', or an output_dir")
     job: str = arguments.job
@@ -106,10 +97,7 @@ def _token(arguments: argparse.Namespace) -> str | None:
 STYLES = {"running": "green", "dead": "yellow", "unreadable": "red"}
 
 
-@command(
-    REMOTE,
-    JSON,
-)
+@command(REMOTE, JSON)
 def _list(arguments: argparse.Namespace) -> int:
     """List this user's jobs on this machine, or those of --remote: the newest first.
 
@@ -199,7 +187,6 @@ def step_of(status: dict[str, Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A logged value."""
     return number(value) if is_number(value) else text(value)
 
 
@@ -209,7 +196,7 @@ AT_ONCE = 8
 
 @command(
     option("--interval", metavar="SECONDS", default=1.0, help="time between two updates"),
-    option("--updates", metavar="N", type=int, help="end after N updates"),
+    option("--updates", metavar="N", help="end after N updates"),
     JSON,
 )
 def _watch(arguments: argparse.Namespace) -> int:
@@ -249,7 +236,6 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def _updates(interval: float, count: int | None) -> Iterator[list[dict[str, Any]]]:
-    """A row for each job, again and again."""
     from concurrent.futures import ThreadPoolExecutor
 
     from dalsegno.control.jobs import list_jobs
@@ -352,14 +338,8 @@ def _open(arguments: argparse.Namespace) -> int:
 
 
 def _show(name: str, address: str, fragment: Mapping[str, str], secret: Mapping[str, str], *, only_print: bool) -> Path:
-    """Open the page at ``address`` by a private file, which is returned, or print where it is.
-
-    Args:
-        name: of the file.
-        address: of the server.
-        fragment: what a browser is told and does not send.
-        secret: the same, but never printed, except in the file.
-    """
+    """Open the page at ``address`` by a private file of that name, which is returned, or print where it is. The browser
+    is told ``fragment`` and ``secret``, and sends neither; ``secret`` is in the file alone."""
     import webbrowser
 
     from dalsegno.control.client import sender
@@ -399,7 +379,6 @@ _NO_EFFECT = {1: "the command had no effect"}
 
 
 def send(arguments: argparse.Namespace, command: str, data: Mapping[str, Any] | None = None) -> int:
-    """Send ``command`` to the job; returns the exit status."""
     from dalsegno.control.client import send_command
 
     if not 0 <= arguments.wait <= 600:
@@ -420,26 +399,20 @@ def send(arguments: argparse.Namespace, command: str, data: Mapping[str, Any] | 
     return 1 if answer.get("error") else 0
 
 
-@command(
-    SENDING,
-    flag("--force", help="do not ask"),
-    statuses=_NO_EFFECT,
-)
+@command(SENDING, flag("--force", help="do not ask"), statuses=_NO_EFFECT)
 def _abort(arguments: argparse.Namespace) -> int:
     """End a job without a checkpoint: what was trained since the last one is lost.
 
     Asks first, unless --force is given.
     """
-    if not arguments.force and not _is_confirmed(arguments.remote or required_job(arguments)):
-        print("not aborted")
-        return 1
+    job = arguments.remote or required_job(arguments)
+    if not arguments.force:
+        if not sys.stdin.isatty():
+            raise ConfigurationError("abort asks before it ends a job, and there is no terminal: add --force")
+        if input(f"end {job} without a checkpoint? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("not aborted")
+            return 1
     return send(arguments, "abort")
-
-
-def _is_confirmed(job: str) -> bool:
-    if not sys.stdin.isatty():
-        raise ConfigurationError("abort asks before it ends a job, and there is no terminal: add --force")
-    return input(f"end {job} without a checkpoint? [y/N] ").strip().lower() in ("y", "yes")
 
 
 @command(
@@ -480,7 +453,9 @@ def _setting(name: str, text: str) -> Any:
 @command(JOB, JSON)
 def _callbacks(arguments: argparse.Namespace) -> int:
     """List the callbacks of a job."""
-    with client_of(arguments) as client:
+    from dalsegno.control.client import JobClient, resolve
+
+    with remote_client(arguments) if arguments.remote else JobClient.of(resolve(required_job(arguments))) as client:
         rows = client.callbacks()["callbacks"]
     columns = [
         Column("key", "callback"),
@@ -509,10 +484,7 @@ def _switch(arguments: argparse.Namespace) -> int:
     return send(arguments, "switch", {"callback": words[0], "on": words[1] == "on"})
 
 
-@command(
-    flag("--unreadable", help="also those whose file cannot be read"),
-    JSON,
-)
+@command(flag("--unreadable", help="also those whose file cannot be read"), JSON)
 def _cleanup(arguments: argparse.Namespace) -> int:
     """Remove the files of jobs that were killed.
 

@@ -20,16 +20,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dalsegno.cli.command import OF_TRAINING, argument, option, parse, several
+from dalsegno.cli.command import OF_TRAINING, argument, command, option, parse
 from dalsegno.cli.console import complain
 from dalsegno.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from dalsegno.launcher.targets import Target
 
-EXIT_STATUSES = OF_TRAINING
 
-describe = several(
+@command(
     option(
         "--nproc", metavar="N", default="auto", help="ranks on this host; auto: one per GPU, or one (default: auto)"
     ),
@@ -47,7 +46,6 @@ describe = several(
     option(
         "--hang-timeout",
         metavar="SECONDS",
-        type=float,
         help="ranks that train but make no step for this long are restarted; must exceed the longest step, evaluation "
         "or save; inf: never (default: 1800)",
     ),
@@ -58,11 +56,10 @@ describe = several(
         metavar="...",
         help="options of 'train'; NAME=VALUE of the function (a TOML value, or text); or the script's arguments",
     ),
+    statuses=OF_TRAINING,
+    help=__doc__,
 )
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigurationError for an invalid option or file."""
+def launch(arguments: argparse.Namespace) -> int:
     sys.path.insert(0, str(Path.cwd()))
 
     from dalsegno.launcher.launch import run_job
@@ -86,12 +83,11 @@ def _target(what: str, words: list[str]) -> Target:
     from dalsegno.config import Factory, is_configuration, read_assignments
     from dalsegno.launcher.targets import ConfigTarget, FactoryTarget, ScriptTarget
 
-    from . import train
+    from .train import train
 
     if is_configuration(what):
         parser = argparse.ArgumentParser(prog="dalsegno launch", usage="%(prog)s … FILE [options of 'dalsegno train']")
         train.describe(parser)
-        parser.set_defaults(parser=parser, run=train.run, suggest=train.suggest)
         given = parse(parser, [what, *words])
         if given.check:
             raise ConfigurationError(f"--check trains nothing: dalsegno train {what} --check")

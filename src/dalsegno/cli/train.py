@@ -28,13 +28,25 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dalsegno.cli.command import OF_TRAINING, argument, flag, one_of, several
+from dalsegno.cli.command import OF_TRAINING, argument, command, flag, one_of
 from dalsegno.errors import ConfigurationError
 
-EXIT_STATUSES = OF_TRAINING
+
+def suggest(unknown: Sequence[str]) -> str:
+    """How to set on the command line what was passed as an unknown option."""
+    from dalsegno.args import TrainingArguments, answers
+
+    settings = TrainingArguments.__dataclass_fields__
+    name, equals, value = unknown[0].removeprefix("--").partition("=")
+    name = name.replace("-", "_")
+    name = answers(settings, "Trainer").get(name, name)
+    if name not in settings:
+        return "; to override a setting of the file, use --set KEY=VALUE"
+    value = value if equals else next((word for word in unknown[1:2] if not word.startswith("--")), "VALUE")
+    return f"; did you mean --set args.{name}={value}?"
 
 
-describe = several(
+@command(
     argument("config", type=Path, metavar="FILE", help="configuration: .toml, .yaml or .json"),
     argument(
         "--set",
@@ -59,25 +71,11 @@ describe = several(
         help="continue a run that a callback ended for good (early stopping, divergence); default: do nothing",
     ),
     flag("--check", help="check the file and print every setting as JSON; no training"),
+    statuses=OF_TRAINING,
+    help=__doc__,
+    suggest=suggest,
 )
-
-
-def suggest(unknown: Sequence[str]) -> str:
-    """How to set on the command line what was passed as an unknown option."""
-    from dalsegno.args import TrainingArguments, answers
-
-    settings = TrainingArguments.__dataclass_fields__
-    name, equals, value = unknown[0].removeprefix("--").partition("=")
-    name = name.replace("-", "_")
-    name = answers(settings, "Trainer").get(name, name)
-    if name not in settings:
-        return "; to override a setting of the file, use --set KEY=VALUE"
-    value = value if equals else next((word for word in unknown[1:2] if not word.startswith("--")), "VALUE")
-    return f"; did you mean --set args.{name}={value}?"
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigurationError for an invalid file or value, and NotFound without the file or the checkpoint."""
+def train(arguments: argparse.Namespace) -> int:
     sys.path.insert(0, str(Path.cwd()))
 
     from dalsegno.config import RunConfig, is_configuration

@@ -11,29 +11,17 @@ first callback is built::
     max_steps = 1000
 """
 
-from __future__ import annotations
-
-from dalsegno.config.document import is_configuration, read_assignments
-from dalsegno.config.registry import load_callbacks
-from dalsegno.config.signature import describe, prose, summary
-
-from .registry import NamedCallback, find_callback, named_callbacks
-from .run_config import Factory, RunConfig
-from .signature import Argument, Signature, signature_of
-
-__all__ = [
-    "Argument",
-    "Factory",
-    "NamedCallback",
-    "RunConfig",
-    "Signature",
-    "describe",
-    "find_callback",
-    "is_configuration",
-    "load_callbacks",
-    "named_callbacks",
-    "prose",
-    "read_assignments",
-    "signature_of",
-    "summary",
-]
+from .document import is_configuration as is_configuration
+from .document import read_assignments as read_assignments
+from .registry import NamedCallback as NamedCallback
+from .registry import find_callback as find_callback
+from .registry import load_callbacks as load_callbacks
+from .registry import named_callbacks as named_callbacks
+from .run_config import Factory as Factory
+from .run_config import RunConfig as RunConfig
+from .signature import Argument as Argument
+from .signature import Signature as Signature
+from .signature import describe as describe
+from .signature import prose as prose
+from .signature import signature_of as signature_of
+from .signature import summary as summary

@@ -67,8 +67,7 @@ class Document:
         return f"{self.location(*path)} ({called})" if called else self.location(*path)
 
     def section(self, name: str) -> dict[str, Any]:
-        """A table of the document; empty if missing. Raises ConfigurationError if the value of that name is not a
-        table."""
+        """A table of the document; empty if missing."""
         table = self.tables.get(name, {})
         if not isinstance(table, dict):
             raise ConfigurationError(f"{self.location(name)}: is {table!r}; must be a table, [{name}]")
@@ -77,8 +76,7 @@ class Document:
     def set(self, assignment: str, sections: Iterable[str]) -> None:
         """Apply ``key=value``: a dotted key, and a TOML value or else a string.
 
-        A callback is named by its class or its ``name``: ``callbacks.JsonLogger.run=baseline``. Raises
-        ConfigurationError for another form. Raises UnknownName for an unknown key; suggests the nearest.
+        A callback is named by its class or its ``name``: ``callbacks.JsonLogger.run=baseline``.
         """
         key, equals, text = assignment.partition("=")
         words = key.strip().split(".")
@@ -99,8 +97,7 @@ class Document:
         self._set[path] = option
 
     def callbacks(self) -> list[dict[str, Any]]:
-        """The entries under ``callbacks``, in which ``"Name"`` is short for ``{use = "Name"}``. Raises
-        ConfigurationError if it is not a list of such entries."""
+        """The entries under ``callbacks``, in which ``"Name"`` is short for ``{use = "Name"}``."""
         entries = self.tables.get("callbacks", [])
         if not isinstance(entries, list):
             raise ConfigurationError(f'{self.location("callbacks")}: must be a list, [{{use = "JsonLogger"}}, …]')
@@ -142,7 +139,7 @@ def is_configuration(source: object) -> bool:
 
 
 def read_assignments(words: Iterable[str], location: str) -> dict[str, Any]:
-    """Arguments ``NAME=VALUE``, each with a TOML value or else a string. Raises ConfigurationError for another form."""
+    """Arguments ``NAME=VALUE``, each with a TOML value or else a string."""
     arguments = {}
     for word in words:
         name, equals, text = word.partition("=")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +148,7 @@ class NamedCallback:
     _load: Callable[[], Any]
 
     def load(self) -> Callable[..., Any]:
-        """The class, or a function that builds the callback. Raises ConfigurationError if it cannot be imported from
-        its package, or is not callable."""
+        """The class, or a function that builds the callback."""
         try:
             made = self._load()
         except Exception as error:
@@ -164,43 +164,32 @@ class NamedCallback:
 
 def named_callbacks() -> list[NamedCallback]:
     """Every callback with a short name: built-in ones, then those of packages."""
-    return [*_builtins(), *(_provided(each) for each in sorted(entry_points(group=GROUP), key=lambda each: each.name))]
+    own = {name: getattr(callbacks, name) for name in dir(callbacks)}
+    classes = {name: each for name, each in own.items() if isinstance(each, type) and issubclass(each, Callback)}
+    provided = sorted(entry_points(group=GROUP), key=lambda each: each.name)
+    return [
+        *(NamedCallback(name, "built-in", partial(classes.get, name)) for name in classes),
+        *(NamedCallback(each.name, each.dist.name if each.dist else each.module, each.load) for each in provided),
+    ]
 
 
 def find_callback(use: str) -> Callable[..., Any]:
-    """The class that ``use`` names: a short name, or ``module:Class``. Raises UnknownName for an unknown name; suggests
-    the nearest. Raises ConfigurationError if it cannot be imported, or two packages provide the same name."""
+    """The class that ``use`` names: a short name, or ``module:Class``."""
     if ":" in use:
         return find_named(use, "class", "my_package.hooks:Beat")  # type: ignore[no-any-return]
-    found = [entry for entry in named_callbacks() if entry.name == use]
+    known = named_callbacks()
+    found = [entry for entry in known if entry.name == use]
     if not found:
-        raise UnknownName("callback", use, {entry.name for entry in named_callbacks()})
+        raise UnknownName("callback", use, {entry.name for entry in known})
     if len(found) > 1:
         origins = " and ".join(entry.origin for entry in found)
         raise ConfigurationError(f"{use!r} is provided by {origins}; name one of them as module:Class")
     return found[0].load()
 
 
-def _builtins() -> Iterator[NamedCallback]:
-    for name in sorted(callbacks.__all__):
-        found = getattr(callbacks, name)
-        if isinstance(found, type) and issubclass(found, Callback):
-            yield NamedCallback(name, "built-in", lambda found=found: found)  # type: ignore[misc]
-
-
-def _provided(entry: EntryPoint) -> NamedCallback:
-    return NamedCallback(entry.name, entry.dist.name if entry.dist else entry.module, entry.load)
-
-
 def find_named(text: str, what: str, example: str) -> Any:
-    """The callable ``module:name`` at the top level of a module. Raises ConfigurationError if ``text`` is not
-    ``module:name``, or the module cannot be imported. Raises UnknownName if the module has no callable of that name;
-    suggests the nearest.
-
-    Args:
-        what: kind of object, for error messages.
-        example: valid ``text``, for error messages.
-    """
+    """The callable ``module:name`` at the top level of a module. ``what``: its kind, for error messages, as is
+    ``example``, a valid ``text``."""
     module_name, colon, name = text.partition(":")
     if not (module_name and colon and name):
         raise ConfigurationError(f"{text!r}: name the {what} as module:name, such as {example}")

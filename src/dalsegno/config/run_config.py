@@ -50,20 +50,18 @@ class Factory:
 
     @classmethod
     def find(cls, name: str) -> Factory:
-        """``module:function``. Raises as :func:`find_named`."""
+        """``module:function``."""
         return cls(find_named(name, "function", "my_training:build"), name)
 
     def check(self, written: Mapping[str, Any], location: Callable[[str], str]) -> tuple[dict[str, Any], Signature]:
-        """Its own arguments as its annotations demand, and their signature. Raises as :meth:`Signature.check`."""
+        """Its own arguments as its annotations demand, and their signature."""
         signature = signature_of(self.function)
         for name in _HANDED_OVER.keys() - written.keys():
             signature.pop(name, None)
         return signature.check(written, location), signature
 
     def bind(self, given: Mapping[str, Any], own: Mapping[str, Any], location: str | None = None) -> Callable[[], Any]:
-        """The call, which raises ConfigurationError if it returns something other than a trainer.
-
-        Raises ConfigurationError if an argument is missing, or has no parameter.
+        """The call; it raises ConfigurationError if it returns something other than a trainer.
 
         Args:
             given: what the caller has of ``args``, ``callbacks`` and ``output_dir``. No callbacks leave a default.

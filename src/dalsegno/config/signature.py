@@ -35,7 +35,7 @@ def coerce(value: Any, annotation: Any) -> Any:
     """Convert ``value``, a number, string, list or table of a file, to the type of ``annotation``.
 
     A table becomes a dataclass, a list a tuple or set, a string a path or enum member. An annotation that cannot be
-    resolved is not checked. Raises Mismatch if the value does not match.
+    resolved is not checked.
     """
     return checker_of(annotation, _CONVERTING)(value)
 
@@ -154,8 +154,7 @@ class Signature(dict[str, Argument]):
     def check(
         self, given: Mapping[str, Any], location: Callable[[str], str], answers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """Check ``given`` against the annotations and coerce its values. Raises UnknownName for an unknown argument;
-        suggests the nearest. Raises ConfigurationError for a value of the wrong type, or a missing argument.
+        """Check ``given`` against the annotations and coerce its values.
 
         Args:
             location: gives the location of an argument, for error messages.
@@ -172,18 +171,17 @@ class Signature(dict[str, Argument]):
                 raise ConfigurationError(
                     f"{location(argument.name)}: {argument.name}= is missing; needs {describe(argument.annotation)}"
                 )
-        return {name: self._coerce(name, value, location(name)) for name, value in given.items()}
-
-    def _coerce(self, name: str, value: Any, location: str) -> Any:
-        try:
-            return coerce(value, self[name].annotation if name in self else self.others)
-        except Mismatch as mismatch:
-            raise ConfigurationError(f"{location}: {name}{complaint(mismatch)}") from mismatch
+        found = {}
+        for name, value in given.items():
+            try:
+                found[name] = coerce(value, self[name].annotation if name in self else self.others)
+            except Mismatch as mismatch:
+                raise ConfigurationError(f"{location(name)}: {name}{complaint(mismatch)}") from mismatch
+        return found
 
 
 def signature_of(made: Callable[..., Any]) -> Signature:
-    """The signature of a class's constructor, or of a function. Raises ConfigurationError for a built-in without a
-    signature."""
+    """The signature of a class's constructor, or of a function."""
     function = _constructor(made) if isinstance(made, type) else made
     if function is None:
         return Signature([], Parameter.empty, None)

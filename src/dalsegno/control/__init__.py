@@ -12,29 +12,15 @@ from dalsegno.system.imports import lazy_exports
 if TYPE_CHECKING:
     from dalsegno.logs.journal import Journal as Journal
 
-    from .commands import COMMANDS, Command, CommandKind, parse_command
-    from .inbox import Answer, Inbox, send
-    from .queue import CommandQueue, Outcome, Ticket
-
-_HOMES = {
-    "commands": ("COMMANDS", "Command", "CommandKind", "parse_command"),
-    "inbox": ("Answer", "Inbox", "send"),
-    "queue": ("CommandQueue", "Journal", "Outcome", "Ticket"),
-}
-
-__all__ = [
-    "COMMANDS",
-    "Answer",
-    "Command",
-    "CommandKind",
-    "CommandQueue",
-    "Inbox",
-    "Journal",
-    "Outcome",
-    "Ticket",
-    "parse_command",
-    "send",
-]
-
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
+    from .commands import COMMANDS as COMMANDS
+    from .commands import Command as Command
+    from .commands import CommandKind as CommandKind
+    from .commands import parse_command as parse_command
+    from .inbox import Answer as Answer
+    from .inbox import Inbox as Inbox
+    from .inbox import send as send
+    from .queue import CommandQueue as CommandQueue
+    from .queue import Outcome as Outcome
+    from .queue import Ticket as Ticket
+else:
+    __getattr__, __dir__ = lazy_exports(__name__)

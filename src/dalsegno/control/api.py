@@ -29,7 +29,6 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
@@ -57,15 +56,7 @@ MOST_STREAMS = 16
 """Streams at a time."""
 
 _POLL = 0.25  # seconds between two reads of the log for a stream
-_PLACE = {
-    "job_id",
-    "status",
-    "timestamp",
-    "logged_at",
-    "global_step",
-    "epoch",
-    "max_steps",
-}  # no values that were logged
+_PLACE = {"job_id", "status", "timestamp", "logged_at", "global_step", "epoch", "max_steps"}  # not logged values
 _HEARTBEAT = 15.0  # seconds after which an idle stream sends a comment, so that a dead connection is noticed
 
 
@@ -266,9 +257,7 @@ def _message(kind: str, content: str, id: str | None = None) -> str:
 
 def open_metrics(job: LiveJob) -> bytes:
     """The metrics of ``job`` in the OpenMetrics text format."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Status(job.status()))
-    text: bytes = generate_latest(registry)  # type: ignore[no-untyped-call]
+    text: bytes = generate_latest(_Status(job.status()))  # type: ignore[no-untyped-call]
     return text
 
 

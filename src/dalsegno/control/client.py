@@ -58,12 +58,7 @@ class JobClient:
 
     @classmethod
     def of(cls, job: Job) -> Self:
-        """The client of a job of this user.
-
-        Raises:
-            NotRunning: if it is dead.
-            NotFound: if it has no server.
-        """
+        """The client of a job of this user. Raises NotRunning if it is dead, NotFound if it has no server."""
         endpoint = running(job)
         return cls(endpoint.base_url, job.job_id, token=read_token(job.job_id), certificate=endpoint.certificate)
 
@@ -88,13 +83,8 @@ class JobClient:
         return self._content("GET", self._path("callbacks"))
 
     def send(self, command: str, data: Mapping[str, Any] | None = None, *, wait: float = 0.0) -> dict[str, Any]:
-        """Send a command. Returns the answer: ``id``, ``status``, and ``step`` once it has taken effect.
-
-        Args:
-            command: its name.
-            data: its fields.
-            wait: seconds to wait for its effect.
-        """
+        """Send a command, and wait up to ``wait`` seconds for its effect. Returns the answer: ``id``, ``status``, and
+        ``step`` once it has taken effect."""
         return self._content(
             "POST",
             self._path("control"),
@@ -111,15 +101,11 @@ class JobClient:
             yield from chunk["records"]
             position, has_more = chunk["position"], bool(chunk["more"])
 
-    def close(self) -> None:
-        """Close the connection."""
-        self._http.close()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._http.close()
 
     def _path(self, what: str) -> str:
         return f"/jobs/{quote(self.job_id, safe='')}/{what}"
@@ -175,14 +161,7 @@ def send_command(
             with JobClient.of(job) as client:
                 return client.send(command, data, wait=wait)
         folder = Path(running(job).output_dir)
-    answer = inbox.send(
-        folder,
-        command,
-        data,
-        by=sender(),
-        timeout=max(wait, TIMEOUT),
-        for_effect=wait > 0,
-    )
+    answer = inbox.send(folder, command, data, by=sender(), timeout=max(wait, TIMEOUT), for_effect=wait > 0)
     if answer.kind is not None:
         raise NotRunning(answer.error) if answer.kind == NotRunning.__name__ else ConfigurationError(answer.error)
     status = "failed" if answer.error else "acknowledged" if answer.step is None else "done"

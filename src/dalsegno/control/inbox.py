@@ -164,7 +164,6 @@ class Inbox:
         self._answer(name, Answer(ticket.id))
 
     def _read(self, name: str) -> bytes:
-        """Raises ConfigurationError if it is too large, or not a regular file."""
         descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -193,7 +192,6 @@ class Inbox:
 
 
 def _parse(text: bytes) -> _Request:
-    """Raises ConfigurationError if it is not a request."""
     try:
         request = decode(text)
         check(request, _Request, "request")
@@ -244,7 +242,6 @@ def send(
 
 
 def _read_answer(path: Path) -> Answer | None:
-    """The answer, if it is there. Raises NotRunning if the file was not written by an inbox."""
     try:
         content = decode(path.read_bytes())
         check(content, Answer, str(path))

@@ -173,12 +173,12 @@ def find_job(job_id: str) -> Job | None:
         return None
     path = jobs_directory() / job_id
     try:
-        endpoint = _parse(_read(path / ENDPOINT))
+        endpoint: Endpoint | None = _parse(_read(path / ENDPOINT))
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
-        return Job(job_id, "unreadable", None)
-    if endpoint.job_id != job_id:
+        endpoint = None
+    if endpoint is None or endpoint.job_id != job_id:
         return Job(job_id, "unreadable", None)
     return Job(job_id, _state_of(endpoint), endpoint)
 
@@ -235,7 +235,6 @@ def _read(path: Path) -> bytes:
 
 
 def _parse(data: bytes) -> Endpoint:
-    """Raises ValueError if ``data`` is not the content of an endpoint file."""
     content = decode(data)
     check(content, dict[str, Any], ENDPOINT)
     fields = {name: content.get(name) for name in Endpoint.__slots__}  # another version may write more, or fewer

@@ -15,32 +15,13 @@ from typing import TYPE_CHECKING
 from dalsegno.system.imports import lazy_exports
 
 if TYPE_CHECKING:
-    from .server.outer import DelayedNesterov, delayed_nesterov, nesterov
-    from .server.rounds import Rules
-    from .server.server import DiLoCoServer
-    from .worker.client import DiLoCoClient
-    from .worker.options import WorkerOptions
-    from .worker.worker import DiLoCoWorker
-
-_HOMES = {
-    "worker.client": ("DiLoCoClient",),
-    "worker.options": ("WorkerOptions",),
-    "server.outer": ("DelayedNesterov", "delayed_nesterov", "nesterov"),
-    "server.rounds": ("Rules",),
-    "server.server": ("DiLoCoServer",),
-    "worker.worker": ("DiLoCoWorker",),
-}
-
-__all__ = [
-    "DelayedNesterov",
-    "DiLoCoClient",
-    "DiLoCoServer",
-    "DiLoCoWorker",
-    "Rules",
-    "WorkerOptions",
-    "delayed_nesterov",
-    "nesterov",
-]
-
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
+    from .server.outer import DelayedNesterov as DelayedNesterov
+    from .server.outer import delayed_nesterov as delayed_nesterov
+    from .server.outer import nesterov as nesterov
+    from .server.rounds import Rules as Rules
+    from .server.server import DiLoCoServer as DiLoCoServer
+    from .worker.client import DiLoCoClient as DiLoCoClient
+    from .worker.options import WorkerOptions as WorkerOptions
+    from .worker.worker import DiLoCoWorker as DiLoCoWorker
+else:
+    __getattr__, __dir__ = lazy_exports(__name__)

@@ -124,8 +124,7 @@ def launch(
 
 def run_job(target: Target, options: LaunchOptions) -> JobEnd:
     """Run the target on all ranks of this host until it ends. Raises ConfigurationError before anything starts, if the
-    target is invalid or cannot travel.
-    """
+    target is invalid or cannot travel."""
     if options.start == "fork":
         _check_forkable()
     else:
@@ -165,9 +164,8 @@ def _run(target: Target, options: LaunchOptions, folder: Path) -> JobEnd:
             outcome = agent.run()  # None if the other hosts have ended the job
             failed = outcome is None or outcome.is_failed()
         except RendezvousError as error:
-            return JobEnd(
-                ExitStatus.ERROR, f"the hosts of this job did not meet: {type(error).__name__}: {error}", None
-            )
+            why = f"the hosts of this job did not meet: {type(error).__name__}: {error}"
+            return JobEnd(ExitStatus.ERROR, why, None)
         except SignalException as stop:
             status = ExitStatus.INTERRUPTED if stop.sigval == signal.SIGINT else ExitStatus.RUN_AGAIN
             return JobEnd(status, str(stop), None)
@@ -198,8 +196,7 @@ def _threads(nproc: int) -> int | None:
 
 
 def _check_importable() -> None:
-    """Raises ConfigurationError if this program was read from standard input. (A notebook's ranks import none of
-    it.)"""
+    """Raises ConfigurationError if this program was read from standard input. A notebook's ranks import none of it."""
     if hasattr(sys.modules["__main__"], "__file__") and not main_is_importable():
         raise ConfigurationError(
             "a program on standard input cannot be imported by its ranks; put it into a file, or launch with "

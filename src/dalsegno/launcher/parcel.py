@@ -45,8 +45,7 @@ _OWN_PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", 
 
 
 def pack(value: Any, where: str) -> Node:
-    """``where``: the path to it, for messages: ``callbacks.Beat(every=…)``. Raises ConfigurationError for a value that
-    cannot travel; names its path and what to do."""
+    """``where``: the path to it, for messages: ``callbacks.Beat(every=…)``."""
     if isinstance(value, Callback):
         return pack_callback(value, where)
     if type(value) is _SEQUENCES.get(kind := type(value).__name__):
@@ -69,7 +68,6 @@ def pack(value: Any, where: str) -> Node:
 
 
 def unpack(node: Node) -> Any:
-    """Rebuild what :func:`pack` was given."""
     kind, content = node[0], node[1]
     if kind == "value":
         return content
@@ -90,17 +88,17 @@ def unpack(node: Node) -> Any:
 
 def pack_callback(callback: Callback, where: str) -> Node:
     """Pack a callback, and check that unpacking it gives an equal one."""
-    make, args, kwargs = callback.construction
-    content = _packed_call(make, args, kwargs, where)
+    content = _packed_call(*callback.construction, where)
     twin = _made(content)
-    state, attributes = _state_beyond(callback, twin), {}
-    content["state"] = state if state is None else ["value", state]
-    if state is not None and isinstance(twin, Stateful):
-        twin.load_state_dict(state)
+    content |= {"state": None, "attributes": {}}
+    if isinstance(callback, Stateful) and isinstance(twin, Stateful):
+        state = callback.state_dict()
+        if not same_state(state, twin.state_dict()):
+            content["state"] = ["value", state]
+            twin.load_state_dict(state)
     for name, value in vars(callback).items():
         if name != "construction" and not (hasattr(twin, name) and same(value, getattr(twin, name))):
-            attributes[name] = pack(value, f"{where}.{name}")
-    content["attributes"] = attributes
+            content["attributes"][name] = pack(value, f"{where}.{name}")
     return ["callback", content]
 
 
@@ -111,14 +109,6 @@ def _unpack_callback(content: Mapping[str, Any]) -> Callback:
     for name, node in content["attributes"].items():
         setattr(callback, name, unpack(node))
     return callback
-
-
-def _state_beyond(callback: Callback, twin: Callback) -> Any:
-    """The callback's state, if it differs from that of a new one; else None."""
-    if not isinstance(callback, Stateful) or not isinstance(twin, Stateful):
-        return None
-    state = callback.state_dict()
-    return None if same_state(state, twin.state_dict()) else state
 
 
 def _pack_object(value: Any, where: str) -> Node:
@@ -243,7 +233,7 @@ def same_state(one: Any, other: Any) -> bool:
 
 
 def write_private(path: Path, tree: State) -> None:
-    """Write ``tree`` as ``path`` and, if it has tensors, a file of tensors beside it. Replaces neither atomically."""
+    """Write ``tree`` as ``path``, and a file of its tensors beside it. Replaces neither atomically."""
     content, arrays = encode(tree, path.stem)
     _write(path, json.dumps(content, allow_nan=False).encode())
     whole = {name: each.contiguous().cpu().clone() for name, each in arrays.items()}

@@ -68,7 +68,6 @@ class FactoryTarget:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raises ConfigurationError if an argument is missing or unknown, or something cannot travel."""
         unpack(self.packed())
         self._call()
 
@@ -96,7 +95,6 @@ class ScriptTarget:
     arguments: Sequence[str] = ()
 
     def check(self) -> None:
-        """Raises ConfigurationError if there is no such file."""
         if not Path(self.path).is_file():
             raise ConfigurationError(f"{self.path}: no such file")
 
@@ -125,7 +123,6 @@ def to_tree(target: Target) -> dict[str, Any]:
 
 
 def from_tree(tree: Any) -> Target:
-    """Rebuild what :func:`to_tree` was given."""
     return KINDS[tree["kind"]](**unpack(tree["target"]))
 
 

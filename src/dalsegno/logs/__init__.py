@@ -23,15 +23,5 @@ if TYPE_CHECKING:
     from .rewind import Position as Position
     from .rewind import RewindReport as RewindReport
     from .writer import RecordLog as RecordLog
-
-_HOMES = {
-    "event_files": ("EventPosition",),
-    "reader": ("ReadReport", "read_records"),
-    "rewind": ("Position", "RewindReport"),
-    "run_file": ("Leg", "PreviousLeg", "RunFile", "RunRecord"),
-    "values": ("drop_wall_clock", "is_wall_clock"),
-    "writer": ("RecordLog",),
-}
-
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
+else:
+    __getattr__, __dir__ = lazy_exports(__name__)

@@ -78,8 +78,7 @@ def open_own(path: Path, flags: int, mode: int = 0o644) -> int:
 
     ``path`` may be reached through linked folders, but must itself be a regular file: a link would redirect the write,
     or the truncation, to its target. A file that is replaced, and has further names (an unchanged file of several
-    checkpoints), keeps its content under these. Raises OSError if ``path`` is not a regular file, or cannot be opened;
-    LeaseLost if another process has taken over the directory of ``path``.
+    checkpoints), keeps its content under these.
     """
     if flags & (os.O_CREAT | os.O_TRUNC):
         _ask_fences("open", path)
@@ -157,7 +156,7 @@ def make_directory(path: Path) -> None:
 
 def make_private_directory(path: Path) -> None:
     """Create ``path``, with its parents, for this user alone (0700); an existing directory is made so. Raises
-    PermissionError if ``path`` belongs to another user; OSError if it cannot be created, or is not a directory."""
+    PermissionError if ``path`` belongs to another user."""
     make_directory(path.parent)
     _begin("mkdir", path)
     with contextlib.suppress(FileExistsError):
@@ -257,7 +256,13 @@ def write_direct(path: Path, pieces: Iterable[memoryview], length: int) -> None:
     same pieces are written normally, with an fsync after each: a single fsync at the end would take as long as the
     whole write, during which progress could not be observed.
     """
-    descriptor = _open_direct(path)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    try:
+        descriptor = open_own(path, flags | O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        descriptor = open_own(path, flags)
     try:
         begin = 0
         for piece in pieces:
@@ -283,22 +288,11 @@ def _write_piece(descriptor: int, piece: memoryview, begin: int, path: Path) -> 
         fsync(descriptor, path)
 
 
-def _open_direct(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    try:
-        return open_own(path, flags | O_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return open_own(path, flags)
-
-
 def map_new(path: Path, length: int) -> mmap.mmap:
     """Create ``path`` with ``length`` zero bytes, for this user alone, and map it shared: what is written to the
     mapping, which has whole pages, is in the file at once.
 
-    Call :func:`reserve` before a write: it cannot report that there is no memory left, the process is killed. Raises
-    OSError if ``path`` exists, or cannot be created. No file remains.
+    Call :func:`reserve` before a write: it cannot report that there is no memory left, the process is killed.
     """
     with _notifying("write", path):
         descriptor = open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)

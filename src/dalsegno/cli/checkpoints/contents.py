@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dalsegno.cli.command import DIR, JSON, argument, command, flag, place
-from dalsegno.cli.console import Column, numbers, print_json, print_table, size, texts, visible
+from dalsegno.cli.console import Column, numbers, print_json, print_table, sizes, texts, visible
 from dalsegno.errors import UnknownName
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def _tensors(checkpoint: Checkpoint, keys: Sequence[str], problems: list[str]) -
     for name, each in readable_tensors(checkpoint, problems).items():
         if name.startswith(tuple(f"{key}." for key in keys)):
             spans = [piece["bytes"] for piece in each["pieces"]]
-            count = None if None in spans else sum(span[1] - span[0] for span in spans)
-            rows.append({"name": name, **{key: each[key] for key in ("dtype", "shape")}, "bytes": count})
+            size = None if None in spans else sum(end - begin for begin, end in spans)
+            rows.append({"name": name, "dtype": each["dtype"], "shape": each["shape"], "bytes": size})
             rows[-1]["pieces"] = each["pieces"]
     return rows
 
@@ -116,14 +116,8 @@ def _print_contents(
                 show(line)
     if tensors:
         print()
-        print_table(
-            [
-                *texts(name="tensor", dtype="dtype", shape="shape"),
-                Column("bytes", "size", size, right=True),
-                Column("pieces", "where", _where),
-            ],
-            tensors,
-        )
+        columns = texts(name="tensor", dtype="dtype", shape="shape")
+        print_table([*columns, *sizes(bytes="size"), Column("pieces", "where", _where)], tensors)
     if problems:
         show()
     for problem in problems:
@@ -156,9 +150,17 @@ def diff(arguments: argparse.Namespace) -> int:
     states = [_state_row(each) for each in found if not each.is_tensor]
     if arguments.json:
         print_json({"first": str(first.path), "second": str(second.path), "tensors": tensors, "states": states})
-    else:
-        print(f"A: {first.path}\nB: {second.path}")
-        _print_differences(tensors, states)
+        return 1 if found else 0
+    print(f"A: {first.path}\nB: {second.path}")
+    if not found:
+        print("Nothing differs.")
+    if tensors:
+        print()
+        counts = numbers(differing="differing", elements="of", max_abs="max abs", max_rel="max rel")
+        print_table([*texts(tensor="tensor"), *counts, *texts(first="A", second="B")], tensors)
+    if states:
+        print()
+        print_table(texts(component="component", path="value", first="A", second="B"), states)
     return 1 if found else 0
 
 
@@ -176,28 +178,5 @@ def _tensor_row(found: Difference) -> dict[str, Any]:
 
 
 def _state_row(found: Difference) -> dict[str, Any]:
-    one, other = (_plain(value) for value in found.values)
+    one, other = (each if isinstance(each, bool | int | float | str | None) else str(each) for each in found.values)
     return {"component": found.component, "path": found.path, "first": one, "second": other}
-
-
-def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-def _print_differences(tensors: list[dict[str, Any]], states: list[dict[str, Any]]) -> None:
-    if not tensors and not states:
-        print("Nothing differs.")
-    if tensors:
-        print()
-        print_table(
-            [
-                Column("tensor", "tensor"),
-                *numbers(differing="differing", elements="of", max_abs="max abs", max_rel="max rel"),
-                *texts(first="A", second="B"),
-            ],
-            tensors,
-        )
-    if states:
-        print()
-        columns = [Column("component", "component"), Column("path", "value")]
-        print_table([*columns, Column("first", "A"), Column("second", "B")], states)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dalsegno.cli.command import DIR, JSON, METRIC, argument, command, flag, option
-from dalsegno.cli.console import Column, number, numbers, print_json, print_rows, print_table, size
+from dalsegno.cli.console import Column, numbers, print_json, print_rows, print_table, size, sizes, texts
 from dalsegno.errors import ConfigurationError
+from dalsegno.logs.values import WALL_CLOCK_ENDINGS
 
 if TYPE_CHECKING:
     from dalsegno.checkpoint import Checkpoint
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from dalsegno.checkpoint.memory_dir import MemoryDir
     from dalsegno.policies.retention import Retention
 
-
-TIMES = ("_runtime", "_per_second")
-"""Suffixes of metrics that measure the machine, not the model."""
 
 STYLES = {
     "verified": "green",
@@ -47,32 +45,30 @@ def list_all(arguments: argparse.Namespace) -> int:
     "valid": the manifest is valid and every file has the size it records. "verified" (with --verify): every byte
     matches its checksum. A checkpoint that no rule keeps is deleted after the run's next save.
     """
-    from dalsegno.checkpoint.listing import (
-        CheckpointStatus,
-        added_bytes,
-        best_step,
-        directory_of,
-        is_checkpoint,
-        list_checkpoints,
-    )
+    from dalsegno.checkpoint import listing
 
-    found = list_checkpoints(arguments.place)
-    everything = list_checkpoints(directory_of(arguments.place)) if is_checkpoint(arguments.place) else found
-    why, best = _reasons(everything), best_step(everything)
-    on_disk = added_bytes([each.path for each in everything])
+    found = everything = listing.list_checkpoints(arguments.place)
+    if listing.is_checkpoint(arguments.place):
+        everything = listing.list_checkpoints(listing.directory_of(arguments.place))
+    valid = [each.summary for each in everything if each.summary is not None]
+    why, best = listing.reasons(listing.rule_of_run(everything), valid), listing.best_step(everything)
+    on_disk = listing.added_bytes([each.path for each in everything])
     rows = [
         _list_row(each, best)
         | {"on_disk": on_disk.get(each.path), "kept": why[each.summary.step] if each.summary else []}
         for each in found
     ]
     if arguments.verify:
-        _note_verified(rows, found)
+        problems = problems_of([each for each in found if each.status is listing.CheckpointStatus.VALID])
+        for row, each in zip(rows, found, strict=True):
+            if each.path in problems:
+                row["condition"] = listing.CheckpointStatus.DAMAGED.value if problems[each.path] else "verified"
+                row["problem"] = "; ".join(problems[each.path]) or None
     columns = [
-        Column("step", "step", number, right=True),
+        *numbers(step="step"),
         Column("saved", "saved", _local),
-        Column("size", "size", size, right=True),
-        Column("on_disk", "on disk", size, right=True),
-        Column("ranks", "ranks", number, right=True),
+        *sizes(size="size", on_disk="on disk"),
+        *numbers(ranks="ranks"),
         Column("metrics", "metrics", _metrics),
         Column("best", "best", lambda best: "best" if best else ""),
         Column("kept", "kept by", ", ".join),
@@ -81,14 +77,7 @@ def list_all(arguments: argparse.Namespace) -> int:
     if any(row["problem"] for row in rows):
         columns.append(Column("problem", "problem", lambda problem: problem or ""))
     print_rows(columns, rows, as_json=arguments.json)
-    return 1 if any(row["condition"] == CheckpointStatus.DAMAGED for row in rows) else 0
-
-
-def _reasons(found: Sequence[CheckpointInfo]) -> dict[int, list[str]]:
-    """Step → retention rules of the run that keep its checkpoint."""
-    from dalsegno.checkpoint.listing import reasons, rule_of_run
-
-    return reasons(rule_of_run(found), [each.summary for each in found if each.summary is not None])
+    return 1 if any(row["condition"] == listing.CheckpointStatus.DAMAGED for row in rows) else 0
 
 
 def _list_row(found: CheckpointInfo, best: int | None) -> dict[str, Any]:
@@ -106,16 +95,6 @@ def _list_row(found: CheckpointInfo, best: int | None) -> dict[str, Any]:
     }
 
 
-def _note_verified(rows: Sequence[dict[str, Any]], found: Sequence[CheckpointInfo]) -> None:
-    from dalsegno.checkpoint.listing import CheckpointStatus
-
-    problems = problems_of([each for each in found if each.status is CheckpointStatus.VALID])
-    for row, each in zip(rows, found, strict=True):
-        if each.path in problems:
-            row["condition"] = CheckpointStatus.DAMAGED.value if problems[each.path] else "verified"
-            row["problem"] = "; ".join(problems[each.path]) or None
-
-
 def _local(moment: str | None) -> str:
     """The time in a manifest, in local time."""
     try:
@@ -125,7 +104,7 @@ def _local(moment: str | None) -> str:
 
 
 def _metrics(metrics: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {value:.5g}" for name, value in metrics.items() if not name.endswith(TIMES))
+    return "  ".join(f"{name} {value:.5g}" for name, value in metrics.items() if not name.endswith(WALL_CLOCK_ENDINGS))
 
 
 THREADS = 8
@@ -134,7 +113,7 @@ THREADS = 8
 
 @command(
     DIR,
-    option("--threads", metavar="N", default=THREADS, type=int, help="files read in parallel"),
+    option("--threads", metavar="N", default=THREADS, help="files read in parallel"),
     JSON,
     statuses={1: "a checkpoint is damaged"},
 )
@@ -151,24 +130,26 @@ def verify(arguments: argparse.Namespace) -> int:
     left_out = () if is_checkpoint(arguments.place) else (CheckpointStatus.PARTIAL, CheckpointStatus.QUARANTINED)
     found = [each for each in list_checkpoints(arguments.place) if each.status not in left_out]
     problems = problems_of(found, arguments.threads)
-    rows = [_verify_row(each, problems[each.path]) for each in found]
+    rows = [
+        {
+            "path": str(each.path),
+            "step": each.step,
+            "files": len(each.checkpoint.manifest.files) if each.checkpoint else 0,
+            "size": each.size,
+            "verified": not problems[each.path],
+            "problems": problems[each.path],
+        }
+        for each in found
+    ]
     if arguments.json:
         print_json(rows)
     else:
-        columns = [
-            *numbers(step="step", files="files"),
-            Column("size", "size", size, right=True),
-            Column(
-                "verified",
-                "",
-                lambda good: "verified" if good else "DAMAGED",
-                False,
-                lambda good: "green" if good else "red",
-            ),
-        ]
-        print_table(columns, rows)
-        for row in rows:
-            for problem in row["problems"]:
+        columns = [*numbers(step="step", files="files"), *sizes(size="size")]
+        colours = {True: "green", False: "red"}
+        verified = Column("verified", "", lambda good: "verified" if good else "DAMAGED", style=colours.__getitem__)
+        print_table([*columns, verified], rows)
+        for each in found:
+            for problem in problems[each.path]:
                 print(problem)
     return 0 if all(row["verified"] for row in rows) else 1
 
@@ -199,17 +180,6 @@ def problems_of(found: Sequence[CheckpointInfo], threads: int = THREADS) -> dict
     return {path: sorted(each) for path, each in problems.items()}
 
 
-def _verify_row(found: CheckpointInfo, problems: Sequence[str]) -> dict[str, Any]:
-    return {
-        "path": str(found.path),
-        "step": found.step,
-        "files": len(found.checkpoint.manifest.files) if found.checkpoint else 0,
-        "size": found.size,
-        "verified": not problems,
-        "problems": problems,
-    }
-
-
 def _problem_with(checkpoint: Checkpoint, name: str) -> str | None:
     try:
         checkpoint.verify([name])
@@ -221,15 +191,15 @@ def _problem_with(checkpoint: Checkpoint, name: str) -> str | None:
 @command(
     DIR,
     flag("--dry-run", help="print what would be deleted; delete nothing"),
-    option("--keep-latest", metavar="N", type=int, help="keep the N newest"),
-    option("--keep-best", metavar="N", type=int, help="keep the N best by --metric"),
+    option("--keep-latest", metavar="N", help="keep the N newest"),
+    option("--keep-best", metavar="N", help="keep the N best by --metric"),
     option(*METRIC, metavar="NAME", help="metric of --keep-best; default: the evaluation loss"),
     argument(
         "--mode",
         choices=("min", "max"),
         help="best is the lowest or highest metric; default: by the metric's name",
     ),
-    option("--every", metavar="STEPS", type=int, help="keep those whose step is a multiple of STEPS"),
+    option("--every", metavar="STEPS", help="keep those whose step is a multiple of STEPS"),
     JSON,
 )
 def prune(arguments: argparse.Namespace) -> int:
@@ -290,15 +260,19 @@ def _prune_rows(found: list[CheckpointInfo], rule: Retention) -> list[dict[str, 
     whole = [each for each in found if each.summary is not None]
     trusted = next((each.step for each in reversed(whole) if _verifies(each)), None)
     kept = reasons(rule, [each.summary for each in whole if each.summary is not None])
-    rows = []
-    for each in whole:
-        why = [*kept[each.step or 0]]
-        if each.step == trusted and NEWEST not in why:
-            why.append("newest that verifies")
-        rows.append(
-            {"path": str(each.path), "step": each.step, "size": each.size, "kept": why, "deleted": False, "freed": 0}
-        )
-    return rows
+    if trusted is not None and NEWEST not in kept[trusted]:
+        kept[trusted].append("newest that verifies")
+    return [
+        {
+            "path": str(each.path),
+            "step": each.step,
+            "size": each.size,
+            "kept": kept[each.step or 0],
+            "deleted": False,
+            "freed": 0,
+        }
+        for each in whole
+    ]
 
 
 def _verifies(found: CheckpointInfo) -> bool:
@@ -319,8 +293,7 @@ def _print_prune(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> N
     going = "would be deleted" if arguments.dry_run else "deleted"
     for row in rows:
         row["fate"] = ", ".join(row["kept"]) or (going if row["deleted"] or arguments.dry_run else "not deleted")
-    columns = [Column("step", "step", number, True), Column("size", "size", size, True), Column("fate", "kept by")]
-    print_table(columns, rows)
+    print_table([*numbers(step="step"), *sizes(size="size"), *texts(fate="kept by")], rows)
     print(f"{size(sum(row['freed'] for row in rows))} {'would be freed' if arguments.dry_run else 'freed'}")
 
 
@@ -352,7 +325,13 @@ def clean(arguments: argparse.Namespace) -> int:
     freed = memory_dir.size_of(removable)
     for each in removable if arguments.yes else []:
         memory_dir.remove(each)
-    _print_clean(rows, freed, arguments)
+    if arguments.json:
+        print_json(rows)
+    elif not rows:
+        print("no memory checkpoints on this host")
+    else:
+        print_table([*texts(run="run"), *numbers(step="step"), *sizes(size="size"), *texts(state="state")], rows)
+        print(f"{size(freed)} freed" if arguments.yes else f"{size(freed)} would be freed: add --yes")
     return 0
 
 
@@ -388,22 +367,3 @@ def _state(directory: MemoryDir) -> str:
         return _LEFT_OVER
     former = None if last.from_checkpoint is None else memory_dir.name_of(Path(last.from_checkpoint))
     return _RESUMABLE if directory.name in (last.memory, former) else _LEFT_OVER
-
-
-def _print_clean(rows: list[dict[str, Any]], freed: int, arguments: argparse.Namespace) -> None:
-    if arguments.json:
-        print_json(rows)
-        return
-    if not rows:
-        print("no memory checkpoints on this host")
-        return
-    print_table(
-        [
-            Column("run", "run"),
-            Column("step", "step", number, right=True),
-            Column("size", "size", size, right=True),
-            Column("state", "state"),
-        ],
-        rows,
-    )
-    print(f"{size(freed)} freed" if arguments.yes else f"{size(freed)} would be freed: add --yes")

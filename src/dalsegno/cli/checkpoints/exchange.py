@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dalsegno.cli.command import DIR, JSON, argument, command, flag, option
-from dalsegno.cli.console import Column, number, print_json, print_table, size
+from dalsegno.cli.console import number, print_json, print_table, size, texts
 from dalsegno.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -30,10 +30,8 @@ if TYPE_CHECKING:
         help="program that wrote it: hf, accelerate, dcp (also torchtitan), lightning or torch; default: recognized by "
         "its files",
     ),
-    option("--step", metavar="N", type=int, help="finished optimizer steps, if the files do not contain it"),
-    option(
-        "--epoch", metavar="EPOCHS", type=float, help="passes over the data, say 1.25, if the files do not contain it"
-    ),
+    option("--step", metavar="N", help="finished optimizer steps, if the files do not contain it"),
+    option("--epoch", metavar="EPOCHS", help="passes over the data, say 1.25, if the files do not contain it"),
     option("--strip-prefix", metavar="PREFIX", default="", help="prefix that only the source has in the model's names"),
     option("--optimizer", metavar="CLASS", help="class of the optimizer, such as torch.optim.AdamW; default: inferred"),
     JSON,
@@ -59,13 +57,16 @@ def import_(arguments: argparse.Namespace) -> int:
         strip_prefix=arguments.strip_prefix,
         optimizer=arguments.optimizer,
     )
-    rows = _parts(done)
+    run, rows = done.run, _parts(done)
     if arguments.json:
-        print_json({"checkpoint": str(done.checkpoint), "program": done.run.program, "parts": rows})
+        print_json({"checkpoint": str(done.checkpoint), "program": run.program, "parts": rows})
         return 0
-    print(f"{done.checkpoint}: step {done.run.step} of {done.run.program}")
-    print_table([Column("part", "part"), Column("taken", "taken"), Column("detail", "")], rows)
-    print(_how_to_continue(done, arguments.output_dir))
+    print(f"{done.checkpoint}: step {run.step} of {run.program}")
+    print_table(texts(part="part", taken="taken", detail=""), rows)
+    if done.can_resume:
+        print(f"train() with TrainingArguments({str(arguments.output_dir)!r}, …) continues at step {run.step}")
+    else:
+        print(f'train("{done.checkpoint}", load_components=("model",)) begins a new run with these weights')
     return 0
 
 
@@ -84,21 +85,13 @@ def _parts(done: Imported) -> list[dict[str, Any]]:
     return rows + [{"part": part, "taken": "no", "detail": why} for part, why in run.left_out.items()]
 
 
-def _how_to_continue(done: Imported, output_dir: Path) -> str:
-    if done.can_resume:
-        return f"train() with TrainingArguments({str(output_dir)!r}, …) continues at step {done.run.step}"
-    return f'train("{done.checkpoint}", load_components=("model",)) begins a new run with these weights'
-
-
 @command(
     DIR,
     argument("--to", metavar="TARGET", type=Path, required=True, help="output directory; must not contain a model"),
     option("--program", metavar="NAME", help="write what this program resumes from; TARGET must not exist"),
     option("--add-prefix", metavar="PREFIX", default="", help="with --program: prefix of the model's names there"),
     option("--max-shard-size", metavar="SIZE", default="5GB", help="largest size of one file, with its unit"),
-    option(
-        "--config-from", metavar="FOLDER", type=Path, help="directory to copy config.json, tokenizer files etc. from"
-    ),
+    option("--config-from", metavar="FOLDER", help="directory to copy config.json, tokenizer files etc. from"),
     flag("--best", help="export the checkpoint with the best evaluation, not the newest"),
     option(
         "--average", metavar="NAME", help="export the averaged weights of this callback, say EMA, not the trained ones"

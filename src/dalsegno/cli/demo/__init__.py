@@ -13,23 +13,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dalsegno.cli.command import option, several
+from dalsegno.cli.command import command, option
 from dalsegno.errors import ConfigurationError
-
-EXIT_STATUSES = {1: "the runs differ"}
 
 LEAST_STEPS = 12
 
 
-describe = several(
+@command(
     option("--out", metavar="DIR", default=Path("demo-run"), help="output directory"),
     option("--steps", metavar="N", default=600, help="optimizer steps of the run"),
     option("--seed", metavar="N", default=7, help="seed of the training and the kills"),
+    statuses={1: "the runs differ"},
+    help=__doc__,
 )
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigurationError for an invalid argument, before anything is trained."""
+def demo(arguments: argparse.Namespace) -> int:
     if arguments.steps < LEAST_STEPS:
         raise ConfigurationError(f"--steps {arguments.steps}: two kills need at least {LEAST_STEPS} steps")
     if arguments.seed < 0:

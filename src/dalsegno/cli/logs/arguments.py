@@ -19,18 +19,13 @@ if TYPE_CHECKING:
     from dalsegno.analysis import TrainingLog
     from dalsegno.analysis.plotting.figure import Picture
 
-
 RUN = "run directory, log file, or directory of runs"
-
-Settings = TypeVar("Settings")
-
 
 STEP_KEY = option(
     "--step-key", metavar="NAME", help="key of the step in the records; default: global_step, step, iteration, …"
 )
 TITLE = argument("--title", help="title above the picture; default: none")
 FORCE = flag("--force", help="overwrite an existing file")
-
 
 EDIT = flag("-e", "--edit", help="open the picture: in VS Code from its terminal, else with $VISUAL or $EDITOR")
 
@@ -81,13 +76,6 @@ def metric_names(default: str = "all") -> Arguments:
     return option(*METRICS, metavar="A,B", type=names, help=f"metrics, separated by commas; default: {default}")
 
 
-def settings_of(kind: type[Settings], arguments: argparse.Namespace) -> Settings:
-    """An instance of a dataclass whose fields are the names of options."""
-    from dataclasses import fields
-
-    return kind(**{field.name: getattr(arguments, field.name) for field in fields(kind)})  # type: ignore[arg-type]
-
-
 FORMATS = ("png", "svg", "pdf")
 
 
@@ -95,7 +83,7 @@ def picture_file(default: str | None) -> Arguments:
     """``-o``, ``--force``, ``--format``. ``default``: file name without suffix; None: no picture unless asked for."""
     file = f"{default}.png" if default else "no picture"
     return several(
-        option("-o", "--output", metavar="FILE", type=Path, help=f"picture file; default: {file}"),
+        option("-o", "--output", metavar="FILE", help=f"picture file; default: {file}"),
         FORCE,
         argument("--format", choices=FORMATS, help="picture format; default: by the suffix of FILE, else png"),
     )

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.cli.command import JSON, METRIC, argument, command, converter, flag, option
+from dalsegno.cli.command import JSON, METRIC, argument, command, converter, flag, option, settings_of
 from dalsegno.cli.console import Column, number, numbers, print_json, print_table, text, texts
 from dalsegno.errors import ConfigurationError
 
@@ -20,7 +20,6 @@ from .arguments import (
     picture_file,
     run_paths,
     save_picture,
-    settings_of,
 )
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 @command(
     run_paths(),
     metric_names("the loss and the evaluation losses"),
-    option("--window", metavar="N", type=int, help="records to average; default: 1/20 of the records, at most 50"),
+    option("--window", metavar="N", help="records to average; default: 1/20 of the records, at most 50"),
     option("--sigmas", metavar="S", default=4.0, help="mean difference that counts as separated, in standard errors"),
     picture_file(None),
     JSON,
@@ -44,7 +43,9 @@ def compare(arguments: argparse.Namespace) -> int:
     noise of both curves for more than half a window (it may return later). The last columns are means over the last
     window of records, their difference and its standard error.
     """
-    from dalsegno.analysis import open_logs, plot_logs
+    from dataclasses import asdict
+
+    from dalsegno.analysis import compare_series, open_logs, plot_logs
 
     path = output_path(arguments, "compare") if arguments.output or arguments.format else None
     logs = open_logs(arguments.runs, arguments.step_key)
@@ -53,24 +54,26 @@ def compare(arguments: argparse.Namespace) -> int:
     metrics = arguments.metrics or _in_common(logs)
     for log in logs:
         log.series([name for name in metrics if name in log.metrics()])  # reads the log once for all metrics
-    rows = [_comparison(logs[0], other, metric, arguments) for metric in metrics for other in logs[1:]]
+    compare_with = partial(compare_series, window=arguments.window, sigmas=arguments.sigmas)
+    rows = [
+        {"metric": metric, "run": other.name, **asdict(compare_with(logs[0].metric(metric), other.metric(metric)))}
+        for metric in metrics
+        for other in logs[1:]
+    ]
     if path is not None:
         save_picture(plot_logs(logs, metrics, compare=True), path, quiet=arguments.json)
     if arguments.json:
         print_json({"first": logs[0].name, "comparisons": rows})
     else:
         print(f"compared with {logs[0].name}:")
-        print_table(
-            [
-                *texts(metric="metric", run="run"),
-                *numbers(records="compared", differs_at="differs at"),
-                Column("parts_at", "separates at", number, True, lambda step: "" if step is None else "red"),
-                *numbers(
-                    last_step="last step", first=logs[0].name, second="this run", difference="difference", noise="noise"
-                ),
-            ],
-            rows,
-        )
+        ends = {"first": logs[0].name, "second": "this run", "difference": "difference", "noise": "noise"}
+        columns = [
+            *texts(metric="metric", run="run"),
+            *numbers(records="compared", differs_at="differs at"),
+            Column("parts_at", "separates at", number, True, lambda step: "" if step is None else "red"),
+            *numbers(last_step="last step", **ends),
+        ]
+        print_table(columns, rows)
     return 1 if any(row["parts_at"] is not None for row in rows) else 0
 
 
@@ -84,17 +87,6 @@ def _in_common(logs: list[TrainingLog]) -> list[str]:
     return chosen
 
 
-def _comparison(first: TrainingLog, other: TrainingLog, metric: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from dalsegno.analysis import compare_series
-
-    result = compare_series(
-        first.metric(metric), other.metric(metric), window=arguments.window, sigmas=arguments.sigmas
-    )
-    return {"metric": metric, "run": other.name, **asdict(result)}
-
-
 @command(
     run_paths(),
     metric_names("the loss and grad_norm"),
@@ -102,7 +94,6 @@ def _comparison(first: TrainingLog, other: TrainingLog, metric: str, arguments: 
     option(
         "--window",
         metavar="N",
-        type=int,
         help="preceding records of the median; default: 1/10 of the records, from 16 to 50",
     ),
     argument(
@@ -135,22 +126,16 @@ def spikes(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(rows)
     elif rows:
-        print_table(
-            [
-                *texts(run="run", metric="metric"),
-                *numbers(step="step", value="value", usual="median"),
-                Column("sigmas", "sigmas", lambda sigmas: f"{sigmas:.0f}", True),
-                Column("records", "records", number, True),
-                Column(
-                    "recovered",
-                    "recovered",
-                    lambda yes: "yes" if yes else "no",
-                    False,
-                    lambda recovered: "" if recovered else "red",
-                ),
-            ],
-            rows,
-        )
+        columns = [
+            *texts(run="run", metric="metric"),
+            *numbers(step="step", value="value", usual="median"),
+            Column("sigmas", "sigmas", lambda sigmas: f"{sigmas:.0f}", True),
+            *numbers(records="records"),
+            Column(
+                "recovered", "recovered", lambda yes: "yes" if yes else "no", style=lambda yes: "" if yes else "red"
+            ),
+        ]
+        print_table(columns, rows)
     elif results.found:
         print("No spikes.")
     return results.status()
@@ -198,7 +183,6 @@ _float_or_none = converter(lambda word: None if word.lower() == "none" else floa
     option(
         "--save-steps",
         metavar="N",
-        type=int,
         help="steps between checkpoints: show to which one of them the run would have gone back; default: do not",
     ),
     option("--margin", metavar="N", default=50, help="with --save-steps, the margin of the RecoveryPolicy, in steps"),
@@ -250,7 +234,7 @@ def _detect(marked: dict[str | None, list[Series]], settings: DetectorSettings, 
                     "records": found.observations,
                     "fires_at": fired.step if fired else None,
                     "back_to": _checkpoint_before(fired, arguments),
-                    "verdict": _verdict(mark, fired is not None),
+                    "verdict": _VERDICTS[mark][fired is not None],
                     "reason": found.reason,
                 }
             )
@@ -258,17 +242,15 @@ def _detect(marked: dict[str | None, list[Series]], settings: DetectorSettings, 
     if arguments.json:
         print_json({"false_alarms": wrong["false alarm"], "missed": wrong["missed"], "runs": rows})
     else:
-        print_table(
-            [
-                Column("run", "run"),
-                *([Column("marked", "marked")] if arguments.good or arguments.bad else []),
-                *numbers(records="records", fires_at="fires at"),
-                *([Column("back_to", "back to", number, True)] if arguments.save_steps is not None else []),
-                Column("verdict", "verdict", style=lambda verdict: "" if verdict in ("passes", "right") else "red"),
-                Column("reason", "reason"),
-            ],
-            rows,
-        )
+        columns = [
+            *texts(run="run"),
+            *(texts(marked="marked") if arguments.good or arguments.bad else []),
+            *numbers(records="records", fires_at="fires at"),
+            *(numbers(back_to="back to") if arguments.save_steps is not None else []),
+            Column("verdict", "verdict", style=lambda verdict: "" if verdict in ("passes", "right") else "red"),
+            *texts(reason="reason"),
+        ]
+        print_table(columns, rows)
         if arguments.good or arguments.bad:
             print(f"false alarms: {wrong['false alarm']} of {len(marked['good'])} good runs; ", end="")
             print(f"missed: {wrong['missed']} of {len(marked['bad'])} bad runs")
@@ -276,16 +258,13 @@ def _detect(marked: dict[str | None, list[Series]], settings: DetectorSettings, 
 
 
 def _checkpoint_before(fired: Firing | None, arguments: argparse.Namespace) -> int | None:
-    """Step of the checkpoint to which the run would have gone back; None if it would not, or without
-    ``--save-steps``."""
+    """Step of the checkpoint to which the run would have gone back; None: not, or unknown without ``--save-steps``."""
     from dalsegno.policies.recovery import RecoveryPolicy
 
-    policy = RecoveryPolicy(margin=arguments.margin)
-    apart: int | None = arguments.save_steps
-    if fired is None or apart is None:
+    if fired is None or arguments.save_steps is None:
         return None
-    latest = policy.latest_checkpoint(fired.step, [])
-    return latest - latest % apart
+    latest = RecoveryPolicy(margin=arguments.margin).latest_checkpoint(fired.step, [])
+    return latest - latest % int(arguments.save_steps)
 
 
 def _sweep(marked: dict[str | None, list[Series]], arguments: argparse.Namespace) -> int:
@@ -299,17 +278,15 @@ def _sweep(marked: dict[str | None, list[Series]], arguments: argparse.Namespace
     if arguments.json:
         print_json(rows)
     else:
-        print_table(
-            [
-                *numbers(missed="missed", false_alarms="false alarms"),
-                Column("margin", "margin", lambda margin: f"{margin:.3g} ×", True),
-                Column("fires_at", "fires at", lambda part: text(None) if part is None else f"{part:.0%}", True),
-                Column("threshold", "--threshold", _or_none, True),
-                Column("relative_threshold", "--relative-threshold", _or_none, True),
-                *numbers(smoothing="--smoothing", patience="--patience", warmup="--warmup"),
-            ],
-            rows,
-        )
+        columns = [
+            *numbers(missed="missed", false_alarms="false alarms"),
+            Column("margin", "margin", lambda margin: f"{margin:.3g} ×", True),
+            Column("fires_at", "fires at", lambda part: text(None) if part is None else f"{part:.0%}", True),
+            Column("threshold", "--threshold", _or_none, True),
+            Column("relative_threshold", "--relative-threshold", _or_none, True),
+            *numbers(smoothing="--smoothing", patience="--patience", warmup="--warmup"),
+        ]
+        print_table(columns, rows)
         print("margin: factor by which the threshold may be off; fires at: mean fraction of a bad run before it fires")
     return 1 if candidates[0].errors else 0
 
@@ -327,9 +304,5 @@ def _watched(paths: list[Path], arguments: argparse.Namespace) -> PerRunResults[
     return PerRunResults(open_logs(paths, arguments.step_key), watched)
 
 
-def _verdict(mark: str | None, fired: bool) -> str:
-    if mark is None:
-        return "diverges" if fired else "passes"
-    if mark == "good":
-        return "false alarm" if fired else "right"
-    return "right" if fired else "missed"
+_VERDICTS = {None: ("passes", "diverges"), "good": ("right", "false alarm"), "bad": ("missed", "right")}
+"""By the mark of a run: if the detector does not fire, and if it does."""

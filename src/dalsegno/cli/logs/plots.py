@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dalsegno.cli.command import JSON, METRIC, argument, command, converter, flag, one_of, option, several
+from dalsegno.cli.command import JSON, METRIC, argument, command, converter, flag, one_of, option, settings_of, several
 from dalsegno.cli.console import print_json, shows_colours, size
 from dalsegno.errors import ConfigurationError, NotFound
 
@@ -25,7 +25,6 @@ from .arguments import (
     picture_file,
     run_paths,
     save_picture,
-    settings_of,
     wanted_editor,
 )
 
@@ -52,7 +51,6 @@ VIEW = several(
     option(
         "--smooth",
         metavar="N",
-        type=int,
         help="records in the trailing mean, 1 for none; default: 1/100 of the records, none below 200",
     ),
     flag("--log", "--log-scale", help="logarithmic y axis; default: linear"),
@@ -148,8 +146,8 @@ METRICS = ("grad_norm", "norm", "spectral_norm")
     argument(*METRIC, choices=METRICS, default="grad_norm", help="norm to draw; default: %(default)s"),
     option("-f", "--filter", metavar="REGEX", help="draw only parameters whose name matches; default: all"),
     option("--step-stride", metavar="N", default=1, help="draw every N-th record; default: 1"),
-    option("--vmin", metavar="V", type=float, help="low end of the colour scale; default: the data's"),
-    option("--vmax", metavar="V", type=float, help="high end of the colour scale; default: the data's"),
+    option("--vmin", metavar="V", help="low end of the colour scale; default: the data's"),
+    option("--vmax", metavar="V", help="high end of the colour scale; default: the data's"),
     argument("--figsize", type=float, nargs=2, metavar=("W", "H"), help="size in inches; default: by the parameters"),
     one_of(
         flag("--log-scale", help="logarithmic colour scale, as by default"),

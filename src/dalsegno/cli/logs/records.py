@@ -9,7 +9,8 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, islice, zip_longest
+from functools import partial
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from dalsegno.cli.console import (
     print_json,
     print_json_line,
     print_table,
+    texts,
     visible,
     visible_lines,
 )
@@ -135,13 +137,21 @@ def tail(arguments: argparse.Namespace) -> int:
     if not arguments.interval > 0:
         raise ConfigurationError(f"--interval {arguments.interval}: must be a positive number of seconds")
     logs = open_logs(arguments.runs, arguments.step_key)
-    show = _Json(logs) if arguments.json else _SideBySide(logs, arguments.metrics)
+    show = partial(_print_news, logs) if arguments.json else _SideBySide(logs, arguments.metrics).print_news
     followers = [Follower(log.source, log.path if log.path.is_dir() else None) for log in logs]
-    show.news([follower.last(arguments.lines) for follower in followers])
+    show([follower.last(arguments.lines) for follower in followers])
     while arguments.follow:
         time.sleep(arguments.interval)
-        show.news([follower.new() for follower in followers])
+        show([follower.new() for follower in followers])
     return 0
+
+
+def _print_news(logs: Sequence[TrainingLog], of_runs: Sequence[Sequence[Record | Cut]]) -> None:
+    for log, of_run in zip(logs, of_runs, strict=True):
+        for news in of_run:
+            record = news if isinstance(news, dict) else {"kind": "cut", "global_step": news.step}
+            print_json_line({"run": log.name, **record})
+    sys.stdout.flush()
 
 
 class _SideBySide:
@@ -156,8 +166,7 @@ class _SideBySide:
         if not self._alone:
             self._print([log.name for log in logs])
 
-    def news(self, of_runs: Sequence[Sequence[Record | Cut]]) -> None:
-        """Print the news of each run."""
+    def print_news(self, of_runs: Sequence[Sequence[Record | Cut]]) -> None:
         cells = [[text for news in of_run if (text := self._as_text(news))] for of_run in of_runs]
         for row in zip_longest(*cells, fillvalue=""):
             self._print(row)
@@ -181,18 +190,6 @@ class _SideBySide:
         print("  ".join(cell.ljust(room) for cell in cells).rstrip(), flush=True)
 
 
-class _Json:
-    def __init__(self, logs: Sequence[TrainingLog]) -> None:
-        self._names = [log.name for log in logs]
-
-    def news(self, of_runs: Sequence[Sequence[Record | Cut]]) -> None:
-        for name, of_run in zip(self._names, of_runs, strict=True):
-            for news in of_run:
-                record = news if isinstance(news, dict) else {"kind": "cut", "global_step": news.step}
-                print_json_line({"run": name, **record})
-        sys.stdout.flush()
-
-
 KNOWN = ("run", "kind", "global_step", "epoch", "timestamp")
 """Fields of a record that are not metrics."""
 
@@ -204,12 +201,8 @@ class RecordTable:
     """Prints one line per record, and a header before the first."""
 
     def __init__(self, metrics: Sequence[str] | None, *, several: bool) -> None:
-        """
-        Args:
-            metrics: columns; None: the metrics of the first record, as many as fit a terminal, and all others as
-                ``name value`` at the end of the line.
-            several: whether the records belong to several runs.
-        """
+        """``metrics``: columns; None: the metrics of the first record, as many as fit a terminal, and all others as
+        ``name value`` at the end of the line."""
         self._metrics = metrics
         self._rest = metrics is None
         self._several = several
@@ -234,8 +227,11 @@ class RecordTable:
         run = ["run".ljust(NARROW)] if self._several else []
         head = [*run, "kind".ljust(5), "step".rjust(9), "epoch".rjust(8)]
         if self._metrics is None:
-            names = [name for name, value in _others(record, ()).items() if is_number(value)]
-            self._metrics = _seen(names, len("  ".join(head)), self._width)
+            end, self._metrics = len("  ".join(head)), []
+            for name in (name for name, value in _others(record, ()).items() if is_number(value)):
+                end += _width_of(name) + 2
+                if self._width is None or end + 2 <= self._width:  # two characters are left for " …"
+                    self._metrics.append(name)
         print("  ".join([*head, *(visible(name).rjust(NARROW) for name in self._metrics)]).rstrip())
 
 
@@ -245,12 +241,6 @@ def as_words(record: Mapping[str, Any], metrics: Sequence[str] | None) -> str:
     kind = "" if record.get("kind", "train") == "train" else f"{record['kind']}  "
     epoch = f"  epoch {number(record['epoch'])}" if is_number(record.get("epoch")) else ""
     return f"{kind}step {record['global_step']:,}  {in_words(chosen)}{epoch}"
-
-
-def _seen(names: Sequence[str], begin: int, width: int | None) -> list[str]:
-    """The columns that fit a terminal, with two characters left for " …"."""
-    ends = accumulate((_width_of(name) + 2 for name in names), initial=begin)
-    return [name for name, end in zip(names, list(ends)[1:], strict=True) if width is None or end + 2 <= width]
 
 
 def _width_of(name: str) -> int:
@@ -263,9 +253,8 @@ def _others(record: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 def _cell(record: Mapping[str, Any], name: str, width: int) -> str:
     value = record.get(name)
-    return (
-        "".rjust(width) if value is None else (number(value) if is_number(value) else visible(str(value))).rjust(width)
-    )
+    text = "" if value is None else number(value) if is_number(value) else visible(str(value))
+    return text.rjust(width)
 
 
 DIFFERING = 10
@@ -276,7 +265,7 @@ DIFFERING = 10
     argument("second", metavar="B", type=Path, help="run directory or log file"),
     STEP_KEY,
     flag("-q", "--quiet", help="print nothing, stop at the first difference"),
-    option("-n", "--most", metavar="N", default=DIFFERING, type=int, help="print at most N differing records"),
+    option("-n", "--most", metavar="N", default=DIFFERING, help="print at most N differing records"),
     JSON,
     statuses={1: "the logs differ"},
 )
@@ -302,8 +291,8 @@ def diff(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"identical": not shown, "differing_records": len(shown) + more, "differences": rows})
     elif shown:
-        columns = [Column("step", "step", right=True), Column("kind", "kind"), Column("field", "field")]
-        print_table([*columns, Column("first", first.name), Column("second", second.name)], rows)
+        columns = texts(kind="kind", field="field", first=first.name, second=second.name)
+        print_table([Column("step", "step", right=True), *columns], rows)
         count = len(shown) + more
         differ = "record differs" if count == 1 else "records differ"
         print(f"{count:,} {differ}" + (f"; the first {len(shown)} are shown" if more else ""))
@@ -348,7 +337,6 @@ TARGETS = ("csv", "parquet", "json", "tensorboard")
         "-o",
         "--output",
         metavar="PATH",
-        type=Path,
         help="output file, for tensorboard a directory; default: standard output",
     ),
     FORCE,

@@ -100,7 +100,7 @@ SHOWN_SPIKES = 5
         default="text",
         help="output format, md being a Markdown table; default: %(default)s",
     ),
-    option("-o", "--output", metavar="FILE", type=Path, help="file to write; default: standard output"),
+    option("-o", "--output", metavar="FILE", help="file to write; default: standard output"),
     FORCE,
     JSON,
     statuses={2: "error, or a run that cannot be read; the others are summarized"},

@@ -10,10 +10,9 @@ from .dialect import HuggingFace, TrainerCallback
 
 if TYPE_CHECKING:
     from .bridge import Bridge
+else:
+    __getattr__, __dir__ = lazy_exports(__name__)  # transformers takes seconds to import
 
 __all__ = ["DIALECT", "Bridge", "HuggingFace", "TrainerCallback"]
 
 DIALECT = HuggingFace
-
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_exports(__name__, {"bridge": ("Bridge",)})  # transformers takes seconds to import

@@ -14,10 +14,9 @@ from .dialect import Lightning
 
 if TYPE_CHECKING:
     from .bridge import Bridge
+else:
+    __getattr__, __dir__ = lazy_exports(__name__)  # Lightning takes seconds to import
 
 __all__ = ["DIALECT", "Bridge", "Callback", "Lightning"]
 
 DIALECT = Lightning
-
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_exports(__name__, {"bridge": ("Bridge",)})  # Lightning takes seconds to import
