@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 import dalsegno as ds
 from dalsegno import callbacks
 from dalsegno.distributed.gradients import GradientNorms
-from dalsegno.events.contexts import Context, LogContext
+from dalsegno.events.contexts import Context
 from dalsegno.events.dispatcher import Dispatcher
 from dalsegno.state import TrainerControl, TrainerState
 
@@ -121,10 +121,10 @@ def _scalars(rounds: int) -> Row:
     records = 20
     with TemporaryDirectory() as folder:
         logger = callbacks.TBLogger(scalars={**defaults, **{name: name for name in names}})
-        record = _context(LogContext, folder)
-        record.fill(logs, "train")
-        run = Dispatcher(lambda kind: _context(kind, folder), is_rank_zero=True)
+        run = Dispatcher(_common(folder), is_rank_zero=True)
         run.bind([logger])
+        run.log.fill(logs, "train")
+        record = run.log.context
         run.train_begin.fill(None, None)
         run.train_begin.fire()
         theirs = SummaryWriter(f"{folder}/theirs")
@@ -154,8 +154,8 @@ def _scalars(rounds: int) -> Row:
     )
 
 
-def _context(kind: type[Any], folder: str) -> Any:
-    """As the dispatcher would make it, of what TBLogger looks at."""
+def _common(folder: str) -> dict[str, Any]:
+    """Fields of a context, as far as TBLogger looks at them."""
     given: dict[str, Any] = {field.name: None for field in fields(Context)}
     state, control = TrainerState(is_world_process_zero=True), TrainerControl()
-    return kind(**given | {"args": ds.TrainingArguments(folder), "state": state, "control": control})
+    return given | {"args": ds.TrainingArguments(folder), "state": state, "control": control}

@@ -60,7 +60,7 @@ def run(rounds: int = ROUNDS) -> list[Row]:
 def _dispatcher(args: ds.TrainingArguments, callbacks: list[ds.Callback]) -> Dispatcher:
     context_fields: dict[str, Any] = {field.name: None for field in fields(Context)}
     context_fields |= {"args": args, "model": nn.Identity(), "state": ds.TrainerState(), "control": ds.TrainerControl()}
-    dispatcher = Dispatcher(lambda context: context(**context_fields))
+    dispatcher = Dispatcher(context_fields)
     dispatcher.bind(callbacks)
     return dispatcher
 

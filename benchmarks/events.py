@@ -86,7 +86,7 @@ def _dispatcher(callbacks: list[Listener]) -> Dispatcher:
     for number, callback in enumerate(callbacks):
         callback.name = f"listener {number}"
     context_fields: dict[str, Any] = {field.name: None for field in fields(Context)} | {"control": TrainerControl()}
-    dispatcher = Dispatcher(lambda context: context(**context_fields))
+    dispatcher = Dispatcher(context_fields)
     dispatcher.bind(callbacks)
     return dispatcher
 

@@ -25,7 +25,8 @@ def table() -> str:
 
 
 def needs_more(kind: type[Callback]) -> bool:
-    return any(getattr(kind, event.handler) is not getattr(Callback, event.handler) for event in UNSUPPORTED_EVENTS)
+    needed = UNSUPPORTED_EVENTS.keys() - {*kind.optional_events}
+    return any(getattr(kind, event.handler) is not getattr(Callback, event.handler) for event in needed)
 
 
 def listed(names: list[str]) -> str:

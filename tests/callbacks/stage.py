@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
 from torch import nn
 from torch.optim import SGD
@@ -10,7 +9,6 @@ from torch.optim import SGD
 from dalsegno.args import TrainingArguments
 from dalsegno.distributed.layout import Layout
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import Context
 from dalsegno.events.dispatcher import Dispatcher
 from dalsegno.state import TrainerControl, TrainerState
 
@@ -25,24 +23,22 @@ class Stage:
         self._model = model or nn.Linear(1, 1)
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._optimizer = SGD(trained, lr=0.0)
-        self.on = Dispatcher(self._surroundings, is_rank_zero=rank == 0)
+        nothing = SimpleNamespace()
+        common = {
+            "args": self.args,
+            "state": self.state,
+            "control": self.control,
+            "model": self._model,
+            "optimizer": self._optimizer,
+            "lr_scheduler": nothing,
+            "processing_class": None,
+            "train_dataloader": None,
+            "eval_dataloader": None,
+            "trainer": nothing,
+            "layout": Layout.flat(),
+        }
+        self.on = Dispatcher(common, is_rank_zero=rank == 0)
         self.on.bind(callbacks)
-
-    def _surroundings(self, kind: type[Context]) -> Context:
-        nothing = cast(Any, SimpleNamespace())
-        return kind(
-            args=self.args,
-            state=self.state,
-            control=self.control,
-            model=self._model,
-            optimizer=self._optimizer,
-            lr_scheduler=nothing,
-            processing_class=None,
-            train_dataloader=None,
-            eval_dataloader=None,
-            trainer=nothing,
-            layout=Layout.flat(),
-        )
 
     def begin(self) -> None:
         self.state.clock.start()

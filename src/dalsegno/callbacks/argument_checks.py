@@ -91,12 +91,13 @@ def mapping(owner: str, name: str, value: Mapping[str, T]) -> Mapping[str, T]:
     return value
 
 
-def merge_specs(defaults: Mapping[str, Mapping[str, Any]], given: Mapping[str, Spec | None]) -> dict[str, Spec]:
-    """Merge ``given`` over ``defaults``, field by field; None removes a default, and new names come last."""
+def merge_specs(defaults: Mapping[str, Spec], given: Mapping[str, Any], short: str) -> dict[str, Spec]:
+    """Merge ``given`` over ``defaults``, field by field; None removes a default, and new names come last. A value that
+    is not a mapping is that of the field ``short``."""
     merged = {name: dict(spec) for name, spec in defaults.items()}
     for name, spec in given.items():
         if spec is None:
             merged.pop(name, None)
         else:
-            merged.setdefault(name, {}).update(spec)
+            merged.setdefault(name, {}).update(spec if isinstance(spec, Mapping) else {short: spec})
     return merged

@@ -10,7 +10,7 @@ from dalsegno.callbacks.loggers.info_callback import InfoCallback
 from dalsegno.callbacks.loggers.progress_callback import ProgressCallback
 from dalsegno.callbacks.profiling.speed import DefaultMetrics
 from dalsegno.distributed import collectives
-from dalsegno.events.callback import Callback
+from dalsegno.events import Callback
 
 _TRACKERS = {
     "tensorboard": ("loggers.tb_logger", "TBLogger"),

@@ -286,7 +286,7 @@ def _parsed(each: object) -> list[Mode]:
         return [*modes_of(each)]
     if "(" not in each:
         raise _not_a_mode(each)
-    return [mode for mode in read_policies(each, [DDP, FSDP, HSDP, TensorParallel, Pipeline]) if isinstance(mode, Mode)]
+    return read_policies(each, [DDP, FSDP, HSDP, TensorParallel, Pipeline])
 
 
 def _not_a_mode(value: object) -> ConfigurationError:

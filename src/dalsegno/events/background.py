@@ -62,7 +62,7 @@ class Background(FlaglessCallback):
                 "calls it; use the callback without Background, or on_log to read records"
             )
         self.__wrapped__ = observer
-        self.name, self.ranks = observer.key, observer.ranks
+        self.name, self.ranks, self.optional_events = observer.key, observer.ranks, observer.optional_events
         self._worker = Worker(f"{observer.key}, in the background", queue, when_full)
         self._has_warned = False
 

@@ -134,6 +134,8 @@ class Callback:
     """True: it needs evaluations, so a run without anything to evaluate on is refused."""
     needs_events: Collection[Event] = ()
     """Events without which it measures nothing, besides those that it handles: a loop that lacks one refuses it."""
+    optional_events: Collection[Event] = ()
+    """Events that it handles where a loop fires them, and does without elsewhere: such a loop does not refuse it."""
     only_at_evaluations: bool = False
     """True: without evaluations it does nothing, so a run without anything to evaluate on warns of it."""
     reads_nonfinite_loss: bool = False

@@ -57,22 +57,25 @@ class TrainerLike(Protocol):
 
 @dataclass(slots=True)
 class Context:
-    """What every handler receives. Events without a payload pass just this."""
+    """What every handler receives. Events without a payload pass just this.
 
-    args: TrainingArguments
-    layout: Layout
+    These fields are set once; each firing calls ``__init__``, which sets those that the event adds.
+    """
+
+    args: TrainingArguments = field(init=False)
+    layout: Layout = field(init=False)
     """Which ranks read the same data: ``data_rank``, ``data_size``, and sums over the data ranks."""
-    state: TrainerState
-    control: TrainerControl
-    model: nn.Module
+    state: TrainerState = field(init=False)
+    control: TrainerControl = field(init=False)
+    model: nn.Module = field(init=False)
     """The user's own model, not the one that DDP or the compiler has wrapped."""
-    optimizer: Optimizer
-    lr_scheduler: Any
-    processing_class: Any
-    train_dataloader: Any
-    eval_dataloader: Any
+    optimizer: Optimizer = field(init=False)
+    lr_scheduler: Any = field(init=False)
+    processing_class: Any = field(init=False)
+    train_dataloader: Any = field(init=False)
+    eval_dataloader: Any = field(init=False)
     """The evaluation data, by name if there are several sets. May be read, but not during its evaluation."""
-    trainer: TrainerLike
+    trainer: TrainerLike = field(init=False)
 
     def __getattr__(self, name: str) -> Any:
         parts = ("state", "control", "trainer", "args")
@@ -89,87 +92,60 @@ class Context:
 
 
 @dataclass(slots=True)
-class PlainContext(Context):
-    def fill(self) -> None:
-        """Set the firing's payload; each context has its own arguments. For the loop, not for handlers."""
-
-
-@dataclass(slots=True)
 class BeforeLoadContext(Context):
-    path: Path | None = field(init=False)
+    path: Path | None
     """The selected and verified checkpoint; None if there is none."""
-    step: int = field(init=False)
-
-    def fill(self, path: Path | None, step: int) -> None:
-        self.path, self.step = path, step
+    step: int
 
 
 @dataclass(slots=True)
 class LoadContext(Context):
-    path: Path = field(init=False)
-    step: int = field(init=False)
-    report: Any = field(init=False)
+    path: Path
+    step: int
+    report: Any
     """Which components were restored, are new, or are carried forward (printable)."""
-
-    def fill(self, path: Path, step: int, report: object) -> None:
-        self.path, self.step, self.report = path, step, report
 
 
 @dataclass(slots=True)
 class TrainBeginContext(Context):
-    resumed_from: Path | None = field(init=False)
-    memory_checkpoints: str | None = field(init=False)
+    resumed_from: Path | None
+    memory_checkpoints: str | None
     """Their size and place on this host, and the memory that is free there; None if the run saves none."""
-
-    def fill(self, resumed_from: Path | None, memory_checkpoints: str | None) -> None:
-        self.resumed_from, self.memory_checkpoints = resumed_from, memory_checkpoints
 
 
 @dataclass(slots=True)
 class EpochContext(Context):
-    epoch: int = field(init=False)
+    epoch: int
     """From 0."""
-
-    def fill(self, epoch: int) -> None:
-        self.epoch = epoch
 
 
 @dataclass(slots=True)
 class MicrobatchBeginContext(Context):
-    batch: Any = field(init=False)
-    index: int = field(init=False)
+    batch: Any
+    index: int
     """Index of the micro-batch within its step, from 0."""
-    samples: int = field(init=False)
+    samples: int
     """True samples of this rank in it; 0 for padding, which makes the ranks' counts equal and is ignored."""
-
-    def fill(self, batch: object, index: int, samples: int) -> None:
-        self.batch, self.index, self.samples = batch, index, samples
 
 
 @dataclass(slots=True)
 class BeforeForwardContext(Context):
-    batch: Any = field(init=False)
-    call_args: list[Any] = field(init=False)
+    batch: Any
+    call_args: list[Any]
     """Positional arguments of the model's call; handlers may change them."""
-    call_kwargs: dict[str, Any] = field(init=False)
+    call_kwargs: dict[str, Any]
     """Keyword arguments of the model's call; handlers may change them."""
-
-    def fill(self, batch: object, call_args: list[Any], call_kwargs: dict[str, Any]) -> None:
-        self.batch, self.call_args, self.call_kwargs = batch, call_args, call_kwargs
 
 
 @dataclass(slots=True)
 class AfterForwardContext(Context):
-    outputs: Outputs = field(init=False)
-    batch: Any = field(init=False)
-
-    def fill(self, outputs: Outputs, batch: object) -> None:
-        self.outputs, self.batch = outputs, batch
+    outputs: Outputs
+    batch: Any
 
 
 @dataclass(slots=True)
 class LossContext(Context):
-    _loss: Number = field(init=False, repr=False)
+    _loss: Number = field(repr=False)
 
     @property
     def loss(self) -> float:
@@ -179,34 +155,24 @@ class LossContext(Context):
 
 @dataclass(slots=True)
 class BackwardContext(LossContext):
-    outputs: Outputs = field(init=False)
+    outputs: Outputs
     """Handlers of on_before_backward may change ``outputs["loss"]``."""
-
-    def fill(self, outputs: Outputs, loss: Number) -> None:
-        self.outputs, self._loss = outputs, loss
 
 
 @dataclass(slots=True)
 class MicrobatchEndContext(LossContext):
-    outputs: Outputs = field(init=False)
-    batch: Any = field(init=False)
-    index: int = field(init=False)
-    samples: int = field(init=False)
+    outputs: Outputs
+    batch: Any
+    index: int
+    samples: int
     """True samples of this rank in it; 0 for padding, which is ignored."""
-    is_last: bool = field(init=False)
+    is_last: bool
     """Whether the optimizer step follows."""
-
-    def fill(self, loss: Number, outputs: Outputs, batch: object, index: int, samples: int, is_last: bool) -> None:
-        self._loss, self.outputs, self.batch = loss, outputs, batch
-        self.index, self.samples, self.is_last = index, samples, is_last
 
 
 @dataclass(slots=True)
 class PreOptimizerStepContext(Context):
-    _grad_norm: Number = field(init=False, repr=False)
-
-    def fill(self, grad_norm: Number) -> None:
-        self._grad_norm = grad_norm
+    _grad_norm: Number = field(repr=False)
 
     @property
     def grad_norm(self) -> float | None:
@@ -216,27 +182,18 @@ class PreOptimizerStepContext(Context):
 
 @dataclass(slots=True)
 class StepSkippedContext(Context):
-    reason: str = field(init=False)
-
-    def fill(self, reason: str) -> None:
-        self.reason = reason
+    reason: str
 
 
 @dataclass(slots=True)
 class SchedulerContext(Context):
-    scheduler: Any = field(init=False)
-
-    def fill(self, scheduler: object) -> None:
-        self.scheduler = scheduler
+    scheduler: Any
 
 
 @dataclass(slots=True)
 class StepEndContext(LossContext):
-    _grad_norm: Number = field(init=False, repr=False)
-    _lr: Number = field(init=False, repr=False)
-
-    def fill(self, loss: Number, grad_norm: Number, lr: Number) -> None:
-        self._loss, self._grad_norm, self._lr = loss, grad_norm, lr
+    _grad_norm: Number = field(repr=False)
+    _lr: Number = field(repr=False)
 
     @property
     def step(self) -> int:
@@ -276,134 +233,95 @@ class StepEndContext(LossContext):
 
 @dataclass(slots=True)
 class MetricsContext(Context):
-    metrics: Metrics = field(init=False)
-
-    def fill(self, metrics: Metrics) -> None:
-        self.metrics = metrics
+    metrics: Metrics
 
 
 @dataclass(slots=True)
 class LogContext(Context):
-    logs: dict[str, Any] = field(init=False)
-    kind: str = field(init=False)
+    logs: dict[str, Any]
+    kind: str
     """``train``, ``eval``, ``final``, or ``user`` for a call of ``trainer.log``."""
-    evaluated_weights: str | None = field(init=False)
+    evaluated_weights: str | None = None
     """For an evaluation, the key of the callback whose averaged weights were measured; None: the model's own."""
-
-    def fill(self, logs: dict[str, Any], kind: str, evaluated_weights: str | None = None) -> None:
-        self.logs, self.kind, self.evaluated_weights = logs, kind, evaluated_weights
 
 
 @dataclass(slots=True)
 class EvaluateBeginContext(Context):
-    name: str = field(init=False)
+    name: str
     evaluated_weights: str | None = field(init=False, default=None)
     """A handler that swaps in other weights sets this to its callback's key; None: the model's own weights."""
-
-    batches: int | None = field(init=False)
+    batches: int | None = None
     """Batches of the set on this rank; None: unknown."""
-    between_batches: list[Callable[[int], None]] = field(init=False)
+    between_batches: list[Callable[[int], None]] = field(init=False, default_factory=list)
     """Functions that handlers append: each is called before each batch, with the number of those done."""
-
-    def fill(self, name: str, batches: int | None = None) -> None:
-        self.name, self.evaluated_weights, self.batches, self.between_batches = name, None, batches, []
 
 
 @dataclass(slots=True)
 class EvaluateEndContext(Context):
-    name: str = field(init=False)
-
-    def fill(self, name: str) -> None:
-        self.name = name
+    name: str
 
 
 @dataclass(slots=True)
 class PredictionStepContext(Context):
-    batch: Any = field(init=False)
-    outputs: Outputs = field(init=False)
-    index: int = field(init=False)
-    samples: int = field(init=False)
+    batch: Any
+    outputs: Outputs
+    index: int
+    samples: int
     """True samples of this rank in the batch; 0 for padding, which is ignored."""
-
-    def fill(self, batch: object, outputs: Outputs, index: int, samples: int) -> None:
-        self.batch, self.outputs, self.index, self.samples = batch, outputs, index, samples
 
 
 @dataclass(slots=True)
 class EvaluateContext(Context):
-    metrics: Metrics = field(init=False)
-    name: str = field(init=False)
+    metrics: Metrics
+    name: str
     """``eval``, or the key of ``eval_dataset`` if that is a dict."""
-    evaluated_weights: str | None = field(init=False)
+    evaluated_weights: str | None
     """The key of the callback whose averaged weights were measured; None: the model's own."""
-    all_metrics: Metrics = field(init=False)
+    all_metrics: Metrics
     """Metrics of all sets measured so far in this evaluation, including those of a previous leg that it interrupted."""
-    is_last: bool = field(init=False)
+    is_last: bool
     """Whether this set is the evaluation's last."""
-
-    def fill(
-        self, metrics: Metrics, name: str, evaluated_weights: str | None, all_metrics: Metrics, is_last: bool
-    ) -> None:
-        self.metrics, self.name, self.evaluated_weights = metrics, name, evaluated_weights
-        self.all_metrics, self.is_last = all_metrics, is_last
 
 
 @dataclass(slots=True)
 class BeforeSaveContext(Context):
-    path: Path = field(init=False)
-    step: int = field(init=False)
-
-    def fill(self, path: Path, step: int) -> None:
-        self.path, self.step = path, step
+    path: Path
+    step: int
 
 
 @dataclass(slots=True)
 class SaveContext(Context):
     """``state`` is that of the checkpoint: a copy, if the run has trained further steps since."""
 
-    path: Path = field(init=False)
-    step: int = field(init=False)
-    is_best: bool = field(init=False)
-
-    def fill(self, path: Path, step: int, is_best: bool, state: TrainerState) -> None:
-        self.path, self.step, self.is_best, self.state = path, step, is_best, state
+    state: TrainerState
+    path: Path
+    step: int
+    is_best: bool
 
 
 @dataclass(slots=True)
 class StepDoneContext(Context):
-    step: int = field(init=False)
-
-    def fill(self, step: int) -> None:
-        self.step = step
+    step: int
 
 
 @dataclass(slots=True)
 class RollbackContext(Context):
-    from_step: int = field(init=False)
-    to_step: int = field(init=False)
-    reason: str = field(init=False)
-
-    def fill(self, from_step: int, to_step: int, reason: str) -> None:
-        self.from_step, self.to_step, self.reason = from_step, to_step, reason
+    from_step: int
+    to_step: int
+    reason: str
 
 
 @dataclass(slots=True)
 class ExceptionContext(Context):
-    exception: BaseException = field(init=False)
-
-    def fill(self, exception: BaseException) -> None:
-        self.exception = exception
+    exception: BaseException
 
 
 @dataclass(slots=True)
 class TrainEndContext(Context):
-    reason: str = field(init=False)
-    metrics: Metrics = field(init=False)
-    checkpoint: Path | None = field(init=False)
+    reason: str
+    metrics: Metrics
+    checkpoint: Path | None = None
     """The newest of this run; after an exception, on_save did not fire for it."""
-
-    def fill(self, reason: str, metrics: Metrics, checkpoint: Path | None = None) -> None:
-        self.reason, self.metrics, self.checkpoint = reason, metrics, checkpoint
 
 
 def _read(number: Number) -> float:

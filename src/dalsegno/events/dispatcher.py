@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MethodType
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -23,7 +23,7 @@ from dalsegno.state import Handler, method_of, owner_of
 from . import contexts
 from .background import Background
 from .callback import Callback
-from .contexts import Context, PlainContext
+from .contexts import Context
 from .registration import check_callbacks
 from .table import Event
 
@@ -116,13 +116,14 @@ class Dispatcher:
 
     def __init__(
         self,
-        make_context: Callable[[type[Context]], Context],
+        common: Mapping[str, Any],
         *,
         is_rank_zero: bool = True,
         unsupported_events: Mapping[Event, str] | None = None,
     ) -> None:
-        """``unsupported_events``: those that this loop cannot fire, with reason and remedy for the error."""
-        self._make_context = make_context
+        """``common``: the fields of :class:`Context`. ``unsupported_events``: those that this loop cannot fire, with
+        reason and remedy for the error."""
+        self._common = common
         self._is_rank_zero = is_rank_zero
         self._unsupported_events = dict(unsupported_events or {})
         self._shared: dict[Any, Callback] = {}
@@ -136,48 +137,55 @@ class Dispatcher:
         """What handlers of a training record need of every rank."""
         self.channels: dict[Event, HandlerList[Any, Any]] = {}
 
-        self.init_end = self._handler_list(Event.INIT_END, contexts.PlainContext.fill)
-        self.before_load = self._handler_list(Event.BEFORE_LOAD, contexts.BeforeLoadContext.fill)
-        self.load = self._handler_list(Event.LOAD, contexts.LoadContext.fill)
-        self.train_begin = self._handler_list(Event.TRAIN_BEGIN, contexts.TrainBeginContext.fill)
-        self.epoch_begin = self._handler_list(Event.EPOCH_BEGIN, contexts.EpochContext.fill)
-        self.step_begin = self._handler_list(Event.STEP_BEGIN, contexts.PlainContext.fill)
-        self.microbatch_begin = self._handler_list(Event.MICROBATCH_BEGIN, contexts.MicrobatchBeginContext.fill)
-        self.before_forward = self._handler_list(Event.BEFORE_FORWARD, contexts.BeforeForwardContext.fill)
-        self.after_forward = self._handler_list(Event.AFTER_FORWARD, contexts.AfterForwardContext.fill)
-        self.before_backward = self._handler_list(Event.BEFORE_BACKWARD, contexts.BackwardContext.fill)
-        self.after_backward = self._handler_list(Event.AFTER_BACKWARD, contexts.BackwardContext.fill)
-        self.microbatch_end = self._handler_list(Event.MICROBATCH_END, contexts.MicrobatchEndContext.fill)
-        self.gradients_ready = self._handler_list(Event.GRADIENTS_READY, contexts.PlainContext.fill)
-        self.pre_optimizer_step = self._handler_list(Event.PRE_OPTIMIZER_STEP, contexts.PreOptimizerStepContext.fill)
-        self.optimizer_step = self._handler_list(Event.OPTIMIZER_STEP, contexts.PlainContext.fill)
-        self.step_skipped = self._handler_list(Event.STEP_SKIPPED, contexts.StepSkippedContext.fill)
-        self.before_zero_grad = self._handler_list(Event.BEFORE_ZERO_GRAD, contexts.PlainContext.fill)
-        self.after_zero_grad = self._handler_list(Event.AFTER_ZERO_GRAD, contexts.PlainContext.fill)
-        self.before_scheduler_step = self._handler_list(Event.BEFORE_SCHEDULER_STEP, contexts.SchedulerContext.fill)
-        self.after_scheduler_step = self._handler_list(Event.AFTER_SCHEDULER_STEP, contexts.SchedulerContext.fill)
-        self.step_end = self._handler_list(Event.STEP_END, contexts.StepEndContext.fill)
-        self.train_metrics = self._handler_list(Event.TRAIN_METRICS, contexts.MetricsContext.fill)
-        self.log_step = self._handler_list(Event.LOG_STEP, contexts.LogContext.fill)
-        self.log = self._handler_list(Event.LOG, contexts.LogContext.fill)
-        self.evaluate_begin = self._handler_list(Event.EVALUATE_BEGIN, contexts.EvaluateBeginContext.fill)
-        self.prediction_step = self._handler_list(Event.PREDICTION_STEP, contexts.PredictionStepContext.fill)
-        self.evaluate_end = self._handler_list(Event.EVALUATE_END, contexts.EvaluateEndContext.fill)
-        self.evaluate = self._handler_list(Event.EVALUATE, contexts.EvaluateContext.fill)
-        self.predict = self._handler_list(Event.PREDICT, contexts.MetricsContext.fill)
-        self.before_save = self._handler_list(Event.BEFORE_SAVE, contexts.BeforeSaveContext.fill)
-        self.save = self._handler_list(Event.SAVE, contexts.SaveContext.fill)
-        self.step_done = self._handler_list(Event.STEP_DONE, contexts.StepDoneContext.fill)
-        self.epoch_end = self._handler_list(Event.EPOCH_END, contexts.EpochContext.fill)
-        self.rollback = self._handler_list(Event.ROLLBACK, contexts.RollbackContext.fill)
-        self.exception = self._handler_list(Event.EXCEPTION, contexts.ExceptionContext.fill)
-        self.train_end = self._handler_list(Event.TRAIN_END, contexts.TrainEndContext.fill)
+        self.init_end = self._handler_list(Event.INIT_END, Context)
+        self.before_load = self._handler_list(Event.BEFORE_LOAD, contexts.BeforeLoadContext)
+        self.load = self._handler_list(Event.LOAD, contexts.LoadContext)
+        self.train_begin = self._handler_list(Event.TRAIN_BEGIN, contexts.TrainBeginContext)
+        self.epoch_begin = self._handler_list(Event.EPOCH_BEGIN, contexts.EpochContext)
+        self.step_begin = self._handler_list(Event.STEP_BEGIN, Context)
+        self.microbatch_begin = self._handler_list(Event.MICROBATCH_BEGIN, contexts.MicrobatchBeginContext)
+        self.before_forward = self._handler_list(Event.BEFORE_FORWARD, contexts.BeforeForwardContext)
+        self.after_forward = self._handler_list(Event.AFTER_FORWARD, contexts.AfterForwardContext)
+        self.before_backward = self._handler_list(Event.BEFORE_BACKWARD, contexts.BackwardContext)
+        self.after_backward = self._handler_list(Event.AFTER_BACKWARD, contexts.BackwardContext)
+        self.microbatch_end = self._handler_list(Event.MICROBATCH_END, contexts.MicrobatchEndContext)
+        self.gradients_ready = self._handler_list(Event.GRADIENTS_READY, Context)
+        self.pre_optimizer_step = self._handler_list(Event.PRE_OPTIMIZER_STEP, contexts.PreOptimizerStepContext)
+        self.optimizer_step = self._handler_list(Event.OPTIMIZER_STEP, Context)
+        self.step_skipped = self._handler_list(Event.STEP_SKIPPED, contexts.StepSkippedContext)
+        self.before_zero_grad = self._handler_list(Event.BEFORE_ZERO_GRAD, Context)
+        self.after_zero_grad = self._handler_list(Event.AFTER_ZERO_GRAD, Context)
+        self.before_scheduler_step = self._handler_list(Event.BEFORE_SCHEDULER_STEP, contexts.SchedulerContext)
+        self.after_scheduler_step = self._handler_list(Event.AFTER_SCHEDULER_STEP, contexts.SchedulerContext)
+        self.step_end = self._handler_list(Event.STEP_END, contexts.StepEndContext)
+        self.train_metrics = self._handler_list(Event.TRAIN_METRICS, contexts.MetricsContext)
+        self.log_step = self._handler_list(Event.LOG_STEP, contexts.LogContext)
+        self.log = self._handler_list(Event.LOG, contexts.LogContext)
+        self.evaluate_begin = self._handler_list(Event.EVALUATE_BEGIN, contexts.EvaluateBeginContext)
+        self.prediction_step = self._handler_list(Event.PREDICTION_STEP, contexts.PredictionStepContext)
+        self.evaluate_end = self._handler_list(Event.EVALUATE_END, contexts.EvaluateEndContext)
+        self.evaluate = self._handler_list(Event.EVALUATE, contexts.EvaluateContext)
+        self.predict = self._handler_list(Event.PREDICT, contexts.MetricsContext)
+        self.before_save = self._handler_list(Event.BEFORE_SAVE, contexts.BeforeSaveContext)
+        self.save = self._handler_list(Event.SAVE, contexts.SaveContext)
+        self.step_done = self._handler_list(Event.STEP_DONE, contexts.StepDoneContext)
+        self.epoch_end = self._handler_list(Event.EPOCH_END, contexts.EpochContext)
+        self.rollback = self._handler_list(Event.ROLLBACK, contexts.RollbackContext)
+        self.exception = self._handler_list(Event.EXCEPTION, contexts.ExceptionContext)
+        self.train_end = self._handler_list(Event.TRAIN_END, contexts.TrainEndContext)
 
-    def _handler_list(self, event: Event, fill: Callable[Concatenate[C, P], None]) -> HandlerList[P, C]:
-        context = cast(C, self._make_context(event.context))
-        channel: HandlerList[P, C] = HandlerList(event, context, MethodType(fill, context))
+    def _handler_list(self, event: Event, kind: Callable[P, C]) -> HandlerList[P, C]:
+        """``kind``: the event's context, whose arguments are the payload."""
+        context = self._new_context(event.context)
+        channel: HandlerList[P, C] = HandlerList(event, cast(C, context), MethodType(event.context.__init__, context))
         self.channels[event] = channel
         return channel
+
+    def _new_context(self, kind: type[Context]) -> Context:
+        context = kind.__new__(kind)
+        for name, value in self._common.items():
+            setattr(context, name, value)
+        return context
 
     def bind(self, callbacks: Iterable[object]) -> None:
         """Set the callbacks whose handlers are called, in this order."""
@@ -230,7 +238,7 @@ class Dispatcher:
     def shared(self, kind: Callable[[Context], K]) -> K:
         """See :class:`dalsegno.events.callback.Binder`. Callbacks call it while they are bound."""
         if kind not in self._shared:
-            self._shared[kind] = kind(self._make_context(PlainContext))
+            self._shared[kind] = kind(self._new_context(Context))
         found = self._shared[kind]
         if found not in self.callbacks:
             self._add(found)
@@ -311,8 +319,8 @@ def note_failures(error: BaseException, others: Sequence[BaseException]) -> None
 
 
 def check_supported(callbacks: Iterable[Callback], unsupported_events: Mapping[Event, str]) -> None:
-    """Raises EventNotFired if a callback handles or needs an event that a loop cannot fire, with reason and remedy."""
+    """Raises EventNotFired if a callback needs an event that a loop cannot fire, with reason and remedy."""
     for callback in callbacks:
         for event in (*callback.handled_events(), *callback.needs_events):
-            if event in unsupported_events:
+            if event in unsupported_events and event not in callback.optional_events:
                 raise EventNotFired(f"{callback.key} needs {event.handler}, which {unsupported_events[event]}")

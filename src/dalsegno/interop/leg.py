@@ -171,19 +171,19 @@ class Leg:
         """Progress, which the Bridge keeps equal to the library's."""
         self.control = TrainerControl()
         self.events = Dispatcher(
-            lambda kind: kind(
-                args=args,
-                layout=Layout.flat(),
-                state=self.state,
-                control=self.control,
-                model=model,
-                optimizer=optimizer,
-                lr_scheduler=lr_scheduler,
-                processing_class=processing_class,
-                train_dataloader=train_dataloader,
-                eval_dataloader=eval_dataloader,
-                trainer=self,
-            ),
+            {
+                "args": args,
+                "layout": Layout.flat(),
+                "state": self.state,
+                "control": self.control,
+                "model": model,
+                "optimizer": optimizer,
+                "lr_scheduler": lr_scheduler,
+                "processing_class": processing_class,
+                "train_dataloader": train_dataloader,
+                "eval_dataloader": eval_dataloader,
+                "trainer": self,
+            },
             is_rank_zero=self.state.is_world_process_zero,
             unsupported_events=unsupported_events,
         )
@@ -515,7 +515,7 @@ class Leg:
     def saved(self, checkpoint: Path, *, is_best: bool = False) -> None:
         """Fire on_save: the library's checkpoint of this step is complete, with the states."""
         self._newest = checkpoint
-        self.events.save.fire_with(checkpoint, self.state.global_step, is_best, self.state)
+        self.events.save.fire_with(self.state, checkpoint, self.state.global_step, is_best)
 
     def _components(self) -> list[Component]:
         own = [Component("bridge", self._progress), Component("clock", self.state.clock)]

@@ -17,10 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dalsegno.events.callback import Binder, FlaglessCallback
+from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import Context, TrainEndContext
 from dalsegno.events.table import Event
-from dalsegno.state import Handler
 
 _BEAT = struct.Struct("=dq")
 _NEVER = -1
@@ -60,19 +59,16 @@ class HeartbeatCallback(FlaglessCallback):
     """Writes this rank's beats while it trains: at each step, record, evaluation batch and checkpoint."""
 
     name = "dalsegno.heartbeat"
+    optional_events = (Event.PREDICTION_STEP,)
 
     def __init__(self, beats: Heartbeats, local_rank: int) -> None:
         self._beats = beats
         self._local_rank = local_rank
 
-    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        """Also handle an event that only some loops fire."""
-        return [*super().bound_handlers(binder), (Event.PREDICTION_STEP, self._beat)]
-
     def _beat(self, ctx: Context) -> None:
         self._beats.write(self._local_rank, Beat(time.monotonic(), ctx.state.global_step))
 
-    on_train_begin = on_evaluate = on_log = on_save = on_step_done = _beat
+    on_train_begin = on_prediction_step = on_evaluate = on_log = on_save = on_step_done = _beat
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
         self._beats.write(self._local_rank, Beat(0.0, ctx.state.global_step))

@@ -1,4 +1,4 @@
-"""Policies: when to save, which checkpoints to keep, how to recover. Here: their base class, and their notation.
+"""Policies: when to save, which checkpoints to keep, how to recover. Here: their base classes, and their notation.
 
 The notation is Python's own, so that a policy looks the same in a program, a log and a configuration file::
 
@@ -7,17 +7,15 @@ The notation is Python's own, so that a policy looks the same in a program, a lo
 
 from __future__ import annotations
 
+import ast
 import inspect
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from dalsegno.errors import ConfigurationError, UnknownName
 
-_QUOTED = r"""("[^"]*"|'[^']*')"""
-_RULE = re.compile(rf"\s*(\w+)\s*\(((?:{_QUOTED}|[^()\"'])*)\)\s*")
-_ARGUMENT = re.compile(rf"\s*(?:(\w+)\s*=\s*)?({_QUOTED}|[^\s\"']+)\s*")
+P = TypeVar("P", bound="Policy")
 
 
 class Policy:
@@ -48,6 +46,31 @@ class ListedSteps(Policy):
         return f"{type(self).__name__}({', '.join(map(str, self.steps))})"
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class Joined(Policy):
+    """Base of several policies of a kind, joined with ``|``."""
+
+    parts: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.parts))
+
+
+def parts_of(given: object, base: type[P], known: Sequence[type[P]], what: str) -> tuple[P, ...]:
+    """Return the single policies of user input: a policy of the kind ``base``, its text, or a list of either.
+
+    Raises ConfigurationError for any other input, and for an empty list. ``what``: name of the kind in the message.
+    """
+    if isinstance(given, base):
+        return given.parts if isinstance(given, Joined) else (given,)
+    if isinstance(given, str):
+        given = read_policies(given, known)
+    if not isinstance(given, Sequence) or not given:
+        names = ", ".join(map(_example, known))
+        raise ConfigurationError(f"{given!r} is not a {what}; use {names}, or a list of several")
+    return tuple(part for each in given for part in parts_of(each, base, known, what))
+
+
 def check_integers(name: str, given: object, least: Mapping[str, int], *optional: str, hint: str = "") -> None:
     """Raises ConfigurationError if an attribute in ``least`` is neither an integer of at least that nor, if it is
     ``optional``, None."""
@@ -58,72 +81,62 @@ def check_integers(name: str, given: object, least: Mapping[str, int], *optional
             raise ConfigurationError(f"{name}({argument}={value!r}): needs {needs}")
 
 
-def read_policies(text: str, known: Iterable[type[Policy]]) -> list[Policy]:
-    """Parse policies joined with ``|``: known names, numbers and quoted strings only; nothing is evaluated. Raises
-    UnknownName for an unknown policy or argument; ConfigurationError for a syntax error, or an argument whose value
-    cannot work."""
+def read_policies(text: str, known: Iterable[type[P]]) -> list[P]:
+    """Parse policies joined with ``|``: known names, numbers, words and quoted strings only; nothing is evaluated.
+    Raises UnknownName for an unknown policy or argument; ConfigurationError for a syntax error, or an argument whose
+    value cannot work."""
     kinds = {kind.__name__: kind for kind in known}
-    rules = []
-    for part in _split(text, "|"):
-        rule = _RULE.fullmatch(part)
-        if rule is None:
-            example = " | ".join(f"{name}(…)" for name in kinds)
-            raise ConfigurationError(f"{part.strip()!r} is not a rule; write for example {example}")
-        rules.append(_read_rule(rule[1], rule[2], kinds))
-    return rules
+    source = f"({text})"  # a line break within is not the end
+    try:
+        rest = ast.parse(source, mode="eval").body
+    except SyntaxError:
+        raise _not_a_rule(text, kinds) from None
+    parts = []
+    while isinstance(rest, ast.BinOp) and isinstance(rest.op, ast.BitOr):
+        parts.append(rest.right)
+        rest = rest.left
+    return [_read_rule(part, source, kinds) for part in (rest, *reversed(parts))]
 
 
-def _read_rule(name: str, written: str, kinds: Mapping[str, type[Policy]]) -> Policy:
+def _read_rule(rule: ast.expr, source: str, kinds: Mapping[str, type[P]]) -> P:
+    written = ast.unparse(rule)
+    if not isinstance(rule, ast.Call) or not isinstance(rule.func, ast.Name):
+        raise _not_a_rule(written, kinds)
+    name = rule.func.id
     if name not in kinds:
         raise UnknownName("rule", name, kinds)
     accepted = inspect.signature(kinds[name]).parameters.values()
     known = [each.name for each in accepted if each.kind is not each.VAR_POSITIONAL]
     takes_any_number = len(known) < len(accepted)
-    values: list[Any] = []
+    if len(rule.args) > len(known) and not takes_any_number:
+        extra = ast.unparse(rule.args[len(known)])
+        raise ConfigurationError(f"{written}: {extra!r} is not an argument; known: {', '.join(known)}")
     arguments: dict[str, Any] = {}
-    for place, each in enumerate(_split(written, ",") if written.strip() else []):
-        argument = _ARGUMENT.fullmatch(each)
-        if argument is not None and argument[1] is None and takes_any_number:
-            values.append(_value(argument[2]))
-            continue
-        if argument is None or (argument[1] is None and place >= len(known)):
-            raise ConfigurationError(
-                f"{name}({written}): {each.strip()!r} is not an argument; known: {', '.join(known)}"
-            )
-        key = argument[1] or known[place]
+    for key, value in [*zip(known, rule.args, strict=False), *((str(each.arg), each.value) for each in rule.keywords)]:
         if key not in known:
             raise UnknownName(f"argument of {name}", key, known)
         if key in arguments:
-            raise ConfigurationError(f"{name}({written}): {key} is given twice")
-        arguments[key] = _value(argument[2])
+            raise ConfigurationError(f"{written}: {key} is given twice")
+        arguments[key] = _value(value, source)
     required = [each.name for each in accepted if each.default is each.empty and each.name in known]
     if missing := [each for each in required if each not in arguments]:
-        raise ConfigurationError(f"{name}({written}): needs {', '.join(missing)}")
-    return kinds[name](*values, **arguments)
+        raise ConfigurationError(f"{written}: needs {', '.join(missing)}")
+    listed = [_value(each, source) for each in rule.args] if takes_any_number else []
+    return kinds[name](*listed, **arguments)
 
 
-def _split(text: str, separator: str) -> list[str]:
-    """The parts of ``text`` between separators, which do not count in quotes."""
-    parts = [""]
-    for piece in re.split(f"{_QUOTED}|([{separator}])", text):
-        if piece == separator:
-            parts.append("")
-        else:
-            parts[-1] += piece or ""
-    return parts
+def _value(written: ast.expr, source: str) -> Any:
+    try:
+        return ast.literal_eval(written)
+    except (ValueError, TypeError):
+        word = ast.get_source_segment(source, written)
+        return float(word) if word in ("inf", "nan") else word
 
 
-_CONSTANTS: Mapping[str, bool | None] = {"True": True, "False": False, "None": None}
+def _not_a_rule(text: str, kinds: Mapping[str, type[Policy]]) -> ConfigurationError:
+    examples = " | ".join(map(_example, kinds.values()))
+    return ConfigurationError(f"{text.strip()!r} is not a rule; write for example {examples}")
 
 
-def _value(text: str) -> int | float | str | bool | None:
-    if text[0] in "\"'":
-        return text[1:-1]
-    if text in _CONSTANTS:
-        return _CONSTANTS[text]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+def _example(kind: type[Policy]) -> str:
+    return f"{kind.__name__}({'…' if inspect.signature(kind).parameters else ''})"

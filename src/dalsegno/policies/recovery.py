@@ -163,7 +163,7 @@ def recovery_of(given: RecoveryPolicy | str | None) -> RecoveryPolicy | None:
     """Convert user input (a policy, or its text) to a policy. Raises ConfigurationError for any other input."""
     if isinstance(given, str):
         read = read_policies(given, [RecoveryPolicy])
-        given = read[0] if len(read) == 1 and isinstance(read[0], RecoveryPolicy) else None
+        given = read[0] if len(read) == 1 else None
     if isinstance(given, RecoveryPolicy) or given is None:
         return given
     raise ConfigurationError(f"{given!r} is not a recovery policy; use RecoveryPolicy(…), or None for no rollbacks")

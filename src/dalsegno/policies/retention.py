@@ -14,7 +14,7 @@ from typing import Literal
 
 from dalsegno.errors import ConfigurationError
 
-from . import ListedSteps, Policy, check_integers, read_policies
+from . import Joined, ListedSteps, Policy, check_integers, parts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Retention(Policy):
         raise NotImplementedError
 
     def __or__(self, other: Retention) -> Retention:
-        return AnyRetention((*rules_of(self), *rules_of(other)))
+        return retention_of([self, other])
 
     def with_metric(self, metric: str, *, greater: bool) -> Retention:
         """Return this rule with ``metric`` filled in, if it names no metric itself."""
@@ -145,13 +145,10 @@ class Steps(ListedSteps, Retention):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class AnyRetention(Retention):
+class AnyRetention(Joined, Retention):
     """Several rules joined with ``|``."""
 
     parts: tuple[Retention, ...]
-
-    def __repr__(self) -> str:
-        return " | ".join(map(repr, self.parts))
 
     def __call__(self, entries: Sequence[CheckpointSummary]) -> set[int]:
         return set().union(*(part(entries) for part in self.parts))
@@ -163,21 +160,10 @@ class AnyRetention(Retention):
 def retention_of(given: Retention | str | Sequence[Retention | str]) -> Retention:
     """Convert user input (a rule, its text, or a list of either) to one rule. Raises ConfigurationError for any other
     input, or an empty list."""
-    if isinstance(given, Retention):
-        return given
-    if isinstance(given, str):
-        read = read_policies(given, (Latest, Best, EveryNth, Steps))
-        return retention_of([each for each in read if isinstance(each, Retention)])
-    if not isinstance(given, Sequence) or not given:
-        raise ConfigurationError(
-            f"{given!r} is not a retention rule; use Latest(…), Best(…), EveryNth(…), Steps(…), or a list of several"
-        )
-    parts = tuple(part for each in given for part in rules_of(retention_of(each)))
+    parts = rules_of(given)
     return parts[0] if len(parts) == 1 else AnyRetention(parts)
 
 
-def rules_of(rule: Retention) -> tuple[Retention, ...]:
-    """Return the single rules that ``|`` has joined."""
-    if not isinstance(rule, Retention):
-        raise ConfigurationError(f"{rule!r} is not a retention rule; use Latest(…), Best(…), EveryNth(…), Steps(…)")
-    return rule.parts if isinstance(rule, AnyRetention) else (rule,)
+def rules_of(given: Retention | str | Sequence[Retention | str]) -> tuple[Retention, ...]:
+    """Return the single rules of user input: those that ``|`` has joined."""
+    return parts_of(given, Retention, (Latest, Best, EveryNth, Steps), "retention rule")

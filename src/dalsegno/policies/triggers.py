@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from dalsegno.errors import ConfigurationError
 
-from . import ListedSteps, Policy, check_integers, read_policies
+from . import Joined, ListedSteps, Policy, check_integers, parts_of, read_policies
 
 _OR_NEVER = "an integer, 0 (never) or more"
 
@@ -48,7 +48,7 @@ class SaveTrigger(Policy):
         return False
 
     def __or__(self, other: SaveTrigger) -> SaveTrigger:
-        return AnyTrigger((*_parts(self), *_parts(other)))
+        return save_trigger([self, other])
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -125,13 +125,10 @@ class AtEnd(SaveTrigger):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class AnyTrigger(SaveTrigger):
+class AnyTrigger(Joined, SaveTrigger):
     """Several triggers joined with ``|``."""
 
     parts: tuple[SaveTrigger, ...]
-
-    def __repr__(self) -> str:
-        return " | ".join(map(repr, self.parts))
 
     def __bool__(self) -> bool:
         return any(self.parts)
@@ -156,17 +153,8 @@ class AnyTrigger(SaveTrigger):
 
 def save_trigger(given: SaveTrigger | str | Sequence[SaveTrigger | str]) -> SaveTrigger:
     """Convert user input (a trigger, its text, or a list of either) to one trigger. Raises ConfigurationError for any
-    other input."""
-    if isinstance(given, SaveTrigger):
-        return given
-    if isinstance(given, str):
-        read = read_policies(given, (Every, AtSteps, OnBest, AtEnd))
-        return save_trigger([each for each in read if isinstance(each, SaveTrigger)])
-    if not isinstance(given, Sequence):
-        raise ConfigurationError(
-            f"{given!r} is not a save trigger; use Every(…), AtSteps(…), OnBest(), AtEnd(), or a list of several"
-        )
-    parts = tuple(part for each in given for part in _parts(save_trigger(each)))
+    other input, or an empty list."""
+    parts = parts_of(given, SaveTrigger, (Every, AtSteps, OnBest, AtEnd), "save trigger")
     return parts[0] if len(parts) == 1 else AnyTrigger(parts)
 
 
@@ -201,7 +189,7 @@ class InMemory(Policy):
 def memory_trigger(given: InMemory | SaveTrigger | str) -> InMemory | Every:
     """Convert user input to a trigger by steps and epochs alone, which all ranks know without asking each other."""
     if isinstance(given, str) and given.strip().startswith(InMemory.__name__):
-        given, *others = (each for each in read_policies(given, (InMemory,)) if isinstance(each, InMemory))
+        given, *others = read_policies(given, (InMemory,))
         if others:
             raise ConfigurationError(f"{given!r} and {others[0]!r}: give one")
     if isinstance(given, InMemory):
@@ -215,12 +203,6 @@ def memory_trigger(given: InMemory | SaveTrigger | str) -> InMemory | Every:
 def in_memory(trigger: InMemory | Every) -> InMemory:
     """The trigger as :class:`InMemory`; ``Every(…)`` keeps no copies."""
     return trigger if isinstance(trigger, InMemory) else InMemory(trigger.steps, trigger.epochs)
-
-
-def _parts(when: SaveTrigger) -> tuple[SaveTrigger, ...]:
-    if not isinstance(when, SaveTrigger):
-        raise ConfigurationError(f"{when!r} is not a save trigger; use Every(…), AtSteps(…), OnBest() or AtEnd()")
-    return when.parts if isinstance(when, AnyTrigger) else (when,)
 
 
 StepValues = Mapping[int, int] | Mapping[str, int] | str

@@ -35,7 +35,7 @@ from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.events.callback import Callback
 from dalsegno.events.dispatcher import note_failures, raise_first
 from dalsegno.events.table import Event
-from dalsegno.policies.retention import Best, retention_of, rules_of
+from dalsegno.policies.retention import Best, rules_of
 from dalsegno.stateful.component import Stateful
 
 from .parts import RunParts
@@ -365,7 +365,7 @@ def _never_meet(args: TrainingArguments) -> bool:
 
 
 def _best_rules(args: TrainingArguments) -> list[Best]:
-    rules = () if args.keep is None else rules_of(retention_of(args.keep))
+    rules = () if args.keep is None else rules_of(args.keep)
     return [rule for rule in rules if isinstance(rule, Best)]
 
 

@@ -26,7 +26,6 @@ from dalsegno.distributed.rng import RandomState
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.events.adapters import CallbackAdapter, adapt, external_global_callbacks
 from dalsegno.events.callback import Callback, global_callbacks
-from dalsegno.events.contexts import Context
 from dalsegno.events.dispatcher import Dispatcher
 from dalsegno.events.registration import check_callbacks, instances
 from dalsegno.events.table import Event
@@ -108,19 +107,17 @@ def build_parts(
     state = TrainerState(is_local_process_zero=collectives.local_rank() == 0, is_world_process_zero=is_rank_zero)
     control = TrainerControl(can_roll_back=args.recovery is not None)
 
-    def make_context(kind: type[Context]) -> Context:
-        return kind(
-            args=args,
-            layout=layout,
-            state=state,
-            control=control,
-            model=model,
-            optimizer=optimizer,
-            lr_scheduler=schedulers[0] if len(schedulers) == 1 else schedulers,
-            **context_fields,
-        )
-
-    dispatcher = Dispatcher(make_context, is_rank_zero=is_rank_zero, unsupported_events=unsupported_events)
+    common = {
+        "args": args,
+        "layout": layout,
+        "state": state,
+        "control": control,
+        "model": model,
+        "optimizer": optimizer,
+        "lr_scheduler": schedulers[0] if len(schedulers) == 1 else schedulers,
+        **context_fields,
+    }
+    dispatcher = Dispatcher(common, is_rank_zero=is_rank_zero, unsupported_events=unsupported_events)
     return RunParts(
         args=args,
         layout=layout,

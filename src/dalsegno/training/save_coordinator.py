@@ -268,7 +268,7 @@ class SaveCoordinator:
         saved = self._parts.dispatcher.save
         if saved:
             state = self._state if self._state.global_step == save.step else self._captured_state
-            saved.fill(save.path, save.step, save.is_best, state)
+            saved.fill(state, save.path, save.step, save.is_best)
             with self._parts.random_state.kept():  # the step at which it fires depends on the disk
                 saved.fire()
 

@@ -238,7 +238,7 @@ class MicrobatchAccumulation:
         """Add this micro-batch's gradients; its share of the step's loss, detached."""
         dispatcher = self.dispatcher
         if dispatcher.before_backward:
-            dispatcher.before_backward.fill(outputs, loss.detach())
+            dispatcher.before_backward.fill(loss.detach(), outputs)
             dispatcher.before_backward.fire()
             loss = outputs["loss"]
         counted = loss.detach()
@@ -250,7 +250,7 @@ class MicrobatchAccumulation:
             scaled = self.scaler.scale(scaled)
         scaled.backward()  # type: ignore[no-untyped-call]
         if dispatcher.after_backward:
-            dispatcher.after_backward.fill(outputs, loss.detach())
+            dispatcher.after_backward.fill(loss.detach(), outputs)
             dispatcher.after_backward.fire()
         return counted
 

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from dalsegno.distributed.sharded_tensors import named_parameters
 from dalsegno.distributed.stage_places import is_on_other_stage, like_parameter
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import FlaglessCallback
-from dalsegno.events.contexts import EvaluateBeginContext
+from dalsegno.events import FlaglessCallback, contexts
 
 logger = logging.getLogger("dalsegno")
 
@@ -58,7 +57,7 @@ class WeightAverages(FlaglessCallback):
         finally:
             self._take_back()
 
-    def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
+    def on_evaluate_begin(self, ctx: contexts.EvaluateBeginContext) -> None:
         """Make the records of the evaluation name the averages that are swapped in, of any callback."""
         ctx.evaluated_weights = _in_place.get(ctx.model, ctx.evaluated_weights)
 

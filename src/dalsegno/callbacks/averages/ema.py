@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dalsegno.callbacks.argument_checks import flag, number, whole
 from dalsegno.callbacks.averages.averaged_weights import WeightAverages
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.contexts import Context, EvaluateBeginContext, EvaluateEndContext, StepEndContext
+from dalsegno.events import contexts
 from dalsegno.stateful.schema import Count
 
 
@@ -49,14 +49,14 @@ class EMA(WeightAverages):
         self._updates = 0
         self._is_evaluated = False
 
-    def _begin(self, ctx: Context) -> None:
+    def _begin(self, ctx: contexts.Context) -> None:
         self._bind(ctx.model, were_saved=self._updates > 0)
 
     on_train_begin = _begin
     on_rollback = _begin
     on_load = _begin  # so that a finished run's averages can be evaluated: it begins no training
 
-    def on_step_end(self, ctx: StepEndContext) -> None:
+    def on_step_end(self, ctx: contexts.StepEndContext) -> None:
         if self._model is None:  # added in the middle of a leg
             self._begin(ctx)
         if ctx.step % self._every == 0:
@@ -64,11 +64,11 @@ class EMA(WeightAverages):
             self._approach(ctx.model, 1 - decay)
             self._updates += 1
 
-    def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
+    def on_evaluate_begin(self, ctx: contexts.EvaluateBeginContext) -> None:
         self._is_evaluated = self._put_in_place()
         super().on_evaluate_begin(ctx)
 
-    def on_evaluate_end(self, ctx: EvaluateEndContext) -> None:
+    def on_evaluate_end(self, ctx: contexts.EvaluateEndContext) -> None:
         if self._is_evaluated:
             self._take_back()
         self._is_evaluated = False

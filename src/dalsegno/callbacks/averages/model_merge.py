@@ -13,7 +13,7 @@ from dalsegno.callbacks.argument_checks import whole
 from dalsegno.callbacks.averages.averaged_weights import WeightAverages
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.contexts import Context, StepEndContext, TrainBeginContext
+from dalsegno.events import contexts
 from dalsegno.stateful.schema import Count
 
 logger = logging.getLogger("dalsegno")
@@ -61,7 +61,7 @@ class ModelMerge(WeightAverages):
         self._merge_step = 0  # end of the window of the present means; 0: there are none
         self._merged = 0  # number of steps in the present means
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         last, saving = ctx.state.max_steps, ctx.args.saving
         if self._steps is None and last < 1:
             raise ConfigurationError(
@@ -75,13 +75,13 @@ class ModelMerge(WeightAverages):
                     f"AtSteps({step}) to save=, or choose another step"
                 )
 
-    def on_load(self, ctx: Context) -> None:
+    def on_load(self, ctx: contexts.Context) -> None:
         if self._merged:
             self._bind(ctx.model, were_saved=True)
 
     on_rollback = on_load
 
-    def on_step_end(self, ctx: StepEndContext) -> None:
+    def on_step_end(self, ctx: contexts.StepEndContext) -> None:
         merge_step = self._merge_step_of(ctx.step)
         if merge_step is None or (merge_step - ctx.step) % self._every:
             return

@@ -11,8 +11,7 @@ import torch
 from dalsegno.callbacks.argument_checks import mapping, number, whole
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, UnknownName
-from dalsegno.events.callback import FlaglessCallback
-from dalsegno.events.contexts import BackwardContext, EpochContext, StepDoneContext, TrainBeginContext, TrainEndContext
+from dalsegno.events import FlaglessCallback, contexts
 from dalsegno.stateful.schema import Count
 
 
@@ -27,7 +26,7 @@ class ScaleLoss(FlaglessCallback):
     def __init__(self, value: float) -> None:
         self._value = number("ScaleLoss", "value", value)
 
-    def on_before_backward(self, ctx: BackwardContext) -> None:
+    def on_before_backward(self, ctx: contexts.BackwardContext) -> None:
         ctx.outputs["loss"] = ctx.outputs["loss"] * self._value
 
 
@@ -53,7 +52,7 @@ class SkipSamples(FlaglessCallback):
     def __init__(self, n: int) -> None:
         self._left = whole("SkipSamples", "n", n, least=0)
 
-    def on_epoch_begin(self, ctx: EpochContext) -> None:
+    def on_epoch_begin(self, ctx: contexts.EpochContext) -> None:
         if self._left and ctx.state.global_step == 0:  # a run added to later has no first samples left
             here = ctx.trainer.skip_samples(self._left)
             (passed,) = collectives.all_reduce_max([here], "SkipSamples")  # loaders may differ
@@ -92,13 +91,13 @@ class ScopedFlags(FlaglessCallback):
         self._flags = dict(flags)
         self._before: dict[str, Any] = {}
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         for name, value in self._flags.items():
             owner, attribute = _place(name)
             self._before[name] = getattr(owner, attribute)
             setattr(owner, attribute, value)
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         while self._before:
             name, value = self._before.popitem()
             owner, attribute = _place(name)
@@ -141,16 +140,16 @@ class GarbageCollection(FlaglessCallback):
         self._every = whole("GarbageCollection", "every", every)
         self._was_enabled = False
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         self._was_enabled = gc.isenabled()
         gc.disable()
         gc.collect()
 
-    def on_step_done(self, ctx: StepDoneContext) -> None:
+    def on_step_done(self, ctx: contexts.StepDoneContext) -> None:
         if ctx.step % self._every == 0:
             gc.collect(1)
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         if self._was_enabled:
             gc.enable()
         gc.collect()

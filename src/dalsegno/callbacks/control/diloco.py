@@ -13,16 +13,7 @@ from dalsegno.diloco.worker.options import WorkerOptions
 from dalsegno.diloco.worker.progress import WorkerState
 from dalsegno.diloco.worker.worker import DiLoCoWorker
 from dalsegno.distributed import collectives
-from dalsegno.events.callback import FlaglessCallback
-from dalsegno.events.contexts import (
-    BeforeSaveContext,
-    Context,
-    RollbackContext,
-    SaveContext,
-    StepEndContext,
-    TrainBeginContext,
-    TrainEndContext,
-)
+from dalsegno.events import FlaglessCallback, contexts
 
 
 class DiLoCoCallback(FlaglessCallback):
@@ -96,7 +87,7 @@ class DiLoCoCallback(FlaglessCallback):
         """Whether it has a server's address."""
         return self._options.server_addr is not None
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         if not self.active:
             return
         worker = self._worker_of(ctx.model)
@@ -106,7 +97,7 @@ class DiLoCoCallback(FlaglessCallback):
         self._samples_seen = ctx.state.samples_seen
         worker.join()
 
-    def on_step_end(self, ctx: StepEndContext) -> None:
+    def on_step_end(self, ctx: contexts.StepEndContext) -> None:
         worker = self._worker
         if worker is None:
             return
@@ -117,23 +108,23 @@ class DiLoCoCallback(FlaglessCallback):
             if done is not None:
                 ctx.trainer.log(done.to_record(), "sync")
 
-    def on_before_save(self, ctx: BeforeSaveContext) -> None:
+    def on_before_save(self, ctx: contexts.BeforeSaveContext) -> None:
         if self._worker is not None:
             self._worker.settle()
             self._counts[ctx.step] = self._worker.count
 
-    def on_save(self, ctx: SaveContext) -> None:
+    def on_save(self, ctx: contexts.SaveContext) -> None:
         if self._worker is not None and ctx.step in self._counts:
             self._worker.note_saved(self._counts[ctx.step])
             self._counts = {step: count for step, count in self._counts.items() if step > ctx.step}
 
-    def on_rollback(self, ctx: RollbackContext) -> None:
+    def on_rollback(self, ctx: contexts.RollbackContext) -> None:
         if self._worker is not None:
             self._samples_seen = ctx.state.samples_seen
             self._worker.restore(self._restored)
             self._worker.join()
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         if self._worker is not None:
             self._restored = self._worker.rest
             self._worker.leave()
@@ -156,7 +147,7 @@ class DiLoCoCallback(FlaglessCallback):
         return self._worker
 
 
-def _default_id(ctx: Context) -> str:
+def _default_id(ctx: contexts.Context) -> str:
     """A name that this run has in all its legs on this host."""
     place = xxhash.xxh3_64_hexdigest(str(ctx.args.directory.resolve()).encode())[:8]
     return f"{os.uname().nodename.replace('.', '-')}-{place}"

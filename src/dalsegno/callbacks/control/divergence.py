@@ -15,9 +15,7 @@ from dalsegno.callbacks.argument_checks import flag, one_of, text
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import BeforeSaveContext, Context, LogContext, MicrobatchEndContext
-from dalsegno.events.table import Event
+from dalsegno.events import Callback, Event, contexts
 
 logger = logging.getLogger("dalsegno")
 
@@ -28,13 +26,13 @@ class DivergenceCallback(Callback):
     def __init__(self, action: str) -> None:
         self._action = action
 
-    def on_init_end(self, ctx: Context) -> None:
+    def on_init_end(self, ctx: contexts.Context) -> None:
         if self._action == "rollback" and not ctx.control.can_roll_back:
             raise ConfigurationError(
                 f"{self.key}(action='rollback') needs TrainingArguments(recovery=RecoveryPolicy(…))"
             )
 
-    def end_or_roll_back(self, ctx: Context, reason: str, *, save: bool = False) -> None:
+    def end_or_roll_back(self, ctx: contexts.Context, reason: str, *, save: bool = False) -> None:
         """Request the action. ``save``: save a checkpoint before the run ends."""
         if self._action == "rollback":
             ctx.control.roll_back(reason)
@@ -109,7 +107,7 @@ class DivergenceDetector(DivergenceCallback):
         self.reads_nonfinite_loss = self._metric == "loss"
         self._warned_missing = False
 
-    def on_log(self, ctx: LogContext) -> None:
+    def on_log(self, ctx: contexts.LogContext) -> None:
         if ctx.kind != self._kind:
             return
         if self._metric not in ctx.logs:
@@ -130,7 +128,7 @@ class DivergenceDetector(DivergenceCallback):
     def load_state_dict(self, state: Any) -> None:
         self._divergence.load_state_dict(state)
 
-    def _warn_missing(self, ctx: LogContext) -> None:
+    def _warn_missing(self, ctx: contexts.LogContext) -> None:
         if not self._warned_missing:
             self._warned_missing = True
             logger.warning(
@@ -164,12 +162,12 @@ class CheckLoss(DivergenceCallback):
     def requesting_events(self) -> Collection[Event]:
         return Event.LOG_STEP, Event.BEFORE_SAVE
 
-    def on_train_begin(self, ctx: Context) -> None:
+    def on_train_begin(self, ctx: contexts.Context) -> None:
         self._first = None
 
     on_rollback = on_train_begin
 
-    def on_microbatch_end(self, ctx: MicrobatchEndContext) -> None:
+    def on_microbatch_end(self, ctx: contexts.MicrobatchEndContext) -> None:
         if not ctx.samples:
             return
         loss: Tensor = ctx.outputs["loss"].detach().float()
@@ -184,24 +182,20 @@ class CheckLoss(DivergenceCallback):
             torch.where(is_first, loss, value),
         )
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind == "train":
             self._judge(ctx)
 
-    def on_before_save(self, ctx: BeforeSaveContext) -> None:
-        self._judge(ctx)
-
-    def _read(self) -> list[float]:
-        """Read step, micro-batch and value of this rank's first non-finite loss; the step is 0 if there is none."""
-        if self._first is None:
-            return [0.0, 0.0, 0.0]
-        return [float(number) for number in torch.stack([accelerator.wide(each) for each in self._first]).tolist()]
-
-    def _judge(self, ctx: Context) -> None:
+    def _judge(self, ctx: contexts.Context) -> None:
         """Stop if any rank has a non-finite loss. Collective."""
-        found = enumerate(collectives.gather_floats(self._read(), "CheckLoss"))
+        own = [0.0, 0.0, 0.0]
+        if self._first is not None:
+            own = torch.stack([accelerator.wide(each) for each in self._first]).tolist()
+        found = enumerate(collectives.gather_floats(own, "CheckLoss"))
         broken = sorted((step, rank, index, value) for rank, (step, index, value) in found if step)
         if broken:
             step, rank, index, value = broken[0]
             where = f"micro-batch {index:.0f} (from 0) of step {step:.0f} on rank {rank}"
             self.end_or_roll_back(ctx, f"the loss is {value} in {where}")
+
+    on_before_save = _judge

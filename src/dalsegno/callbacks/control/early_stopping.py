@@ -7,8 +7,7 @@ from typing import Any, Literal, TypedDict
 
 from dalsegno.callbacks.argument_checks import number, one_of, text, whole
 from dalsegno.errors import UnknownName
-from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import EvaluateContext
+from dalsegno.events import Callback, contexts
 from dalsegno.stateful.schema import Count
 
 
@@ -59,7 +58,7 @@ class EarlyStopping(Callback):
         self._bad = 0
         self._seen: dict[str, Any] = {}  # metrics by evaluation set, until one has the metric
 
-    def on_evaluate(self, ctx: EvaluateContext) -> None:
+    def on_evaluate(self, ctx: contexts.EvaluateContext) -> None:
         if self._metric not in ctx.metrics:
             self._note_missing(ctx)
             return
@@ -80,7 +79,7 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state: Any) -> None:
         self._best, self._best_step, self._bad = state["best"], state["best_step"], state["bad"]
 
-    def _note_missing(self, ctx: EvaluateContext) -> None:
+    def _note_missing(self, ctx: contexts.EvaluateContext) -> None:
         if ctx.name in self._seen:  # every set has been evaluated, and none has the metric
             known = {metric for metrics in self._seen.values() for metric in metrics}
             raise UnknownName("EarlyStopping: metric", self._metric, sorted(known))

@@ -8,8 +8,7 @@ from typing import Any
 
 from dalsegno.callbacks.argument_checks import text
 from dalsegno.errors import Locked
-from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import EvaluateContext
+from dalsegno.events import Callback, contexts
 from dalsegno.system.imports import require_extra
 
 
@@ -49,7 +48,7 @@ class OptunaPruning(Callback):
         self._metric = metric if metric.startswith("eval_") else f"eval_{metric}"
         self._trial = trial
 
-    def on_evaluate(self, ctx: EvaluateContext) -> None:
+    def on_evaluate(self, ctx: contexts.EvaluateContext) -> None:
         if self._trial is None or self._metric not in ctx.metrics:
             return
         value, step = float(ctx.metrics[self._metric]), ctx.state.global_step

@@ -17,18 +17,7 @@ from dalsegno.control.inbox import Inbox
 from dalsegno.control.jobs import Registration, check_job_id, new_job_id
 from dalsegno.control.server import ControlServer
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback, FlaglessCallback
-from dalsegno.events.contexts import (
-    EvaluateBeginContext,
-    EvaluateContext,
-    ExceptionContext,
-    LogContext,
-    RollbackContext,
-    SaveContext,
-    TrainBeginContext,
-    TrainEndContext,
-    TrainerLike,
-)
+from dalsegno.events import Callback, FlaglessCallback, contexts
 from dalsegno.web.security import check_access, is_loopback, new_token, tls_context
 from dalsegno.web.server import check_installed, is_installed, listen
 
@@ -96,13 +85,13 @@ class TrainerControlCallback(FlaglessCallback):
         self._server: ControlServer | None = None
         self._job: LiveJob | None = None
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         try:
             self._begin(ctx)
         except Exception as error:
             logger.warning("%s: %s; training continues without a server", self.key, error)
 
-    def _begin(self, ctx: TrainBeginContext) -> None:
+    def _begin(self, ctx: contexts.TrainBeginContext) -> None:
         directory = ctx.args.directory
         self._inbox = Inbox(directory, ctx.trainer.commands)
         self._inbox.start()
@@ -114,7 +103,7 @@ class TrainerControlCallback(FlaglessCallback):
             if self._server is None:
                 self._registration.publish(self._host, None, None)
 
-    def _serve(self, ctx: TrainBeginContext, registration: Registration) -> None:
+    def _serve(self, ctx: contexts.TrainBeginContext, registration: Registration) -> None:
         trainer = ctx.trainer
         job = LiveJob(
             registration.job_id,
@@ -152,26 +141,26 @@ class TrainerControlCallback(FlaglessCallback):
         if self._registration is not None:
             self._registration.publish(self._host, None, None)
 
-    def on_log(self, ctx: LogContext) -> None:
+    def on_log(self, ctx: contexts.LogContext) -> None:
         if self._job is not None:
             self._job.note_log(ctx.logs, ctx.kind)
 
-    def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
+    def on_evaluate_begin(self, ctx: contexts.EvaluateBeginContext) -> None:
         self._note("evaluate_begin", name=ctx.name)
 
-    def on_evaluate(self, ctx: EvaluateContext) -> None:
+    def on_evaluate(self, ctx: contexts.EvaluateContext) -> None:
         self._note("evaluate", name=ctx.name)
 
-    def on_save(self, ctx: SaveContext) -> None:
+    def on_save(self, ctx: contexts.SaveContext) -> None:
         self._note("save", checkpoint=ctx.path.name, step=ctx.step, is_best=ctx.is_best)
 
-    def on_rollback(self, ctx: RollbackContext) -> None:
+    def on_rollback(self, ctx: contexts.RollbackContext) -> None:
         self._note("rollback", from_step=ctx.from_step, to_step=ctx.to_step, reason=ctx.reason)
 
-    def on_exception(self, ctx: ExceptionContext) -> None:
+    def on_exception(self, ctx: contexts.ExceptionContext) -> None:
         self._note("exception", type=type(ctx.exception).__name__)
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         self._note("train_end", reason=ctx.reason)
         inbox, server, registration = self._inbox, self._server, self._registration
         self._inbox = self._server = self._registration = self._job = None
@@ -216,7 +205,7 @@ def log_path_of(callbacks: list[Callback]) -> Callable[[], Path | None] | None:
     return path
 
 
-def _described(trainer: TrainerLike) -> list[dict[str, Any]]:
+def _described(trainer: contexts.TrainerLike) -> list[dict[str, Any]]:
     off = trainer.switched_off
     return [
         {"key": each.key, "class": type(each).__name__, "on": each.key not in off} for each in list(trainer.callbacks)

@@ -9,8 +9,7 @@ from torch import nn
 
 from dalsegno.callbacks.argument_checks import whole
 from dalsegno.distributed.sharded_tensors import strip_wrappers
-from dalsegno.events.callback import FlaglessCallback
-from dalsegno.events.contexts import TrainBeginContext
+from dalsegno.events import FlaglessCallback, contexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class CountParams(FlaglessCallback):
     def __init__(self, depth: int | None = 2) -> None:
         self._depth = None if depth is None else whole("CountParams", "depth", depth)
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         print(table(count_parameters(ctx.model, self._depth)), flush=True)
 
 

@@ -12,8 +12,7 @@ from dalsegno.callbacks.argument_checks import flag
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.distributed.stage_places import is_cut
-from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import Context, ExceptionContext, LoadContext, TrainBeginContext, TrainEndContext
+from dalsegno.events import Callback, contexts
 
 
 class InfoCallback(Callback):
@@ -29,7 +28,7 @@ class InfoCallback(Callback):
         self._verbose = flag("InfoCallback", "verbose", verbose)
         self._error: BaseException | None = None
 
-    def on_load(self, ctx: LoadContext) -> None:
+    def on_load(self, ctx: contexts.LoadContext) -> None:
         report = ctx.report
         parts = "1 component" if len(report.restored) == 1 else f"{len(report.restored)} components"
         _print("restored", f"{parts} from {_relative(ctx.path, ctx)}")
@@ -46,7 +45,7 @@ class InfoCallback(Callback):
         if 0 < ctx.state.max_steps <= ctx.state.global_step:
             _print("finished", f"at step {ctx.state.global_step:,} already; raise max_steps to train further")
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         self._error = None
         _print("model", _model_line(ctx.model))
         _print("device", _device_line(ctx))
@@ -59,10 +58,10 @@ class InfoCallback(Callback):
             _print("arguments", "\n".join(f"{name} = {value!r}" for name, value in ctx.args.to_dict().items()))
             _print("modules", str(ctx.model))
 
-    def on_exception(self, ctx: ExceptionContext) -> None:
+    def on_exception(self, ctx: contexts.ExceptionContext) -> None:
         self._error = ctx.exception
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         control, checkpoint, why = ctx.control, ctx.checkpoint, ""
         if self._error is not None:
             why = f" by {type(self._error).__name__}: {self._error}"
@@ -79,13 +78,13 @@ def _print(what: str, text: str) -> None:
     print(f"{what:<10} " + text.replace("\n", "\n" + " " * 11), flush=True)
 
 
-def _relative(path: Path, ctx: Context) -> str:
+def _relative(path: Path, ctx: contexts.Context) -> str:
     """Return a checkpoint's path, relative to the run's directory if it is inside."""
     directory = ctx.args.directory
     return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
 
 
-def _weights_line(ctx: TrainEndContext) -> str:
+def _weights_line(ctx: contexts.TrainEndContext) -> str:
     """Describe the weights that training leaves in memory, if an evaluation has measured a best metric."""
     state, name = ctx.state, ctx.args.best_metric_name
     if state.best_metric is None:
@@ -107,7 +106,7 @@ def _model_line(model: nn.Module) -> str:
     return f"{kind.__name__}, {count:,} parameters" + (f", {trained:,} of them trained" * (trained != count))
 
 
-def _device_line(ctx: Context) -> str:
+def _device_line(ctx: contexts.Context) -> str:
     parameters = list(ctx.model.parameters())
     device = str(device_of(ctx.model)) if parameters else "none"
     if collectives.world_size() == 1:
@@ -120,7 +119,7 @@ def _device_line(ctx: Context) -> str:
     return f"{device}, {collectives.world_size()} ranks{mesh and f' ({mesh})'}, parameters {spread}"
 
 
-def _batch_line(ctx: Context) -> str:
+def _batch_line(ctx: contexts.Context) -> str:
     schedule, data_size = ctx.args.accumulation.values, ctx.layout.data_size
     accumulated = schedule[0]
     changes = f" at first; micro-batches by step: {schedule}" * (len(schedule) > 1)
@@ -133,14 +132,14 @@ def _batch_line(ctx: Context) -> str:
     return f"{size}{product} a step{changes}"
 
 
-def _batch_size(ctx: Context) -> int | None:
+def _batch_size(ctx: contexts.Context) -> int | None:
     """Return the samples in a rank's micro-batch; None if a user's own loader has no ``batch_size``."""
     loader = ctx.train_dataloader
     is_own = not hasattr(loader, "next_epoch")  # else it was built from the arguments
     return getattr(loader, "batch_size", None) if is_own else ctx.args.per_device_train_batch_size
 
 
-def _steps_line(ctx: TrainBeginContext) -> str:
+def _steps_line(ctx: contexts.TrainBeginContext) -> str:
     done, planned = ctx.state.global_step, ctx.state.max_steps
     origin = "" if ctx.resumed_from is None else f" (resumed from {_relative(ctx.resumed_from, ctx)})"
     end = f"{planned:,}" if planned > 0 else f"the end of {ctx.state.num_train_epochs:g} epoch(s)"

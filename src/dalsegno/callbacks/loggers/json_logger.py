@@ -11,8 +11,7 @@ from weakref import WeakSet
 
 from dalsegno.callbacks.argument_checks import folder
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Callback, FlaglessCallback
-from dalsegno.events.contexts import Context, LogContext, TrainBeginContext, TrainEndContext
+from dalsegno.events import Callback, FlaglessCallback, contexts
 from dalsegno.logs import RecordLog
 from dalsegno.logs.rewind import Position
 
@@ -56,17 +55,21 @@ class RecordCallback(FlaglessCallback):
     @property
     def log_path(self) -> Path | None:
         """The file that is written; None while none is."""
-        log = self._log
-        return None if log is None else log.path
+        return None if (log := self._log) is None else log.path
 
-    def write(self, ctx: Context, values: Mapping[str, Any]) -> None:
+    def write(self, ctx: contexts.Context, values: Mapping[str, Any]) -> None:
         """Append one record: timestamp, step and epoch, then ``values``."""
         if self._log is not None:
             now = {"timestamp": time.time(), "global_step": ctx.state.global_step, "epoch": ctx.state.epoch}
             try:
                 self._log.append({**now, **values})
             except OSError as error:
-                self._note_loss(self._log, ctx.state.global_step, error)
+                step = ctx.state.global_step
+                if not self._lost:
+                    logger.error(
+                        "%s: the record of step %d is lost (%s); training continues", self._log.path, step, error
+                    )
+                self._lost.append(step)
             else:
                 self._log_loss(self._log, "is written again")
 
@@ -74,14 +77,14 @@ class RecordCallback(FlaglessCallback):
         """Return the first record of the file; None for no such record."""
         return None
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         if not ctx.state.is_world_process_zero:
             return
-        log = RecordLog(self._path, ctx.args.directory, self._first_record)
+        log = RecordLog(self._path, ctx.args.directory, self.header)
         log.open(self._position)
         self._log = log
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         if self._log is not None:
             self._log_loss(self._log, "ends incomplete")
             self._position = self._log.state()
@@ -94,8 +97,7 @@ class RecordCallback(FlaglessCallback):
 
     def make_durable(self) -> None:
         """Fsync the file: the length in a checkpoint must be on disk before the checkpoint is published."""
-        log = self._log
-        if log is not None:
+        if (log := self._log) is not None:  # on the thread of the save
             log.make_durable()
 
     def load_state_dict(self, state: Any) -> None:
@@ -105,17 +107,7 @@ class RecordCallback(FlaglessCallback):
             self._log.make_durable()
             self._log.open(state)
 
-    def _first_record(self) -> Mapping[str, Any] | None:
-        header = self.header()
-        return None if header is None else {"timestamp": time.time(), **header}
-
-    def _note_loss(self, log: RecordLog, step: int, error: OSError) -> None:
-        if not self._lost:
-            logger.error("%s: the record of step %d is lost (%s); training continues", log.path, step, error)
-        self._lost.append(step)
-
     def _log_loss(self, log: RecordLog, state: str) -> None:
-        """Log how many records were lost, if any."""
         if self._lost:
             count, first, last = len(self._lost), self._lost[0], self._lost[-1]
             logger.warning("%s %s: %d records are lost, of steps %d to %d", log.path, state, count, first, last)
@@ -153,9 +145,9 @@ class JsonLogger(RecordCallback):
         self._header = header
 
     def header(self) -> Mapping[str, Any]:
-        return {"kind": "header", **self._header}
+        return {"timestamp": time.time(), "kind": "header", **self._header}
 
-    def on_log(self, ctx: LogContext) -> None:
+    def on_log(self, ctx: contexts.LogContext) -> None:
         if self.writing:
             kind = {} if ctx.kind == "train" else {"kind": ctx.kind}
             weights = {"evaluated_weights": ctx.evaluated_weights} if ctx.evaluated_weights else {}

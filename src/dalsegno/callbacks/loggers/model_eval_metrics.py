@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from dalsegno.callbacks.argument_checks import mapping
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import FlaglessCallback
-from dalsegno.events.contexts import EvaluateBeginContext, LogContext, PredictionStepContext
+from dalsegno.events import FlaglessCallback, contexts
 
 Select = Callable[[Any, Any], tuple[Any, ...]]
 
@@ -53,7 +52,7 @@ class ModelEvalMetrics(FlaglessCallback):
         self._prefix = "eval"
         self._measuring = False
 
-    def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
+    def on_evaluate_begin(self, ctx: contexts.EvaluateBeginContext) -> None:
         self._prefix = "eval" if ctx.name == "eval" else f"eval_{ctx.name}"
         self._measuring = True
         device = device_of(ctx.model)
@@ -62,7 +61,7 @@ class ModelEvalMetrics(FlaglessCallback):
             if isinstance(metric, nn.Module):
                 metric.to(device)
 
-    def on_prediction_step(self, ctx: PredictionStepContext) -> None:
+    def on_prediction_step(self, ctx: contexts.PredictionStepContext) -> None:
         if not self._measuring:
             return
         selected = self._select(ctx.outputs, ctx.batch)
@@ -72,7 +71,7 @@ class ModelEvalMetrics(FlaglessCallback):
             else:
                 _update_without_rows(metric, selected)
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind != "eval" or not self._measuring:
             return
         self._measuring = False

@@ -9,15 +9,7 @@ from collections.abc import Iterable
 
 from dalsegno.callbacks.argument_checks import one_of, texts
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import FlaglessCallback
-from dalsegno.events.contexts import (
-    Context,
-    EvaluateContext,
-    ExceptionContext,
-    SaveContext,
-    TrainBeginContext,
-    TrainEndContext,
-)
+from dalsegno.events import FlaglessCallback, contexts
 from dalsegno.system.imports import require_extra
 
 logger = logging.getLogger("dalsegno")
@@ -62,34 +54,34 @@ class Notify(FlaglessCallback):
         self._sending: list[threading.Thread] = []
         self._error: BaseException | None = None
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         self._error = None
         if "begin" in self._on:
             goal = f" of {ctx.state.max_steps:,}" if ctx.state.max_steps > 0 else ""
             self._send(ctx, "begins", f"at step {ctx.state.global_step:,}{goal}")
 
-    def on_evaluate(self, ctx: EvaluateContext) -> None:
+    def on_evaluate(self, ctx: contexts.EvaluateContext) -> None:
         if "evaluate" in self._on:
             shown = ", ".join(f"{name} {value:.4g}" for name, value in ctx.metrics.items() if isinstance(value, float))
             self._send(ctx, f"evaluated ({ctx.name})", shown)
 
-    def on_save(self, ctx: SaveContext) -> None:
+    def on_save(self, ctx: contexts.SaveContext) -> None:
         if "save" in self._on:
             self._send(ctx, "saved", f"{ctx.path.name}{', the best so far' if ctx.is_best else ''}")
 
-    def on_exception(self, ctx: ExceptionContext) -> None:
+    def on_exception(self, ctx: contexts.ExceptionContext) -> None:
         self._error = ctx.exception
         if "exception" in self._on:
             self._send(ctx, "failed", f"{type(ctx.exception).__name__}: {ctx.exception}")
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         if "end" in self._on and not (self._error is not None and "exception" in self._on):
             asked = ctx.control.stop_reason
             self._send(ctx, ctx.reason, f"asked for by {ctx.control.stopped_by}: {asked}" if asked else "")
         while self._sending:
             self._sending.pop().join(_JOIN_TIMEOUT)
 
-    def _send(self, ctx: Context, what: str, text: str) -> None:
+    def _send(self, ctx: contexts.Context, what: str, text: str) -> None:
         title = f"{ctx.args.run_name or ctx.args.directory.name}: {what}"
         body = f"step {ctx.state.global_step:,} on {socket.gethostname()}" + (f"\n{text}" if text else "")
         # Daemonic: a server that does not answer must not keep the process alive.

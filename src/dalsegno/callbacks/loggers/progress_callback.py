@@ -15,17 +15,8 @@ from tqdm.auto import tqdm
 from dalsegno.args import TrainingArguments
 from dalsegno.callbacks.argument_checks import Spec, merge_specs, whole
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Binder, FlaglessCallback
-from dalsegno.events.contexts import (
-    EvaluateBeginContext,
-    LogContext,
-    RollbackContext,
-    StepEndContext,
-    TrainBeginContext,
-    TrainEndContext,
-)
-from dalsegno.events.table import Event
-from dalsegno.state import Handler, ResumeProof
+from dalsegno.events import Event, FlaglessCallback, contexts
+from dalsegno.state import ResumeProof
 
 
 class ProgressCallback(FlaglessCallback):
@@ -51,6 +42,7 @@ class ProgressCallback(FlaglessCallback):
     """
 
     ranks = "zero"
+    optional_events = (Event.EVALUATE_BEGIN,)
 
     def __init__(
         self,
@@ -78,7 +70,7 @@ class ProgressCallback(FlaglessCallback):
         self._began = self._first_step = self._spoke = 0.0
         self._proof: ResumeProof | None = None
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         self._lines.begin()
         self._proof = ctx.state.resume_proof  # of an earlier leg
         self._began, self._first_step = ctx.state.elapsed(), ctx.state.global_step
@@ -88,17 +80,13 @@ class ProgressCallback(FlaglessCallback):
     def idle_events(self) -> Collection[Event]:
         return (Event.STEP_END,) if self._display is self._lines else ()
 
-    def on_step_end(self, ctx: StepEndContext) -> None:
+    def on_step_end(self, ctx: contexts.StepEndContext) -> None:
         self._display.advance(ctx.state.global_step, ctx.state.max_steps)
 
-    def on_rollback(self, ctx: RollbackContext) -> None:
+    def on_rollback(self, ctx: contexts.RollbackContext) -> None:
         self._display.advance(ctx.to_step, ctx.state.max_steps)
 
-    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        # Not a handler method: other trainers cannot fire this event, and must not refuse it for that.
-        return [*super().bound_handlers(binder), (Event.EVALUATE_BEGIN, self._watch_evaluation)]
-
-    def _watch_evaluation(self, ctx: EvaluateBeginContext) -> None:
+    def on_evaluate_begin(self, ctx: contexts.EvaluateBeginContext) -> None:
         self._spoke, step, name = time.monotonic(), ctx.state.global_step, ctx.name
         of = "" if ctx.batches is None else f" of {ctx.batches:,}"
 
@@ -109,7 +97,7 @@ class ProgressCallback(FlaglessCallback):
 
         ctx.between_batches.append(show)
 
-    def on_log(self, ctx: LogContext) -> None:
+    def on_log(self, ctx: contexts.LogContext) -> None:
         state, logs = ctx.state, ctx.logs
         self._say_proof(state.resume_proof)
         if ctx.kind == "train":
@@ -121,7 +109,7 @@ class ProgressCallback(FlaglessCallback):
             kind = f"{ctx.kind} of {ctx.evaluated_weights}" if ctx.evaluated_weights else ctx.kind
             self._display.say(f"{state.global_step:>{WIDTH}}  {kind}: {values}")
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         self._say_proof(ctx.state.resume_proof)
         if isinstance(self._display, Bar):
             self._display.close()
@@ -132,7 +120,7 @@ class ProgressCallback(FlaglessCallback):
             self._display.say(proof.line)
         self._proof = proof
 
-    def _outlook(self, ctx: LogContext) -> str:
+    def _outlook(self, ctx: contexts.LogContext) -> str:
         """What follows a record in a line: steps in all, speed and time left."""
         elapsed, done = ctx.state.elapsed() - self._began, ctx.state.global_step - self._first_step
         left = ctx.state.max_steps - ctx.state.global_step
@@ -306,19 +294,13 @@ def columns(argument: str, given: Specs | None, defaults: Mapping[str, Spec]) ->
     if given is None:
         specs: Mapping[str, Spec] = defaults
     elif isinstance(given, Mapping):
-        specs = merge_specs(defaults, {name: _spec(each) for name, each in given.items()})
+        specs = merge_specs(defaults, given, "fmt")
     elif isinstance(given, Sequence) and not isinstance(given, str):
         known = default_step_columns() | default_final_metrics()
         specs = {name: known.get(name, {}) for name in given}
     else:
         raise ConfigurationError(f"{argument}={given!r}; needs a list of names, or a mapping of names to formats")
     return {name: _column(argument, name, spec) for name, spec in specs.items()}
-
-
-def _spec(given: Any) -> Spec | None:
-    if isinstance(given, Mapping):
-        return dict(given)
-    return None if given is None else {"fmt": given}
 
 
 def _column(argument: str, name: str, spec: Spec) -> Column:

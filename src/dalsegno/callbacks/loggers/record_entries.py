@@ -13,15 +13,7 @@ from dalsegno.callbacks.argument_checks import texts
 from dalsegno.data.build import IGNORED_LABEL
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.errors import ConfigurationError, UnknownName
-from dalsegno.events.callback import FlaglessCallback
-from dalsegno.events.contexts import (
-    EvaluateBeginContext,
-    LogContext,
-    MicrobatchBeginContext,
-    MicrobatchEndContext,
-    PredictionStepContext,
-    TrainBeginContext,
-)
+from dalsegno.events import FlaglessCallback, contexts
 from dalsegno.stateful.schema import Must
 
 
@@ -42,13 +34,13 @@ class LogOptimizerParamGroup(FlaglessCallback):
     def __init__(self, keys: str | Iterable[str]) -> None:
         self._keys = texts("LogOptimizerParamGroup", "keys", keys)
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         known = {key for group in ctx.optimizer.param_groups for key in group} - {"params"}
         for key in self._keys:
             if key not in known:
                 raise UnknownName("LogOptimizerParamGroup: key", key, sorted(known))
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind != "train":
             return
         groups = ctx.optimizer.param_groups
@@ -77,7 +69,7 @@ class LogInputSummaries(FlaglessCallback):
         self._measured: dict[str, Tensor] = {}
         self._of_step = 0
 
-    def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
+    def on_microbatch_begin(self, ctx: contexts.MicrobatchBeginContext) -> None:
         if ctx.index or not ctx.state.will_log:
             return
         batch = ctx.batch if ctx.samples and isinstance(ctx.batch, Mapping) else {}  # padding is not measured
@@ -85,7 +77,7 @@ class LogInputSummaries(FlaglessCallback):
         self._measured = {name: _measure(each) for name, each in tensors.items() if not each.is_complex()}
         self._of_step = ctx.state.global_step + 1
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind != "train" or self._of_step != ctx.state.global_step:
             return
         measured, self._measured = self._measured, {}
@@ -149,16 +141,18 @@ class LogLosses(FlaglessCallback):
         self._evaluated: dict[str, Tensor] = {}
         self._prefix = "eval"
 
-    def on_microbatch_end(self, ctx: MicrobatchEndContext) -> None:
+    def on_microbatch_end(self, ctx: contexts.MicrobatchEndContext) -> None:
         self._add(self._trained, ctx)
 
-    def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
+    def on_evaluate_begin(self, ctx: contexts.EvaluateBeginContext) -> None:
         self._prefix, self._evaluated = "eval" if ctx.name == "eval" else f"eval_{ctx.name}", {}
 
-    def on_prediction_step(self, ctx: PredictionStepContext) -> None:
+    def on_prediction_step(self, ctx: contexts.PredictionStepContext) -> None:
         self._add(self._evaluated, ctx)
 
-    def _add(self, sums: dict[str, Tensor], ctx: MicrobatchEndContext | PredictionStepContext) -> None:
+    def _add(
+        self, sums: dict[str, Tensor], ctx: contexts.MicrobatchEndContext | contexts.PredictionStepContext
+    ) -> None:
         if not ctx.samples:  # padding
             return
         losses = _losses(ctx.outputs)
@@ -173,7 +167,7 @@ class LogLosses(FlaglessCallback):
             new = torch.stack([torch.where(weight > 0, loss * weight, weight), weight])  # of no token it is NaN
             sums[name] = new if name not in sums else sums[name].to(new) + new
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind == "train":
             sums, self._trained, prefix = self._trained, {}, ""
         elif ctx.kind == "eval":
@@ -249,6 +243,6 @@ class SamplesStreamedInfo(FlaglessCallback):
     Counts over all legs of the run, each sample as often as it was used. Padding does not count.
     """
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind in ("train", "final"):
             ctx.logs["samples"] = ctx.state.samples_seen

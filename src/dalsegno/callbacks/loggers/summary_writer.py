@@ -13,9 +13,7 @@ from weakref import WeakValueDictionary
 from dalsegno.callbacks.argument_checks import folder
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Binder, FlaglessCallback
-from dalsegno.events.contexts import Context, LoadContext, RollbackContext, TrainBeginContext, TrainEndContext
-from dalsegno.events.table import Event
+from dalsegno.events import Binder, Event, FlaglessCallback, contexts
 from dalsegno.logs.event_files import EventPosition, lengths, make_durable, rewind_events
 from dalsegno.state import Handler
 
@@ -28,15 +26,11 @@ logger = logging.getLogger("dalsegno")
 class RewoundWriter(FlaglessCallback):
     """Base class of callbacks with methods of torch's ``SummaryWriter``."""
 
-    _is_bound = False
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether it is among the callbacks of a run."""
-        return self._is_bound
+    is_bound = False
+    """Whether it is among the callbacks of a run."""
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        self._is_bound = True
+        self.is_bound = True
         return super().bound_handlers(binder)
 
 
@@ -97,16 +91,16 @@ class ResumableSummaryWriter(RewoundWriter):
         self._events = 0
         self._first_step: int | None = None  # first step of a resumed leg
 
-    def on_init_end(self, ctx: Context) -> None:
+    def on_init_end(self, ctx: contexts.Context) -> None:
         self._output_dir = ctx.args.directory
 
-    def on_load(self, ctx: LoadContext) -> None:
+    def on_load(self, ctx: contexts.LoadContext) -> None:
         self._first_step = ctx.step + 1
 
-    def on_rollback(self, ctx: RollbackContext) -> None:
+    def on_rollback(self, ctx: contexts.RollbackContext) -> None:
         self._first_step = ctx.to_step + 1  # the files are opened with the next event
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         self._output_dir = ctx.args.directory
         if self._outside is not None:
             self._outside.close()
@@ -131,10 +125,8 @@ class ResumableSummaryWriter(RewoundWriter):
         self._saved = EventPosition(self._saved.events, {}, str(self._log_dir))
         return self._log_dir
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
+        self._close()
         if self._folder is not None:
             self._first_in.pop(self._folder, None)
             self._saved = self._position(self._folder)
@@ -150,7 +142,6 @@ class ResumableSummaryWriter(RewoundWriter):
         return EventPosition(self._events, lengths(folder, self._mark), str(self._log_dir))
 
     def load_state_dict(self, state: Any) -> None:
-        """Rewind the files at once during training (rollback), else when training begins."""
         self._saved = EventPosition.from_state(state)
         if self._folder is not None:
             self._go_back()
@@ -166,9 +157,7 @@ class ResumableSummaryWriter(RewoundWriter):
             if writer is not None:
                 writer.flush()
 
-    def close(self) -> None:
-        """Same as :meth:`flush`; for programs that close their writer."""
-        self.flush()
+    close = flush  # for programs that close their writer
 
     @property
     def _mark(self) -> str:
@@ -205,11 +194,14 @@ class ResumableSummaryWriter(RewoundWriter):
             self._outside = SummaryWriter(str(directory), filename_suffix=f"{self._mark}.outside")
         return self._outside
 
-    def _go_back(self) -> None:
-        assert self._folder is not None
+    def _close(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+    def _go_back(self) -> None:
+        assert self._folder is not None
+        self._close()
         rewind_events(self._folder, self._mark, self._saved.files)
         self._events = self._saved.events
 

@@ -13,9 +13,7 @@ from dalsegno.callbacks.argument_checks import Spec, mapping, merge_specs
 from dalsegno.callbacks.loggers.json_logger import warn_not_writing
 from dalsegno.callbacks.loggers.summary_writer import ResumableSummaryWriter, check_rewound, checked_writer
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Binder, FlaglessCallback
-from dalsegno.events.contexts import LogContext, TrainBeginContext, TrainEndContext
-from dalsegno.events.table import Event
+from dalsegno.events import Binder, Event, FlaglessCallback, contexts
 from dalsegno.logs.event_files import EventPosition
 from dalsegno.state import Handler
 
@@ -91,7 +89,7 @@ class TBLogger(FlaglessCallback):
         self._own = ResumableSummaryWriter(name=name or "TBLogger") if summary_writer is None else None
         self._writer = self._own or checked_writer("TBLogger", summary_writer, "add_scalar", "add_text")
         given = mapping("TBLogger", "scalars", {} if scalars is None else scalars)
-        specs = merge_specs(default_tb_scalars(), {tag: _spec(tag, spec) for tag, spec in given.items()})
+        specs = merge_specs(default_tb_scalars(), given, "source")
         self._scalars = {tag: _scalar(tag, spec) for tag, spec in specs.items()}
         info: Any = {} if experiment_info is None else experiment_info
         self._texts = {"experiment": info} if isinstance(info, str) else mapping("TBLogger", "experiment_info", info)
@@ -107,11 +105,11 @@ class TBLogger(FlaglessCallback):
         """Return a mapping, or any other JSON value, as a block of JSON in Markdown; a string unchanged."""
         return mapping if isinstance(mapping, str) else f"```json\n{json.dumps(mapping, indent=2, default=str)}\n```"
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         self._is_training = True
         check_rewound("TBLogger", self._writer)
 
-    def on_log(self, ctx: LogContext) -> None:
+    def on_log(self, ctx: contexts.LogContext) -> None:
         if not self._is_training:
             warn_not_writing(self)
             return
@@ -127,7 +125,7 @@ class TBLogger(FlaglessCallback):
                 if point is not None:
                     self._writer.add_scalar(tag, point, ctx.state.global_step)
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         self._is_training = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,22 +150,13 @@ def _of_each_set(scalars: Mapping[str, Scalar], sets: Iterable[str]) -> Iterator
                 yield f"{tag}/{name}", Scalar(f"eval_{name}_{scalar.source.removeprefix('eval_')}", scalar.transform)
 
 
-def _spec(tag: str, given: Any) -> Spec | None:
-    """Return the fields that ``scalars`` gives for a curve; None: it is removed."""
-    if given is None:
-        return None
-    if isinstance(given, str):
-        return {"source": given}
-    if not isinstance(given, Mapping) or not given.keys() <= {"source", "transform"}:
-        raise ConfigurationError(
-            f"TBLogger: scalars[{tag!r}]={given!r}; needs a name in the records, a mapping that may have 'source' and "
-            "'transform', or None"
-        )
-    return dict(given)
-
-
 def _scalar(tag: str, spec: Spec) -> Scalar:
     source, transform = spec.get("source") or tag.replace("-", "_"), spec.get("transform")
+    if not spec.keys() <= {"source", "transform"}:
+        raise ConfigurationError(
+            f"TBLogger: scalars[{tag!r}]={spec!r}; needs a name in the records, a mapping that may have 'source' and "
+            "'transform', or None"
+        )
     if not isinstance(source, str):
         raise ConfigurationError(f"TBLogger: scalars[{tag!r}]: source={source!r}; needs a name in the records")
     if transform is not None and not _takes_value_and_metrics(transform):

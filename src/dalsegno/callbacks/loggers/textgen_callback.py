@@ -24,7 +24,7 @@ from dalsegno.distributed.rng import TEXT, mix, seeded_generators
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.distributed.stage_places import expect_whole, is_cut
 from dalsegno.errors import ConfigurationError, NotFound, UnknownName
-from dalsegno.events.contexts import EvaluateContext, TrainBeginContext, TrainEndContext
+from dalsegno.events import contexts
 from dalsegno.logs.rewind import Position
 from dalsegno.system.imports import how_to_install
 
@@ -81,14 +81,14 @@ class TextgenCallback(RecordCallback):
         self._generator: TextGenerator | None = None  # while training runs
         self._last_step: int | None = None
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         check_rewound("TextgenCallback", self._board)
         super().on_train_begin(ctx)
         dtype = autocast_dtype(bf16=ctx.args.bf16, fp16=ctx.args.fp16)
         self._generator = TextGenerator(ctx.model, ctx.processing_class, self._settings, self._most, dtype)
         self._generator.dry_run(self._prompts)
 
-    def on_evaluate(self, ctx: EvaluateContext) -> None:
+    def on_evaluate(self, ctx: contexts.EvaluateContext) -> None:
         step = ctx.state.global_step
         if self._generator is None or (self._last_step is not None and step - self._last_step < self._steps_apart):
             return  # too early, or another set of the same evaluation
@@ -104,7 +104,7 @@ class TextgenCallback(RecordCallback):
                 self._board.add_text(f"text/{index}", _as_code(whole_text), step)
             _say(f"{step:>9}  text: {_visible(whole_text)}")
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         super().on_train_end(ctx)
         self._generator = None
 

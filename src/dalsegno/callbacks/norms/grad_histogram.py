@@ -12,7 +12,7 @@ from dalsegno.callbacks.loggers.json_logger import RecordCallback
 from dalsegno.callbacks.loggers.summary_writer import check_rewound, checked_writer
 from dalsegno.distributed import accelerator
 from dalsegno.distributed.sharded_tensors import gradient_shards, reduced
-from dalsegno.events.contexts import Context, StepEndContext, TrainBeginContext
+from dalsegno.events import contexts
 
 LOWEST, HIGHEST = -40, 16
 """Exponents of two that bound the bins, one bin per power; the outermost bins include all beyond."""
@@ -45,18 +45,18 @@ class GradHistogram(RecordCallback):
         self._names: list[str] = []
         self._counts: Tensor | None = None
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         check_rewound("GradHistogram", self._writer)
         super().on_train_begin(ctx)
 
-    def on_gradients_ready(self, ctx: Context) -> None:
+    def on_gradients_ready(self, ctx: contexts.Context) -> None:
         if (ctx.state.global_step + 1) % self._every == 0:
             pieces = gradient_shards(ctx.model)
             counts = reduced(pieces, lambda tensors: torch.stack([_histogram(each) for each in tensors]))
             existing = [number for number, piece in enumerate(pieces) if piece.exists]
             self._names, self._counts = [pieces[number].name for number in existing], counts[existing]
 
-    def on_step_end(self, ctx: StepEndContext) -> None:
+    def on_step_end(self, ctx: contexts.StepEndContext) -> None:
         counts, self._counts = self._counts, None
         if counts is None or not self.writing:
             return

@@ -11,11 +11,8 @@ from dalsegno.callbacks import argument_checks
 from dalsegno.callbacks.loggers.json_logger import RecordCallback
 from dalsegno.distributed.gradients import GradientNorms
 from dalsegno.distributed.sharded_tensors import DeviceScalars
-from dalsegno.events.callback import Binder
-from dalsegno.events.contexts import Context, EvaluateContext, StepEndContext, TrainBeginContext, TrainEndContext
-from dalsegno.events.table import Event
+from dalsegno.events import Event, contexts
 from dalsegno.logs.rewind import Position
-from dalsegno.state import Handler
 
 
 class GradNormState(TypedDict):
@@ -46,6 +43,7 @@ class GradNormLogger(RecordCallback):
 
     state_schema = GradNormState
     only_at_evaluations = True
+    optional_events = (Event.STEP_SKIPPED,)
 
     def __init__(self, pattern: str | None = None, *, path: str | Path | None = None, name: str | None = None) -> None:
         super().__init__("logs/gradient_norms.jsonl", path, name)
@@ -57,31 +55,27 @@ class GradNormLogger(RecordCallback):
         self._of_step = 0
         self._is_skipped = False  # by the gradient scaler
 
-    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        # Not a handler method: a user's own loop cannot fire this event, and must not be refused for it.
-        return [*super().bound_handlers(binder), (Event.STEP_SKIPPED, self._note_skip)]
-
-    def _note_skip(self, ctx: Context) -> None:
+    def on_step_skipped(self, ctx: contexts.Context) -> None:
         self._is_skipped = True
 
-    def on_step_begin(self, ctx: Context) -> None:
+    def on_step_begin(self, ctx: contexts.Context) -> None:
         self._is_skipped = False
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         state = ctx.state
         self._watch = GradientNorms(ctx.model, ctx.optimizer, lambda: state.will_evaluate, self._measures)
         super().on_train_begin(ctx)
 
-    def on_step_end(self, ctx: StepEndContext) -> None:
+    def on_step_end(self, ctx: contexts.StepEndContext) -> None:
         if ctx.state.will_evaluate and self._watch is not None:
             self._norms, self._of_step = self._watch.take(), ctx.state.global_step
 
-    def on_evaluate(self, ctx: EvaluateContext) -> None:
+    def on_evaluate(self, ctx: contexts.EvaluateContext) -> None:
         measured, self._norms = self._norms, None
         if self.writing and measured is not None and self._of_step == ctx.state.global_step:
             self.write(ctx, {"skipped": True} if self._is_skipped else {"norms": measured.read()})
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         super().on_train_end(ctx)
         if self._watch is not None:
             self._watch.close()

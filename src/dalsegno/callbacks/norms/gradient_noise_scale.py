@@ -13,8 +13,7 @@ from dalsegno.callbacks.argument_checks import number
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.sharded_tensors import device_of, gradient_shards, squared_norms
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import FlaglessCallback
-from dalsegno.events.contexts import BackwardContext, Context, LogContext, MicrobatchEndContext, TrainBeginContext
+from dalsegno.events import FlaglessCallback, contexts
 from dalsegno.stateful.schema import Finite
 
 
@@ -57,7 +56,7 @@ class GradientNoiseScale(FlaglessCallback):
         self._samples = 0
         """Samples of this rank in this step."""
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         if max(ctx.args.accumulation.values.values()) < 2:
             raise ConfigurationError(
                 "GradientNoiseScale: needs two micro-batches in a step, to compare the gradients of one and of all: "
@@ -74,14 +73,14 @@ class GradientNoiseScale(FlaglessCallback):
                 "parallel='ddp', say for a few hundred steps of a model that fits, or remove the callback"
             )
 
-    def on_step_begin(self, ctx: Context) -> None:
+    def on_step_begin(self, ctx: contexts.Context) -> None:
         self._factors, self._first, self._samples = [], None, 0
 
-    def on_before_backward(self, ctx: BackwardContext) -> None:
+    def on_before_backward(self, ctx: contexts.BackwardContext) -> None:
         if ctx.state.will_log:
             ctx.outputs["loss"].register_hook(self._factors.append)
 
-    def on_microbatch_end(self, ctx: MicrobatchEndContext) -> None:
+    def on_microbatch_end(self, ctx: contexts.MicrobatchEndContext) -> None:
         if not ctx.state.will_log:
             return
         self._samples += ctx.samples
@@ -90,7 +89,7 @@ class GradientNoiseScale(FlaglessCallback):
         elif ctx.index == 0 and self._factors:
             self._first = _squared_norm(ctx.model)
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind == "train" and self._signal > 0 and self._noise >= 0:
             ctx.logs["gradient_noise_scale"] = self._noise / self._signal
 

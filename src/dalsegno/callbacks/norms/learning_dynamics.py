@@ -22,10 +22,7 @@ from dalsegno.distributed.sharded_tensors import (
     squared_norms,
     whole_sums,
 )
-from dalsegno.events.callback import Binder
-from dalsegno.events.contexts import Context, PreOptimizerStepContext, StepEndContext
-from dalsegno.events.table import Event
-from dalsegno.state import Handler
+from dalsegno.events import Event, contexts
 
 _KINDS = {"exp_avg", "exp_avg_sq", "step"}
 
@@ -47,6 +44,8 @@ class LearningDynamics(RecordCallback):
         every: steps between records.
     """
 
+    optional_events = (Event.STEP_SKIPPED,)
+
     def __init__(self, every: int = 100) -> None:
         super().__init__("logs/learning_dynamics.jsonl")
         self._every = whole("LearningDynamics", "every", every)
@@ -54,18 +53,14 @@ class LearningDynamics(RecordCallback):
         self._measured: list[DeviceScalars] = []
         self._is_skipped = False  # by the gradient scaler
 
-    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        # Not a handler method: a user's own loop cannot fire this event, and must not be refused for it.
-        return [*super().bound_handlers(binder), (Event.STEP_SKIPPED, self._note_skip)]
-
-    def _note_skip(self, ctx: Context) -> None:
+    def on_step_skipped(self, ctx: contexts.Context) -> None:
         self._is_skipped = True
 
-    def on_pre_optimizer_step(self, ctx: PreOptimizerStepContext) -> None:
+    def on_pre_optimizer_step(self, ctx: contexts.PreOptimizerStepContext) -> None:
         if (ctx.state.global_step + 1) % self._every == 0:
             self._before = [LocalShard(piece.name, piece.local.clone(), piece.groups) for piece in _trained_pieces(ctx)]
 
-    def on_optimizer_step(self, ctx: Context) -> None:
+    def on_optimizer_step(self, ctx: contexts.Context) -> None:
         before, self._before = self._before, []
         if not before:
             return
@@ -78,7 +73,7 @@ class LearningDynamics(RecordCallback):
         snr = DeviceScalars(signal.names, signal.values / noise)
         self._measured = [weights.roots(), ratios, snr, has_means]
 
-    def on_step_end(self, ctx: StepEndContext) -> None:
+    def on_step_end(self, ctx: contexts.StepEndContext) -> None:
         measured, self._measured = self._measured, []
         is_skipped, self._is_skipped = self._is_skipped, False
         if not measured or not self.writing:
@@ -91,12 +86,12 @@ class LearningDynamics(RecordCallback):
         self.write(ctx, {"weight_norms": weights, "update_ratios": ratios} | ({"gradient_snr": snr} if snr else {}))
 
 
-def _trained_pieces(ctx: Context) -> list[LocalShard]:
+def _trained_pieces(ctx: contexts.Context) -> list[LocalShard]:
     trained = {name for name, parameter in named_parameters(ctx.model) if parameter.requires_grad}
     return [piece for piece in parameter_shards(ctx.model) if piece.name in trained]
 
 
-def _partial_means(ctx: Context, pieces: Sequence[LocalShard]) -> list[PartialSums]:
+def _partial_means(ctx: contexts.Context, pieces: Sequence[LocalShard]) -> list[PartialSums]:
     """Return, for each trained tensor, the squared norm of the optimizer's mean of its gradient and the sum of the mean
     squares, both corrected for their start at zero, and a number over 0 if the optimizer has them on some rank."""
     betas = {id(each): group.get("betas") for group in ctx.optimizer.param_groups for each in group["params"]}

@@ -24,11 +24,8 @@ from dalsegno.distributed.sharded_tensors import (
     whole_sums,
 )
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Binder, FlaglessCallback
-from dalsegno.events.contexts import Context, EvaluateBeginContext, EvaluateContext, EvaluateEndContext, LogContext
-from dalsegno.events.table import Event
+from dalsegno.events import Event, FlaglessCallback, contexts
 from dalsegno.logs.rewind import Position
-from dalsegno.state import Handler
 
 
 class WeightNormLogger(FlaglessCallback):
@@ -39,27 +36,21 @@ class WeightNormLogger(FlaglessCallback):
     evaluation; other steps cost nothing.
     """
 
+    optional_events = (Event.EVALUATE_BEGIN, Event.EVALUATE_END)  # a loop without them evaluates no averages
+
     def __init__(self) -> None:
         self._squares: PartialSums | None = None  # of the evaluation in progress
 
-    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        # Not handler methods: a loop without these events evaluates no averages, and must not refuse it for that.
-        return [
-            *super().bound_handlers(binder),
-            (Event.EVALUATE_BEGIN, self._before_evaluation),
-            (Event.EVALUATE_END, self._after_evaluation),
-        ]
-
-    def _before_evaluation(self, ctx: EvaluateBeginContext) -> None:
+    def on_evaluate_begin(self, ctx: contexts.EvaluateBeginContext) -> None:
         """Measure averages of a callback that comes before this one: it removes them before this one's next call."""
         self._squares = partial_squares(parameter_shards(ctx.model)) if ctx.evaluated_weights else None
 
-    def _after_evaluation(self, ctx: EvaluateEndContext) -> None:
+    def on_evaluate_end(self, ctx: contexts.EvaluateEndContext) -> None:
         """Measure all others. Not collective, since an exception may have ended the evaluation."""
         if self._squares is None:
             self._squares = partial_squares(parameter_shards(ctx.model))
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind == "eval":
             squares, self._squares = self._squares or partial_squares(parameter_shards(ctx.model)), None
             ctx.logs["weight_norm"] = float(total_norm(*(each.roots() for each in whole_sums([squares]))))
@@ -82,12 +73,12 @@ class ComputeNorm(FlaglessCallback):
         self._gradients: PartialSums | None = None
         self._of_step = 0
 
-    def on_gradients_ready(self, ctx: Context) -> None:
+    def on_gradients_ready(self, ctx: contexts.Context) -> None:
         if ctx.state.will_log:
             self._gradients = partial_squares(gradient_shards(ctx.model))
             self._of_step = ctx.state.global_step + 1
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind != "train":
             return
         gradients, self._gradients = self._gradients, None
@@ -153,7 +144,7 @@ class ParameterNormLogger(RecordCallback):
         self._spectral = SpectralNorms(steps) if is_spectral else None
         self._last_step = -1
 
-    def on_evaluate(self, ctx: EvaluateContext) -> None:
+    def on_evaluate(self, ctx: contexts.EvaluateContext) -> None:
         if self._last_step == ctx.state.global_step:  # another set of the same evaluation
             return
         self._last_step = ctx.state.global_step

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from dalsegno.callbacks.argument_checks import whole
 from dalsegno.distributed import collectives
-from dalsegno.events.callback import FlaglessCallback
-from dalsegno.events.contexts import Context, EvaluateContext, LogContext, MicrobatchEndContext
+from dalsegno.events import FlaglessCallback, contexts
 from dalsegno.policies.triggers import SaveTrigger
 from dalsegno.state import Clock
 from dalsegno.stateful.schema import Count
@@ -51,13 +50,13 @@ class RateProfiler(FlaglessCallback):
         self._non_padding: int | Tensor = 0
         """Of the run, on this rank; ``_logged`` of them until the last record."""
 
-    def on_train_begin(self, ctx: Context) -> None:
+    def on_train_begin(self, ctx: contexts.Context) -> None:
         self._window.clear()
         self._begin(ctx)
 
     on_rollback = on_train_begin
 
-    def on_microbatch_end(self, ctx: MicrobatchEndContext) -> None:
+    def on_microbatch_end(self, ctx: contexts.MicrobatchEndContext) -> None:
         if ctx.samples:
             ids, mask = _tensor(ctx.batch, "input_ids"), _tensor(ctx.batch, "attention_mask")
             self._samples += ctx.samples
@@ -65,7 +64,7 @@ class RateProfiler(FlaglessCallback):
             if ids is not None and mask is not None and mask.shape == ids.shape:
                 self._non_padding = self._non_padding + mask.count_nonzero()
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind != "train":
             return
         seconds, non_padding = ctx.state.elapsed() - self._began, int(self._non_padding)
@@ -82,7 +81,7 @@ class RateProfiler(FlaglessCallback):
             ctx.logs["non_padding_tokens"] = total
         self._begin(ctx)
 
-    def _begin(self, ctx: Context) -> None:
+    def _begin(self, ctx: contexts.Context) -> None:
         self._began, self._samples, self._tokens = ctx.state.elapsed(), 0, 0
         self._non_padding = self._logged = int(self._non_padding)
 
@@ -118,61 +117,58 @@ class DurationProfiler(FlaglessCallback):
     """
 
     def __init__(self) -> None:
-        self._clock = Clock()  # the run's, kept since the context of on_save has a past one
+        self._begin(Clock(), 0)
+
+    def _begin(self, clock: Clock, step: int) -> None:
+        self._clock = clock  # the run's, kept since the context of on_save has a past one
         self._seconds: dict[str, float] = defaultdict(float)
-        self._since = 0.0
+        self._since = self._last_log = clock.seconds()
         self._is_saving = False  # since the last measurement
-        self._last_log = 0.0
-        self._last_step = 0
+        self._last_step = step
         self._evaluations, self._evaluated_at, self._evaluated_for = 0, 0, 0.0  # number, last step, and seconds
 
-    def on_train_begin(self, ctx: Context) -> None:
-        self._seconds.clear()
-        self._is_saving = False
-        self._evaluations, self._evaluated_at, self._evaluated_for = 0, 0, 0.0
-        self._clock = ctx.state.clock
-        self._since = self._last_log = self._clock.seconds()
-        self._last_step = ctx.state.global_step
+    def on_train_begin(self, ctx: contexts.Context) -> None:
+        self._begin(ctx.state.clock, ctx.state.global_step)
 
     on_rollback = on_train_begin
 
-    def on_microbatch_begin(self, ctx: Context) -> None:
+    def on_microbatch_begin(self, ctx: contexts.Context) -> None:
         self._clock = ctx.state.clock  # it may have been added in the middle of a leg
         if self._is_saving:  # until the reading began
             self._seconds["data"] += ctx.state.data_seconds
             self._since += ctx.state.data_seconds
         self._account("data")
 
-    def on_epoch_end(self, ctx: Context) -> None:
+    def on_epoch_end(self, ctx: contexts.Context) -> None:
         self._account("data")
 
-    def on_before_backward(self, ctx: Context) -> None:
+    def on_before_backward(self, ctx: contexts.Context) -> None:
         self._account("forward")
 
-    def on_microbatch_end(self, ctx: Context) -> None:
+    def on_microbatch_end(self, ctx: contexts.Context) -> None:
         self._account("backward")
 
-    def on_step_end(self, ctx: Context) -> None:
+    def on_step_end(self, ctx: contexts.Context) -> None:
         self._account("optimizer")
 
-    def on_epoch_begin(self, ctx: Context) -> None:
+    def on_epoch_begin(self, ctx: contexts.Context) -> None:
         self._account("other")
 
     on_evaluate_begin = on_step_done = on_epoch_begin
 
-    def on_evaluate(self, ctx: EvaluateContext) -> None:
+    def on_evaluate(self, ctx: contexts.EvaluateContext) -> None:
         self._account("evaluate")
         self._evaluations += ctx.is_last
         self._evaluated_at = ctx.state.global_step
 
-    def on_before_save(self, ctx: Context) -> None:
+    def on_before_save(self, ctx: contexts.Context) -> None:
         self._account("other")
         self._is_saving = True  # planned or not; no event fires when the state has been captured
 
-    def on_save(self, ctx: Context) -> None:
+    def on_save(self, ctx: contexts.Context) -> None:
         self._account("save")  # waiting for the previous save
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind != "train":
             return
         self._account("other")
@@ -193,7 +189,7 @@ class DurationProfiler(FlaglessCallback):
         self._seconds.clear()
         self._last_log, self._last_step = now, ctx.state.global_step
 
-    def _evaluations_left(self, ctx: LogContext) -> int:
+    def _evaluations_left(self, ctx: contexts.LogContext) -> int:
         """Number of evaluations that are due from this record on, which those of its step follow."""
         state, args = ctx.state, ctx.args
         triggers = (args.evaluation, args.saving) if args.eval_on_save else (args.evaluation,)

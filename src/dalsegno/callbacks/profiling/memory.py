@@ -18,8 +18,7 @@ from dalsegno.callbacks.loggers.summary_writer import check_rewound, checked_wri
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import FlaglessCallback
-from dalsegno.events.contexts import LogContext, StepDoneContext, TrainBeginContext, TrainEndContext
+from dalsegno.events import FlaglessCallback, contexts
 from dalsegno.system.imports import require_extra
 from dalsegno.system.machine import peak_resident_memory
 
@@ -27,8 +26,7 @@ logger = logging.getLogger("dalsegno")
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory so far in bytes: allocated on the device, if torch counts that; else resident in this
-    process."""
+    """Return the peak so far in bytes: allocated on the device, if torch counts that; else of this process."""
     peak = accelerator.max_memory_allocated(device)
     return peak_resident_memory() if peak is None else peak
 
@@ -86,7 +84,7 @@ class PeakMemory(FlaglessCallback):
         """Peak of this rank so far, in bytes."""
         return peak_memory(self._device)
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         check_rewound("PeakMemory", self.summary_writer)
         self._device = device_of(ctx.model)
         self._peaks = []
@@ -95,7 +93,7 @@ class PeakMemory(FlaglessCallback):
         elif self.enable_memory_snapshot:
             logger.warning("PeakMemory: enable_memory_snapshot needs a model on CUDA; this one is on %s", self._device)
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind not in ("train", "final"):
             return
         self._peaks = [
@@ -104,12 +102,12 @@ class PeakMemory(FlaglessCallback):
         if self.do_log and ctx.kind == "train":
             ctx.logs["rank_peak_mem"] = self._peaks
 
-    def on_log(self, ctx: LogContext) -> None:
+    def on_log(self, ctx: contexts.LogContext) -> None:
         if self.summary_writer is not None and ctx.kind == "train" and collectives.rank() == 0:
             for rank, peak in enumerate(self._peaks):
                 self.summary_writer.add_scalar(f"peak-mem/rank-{rank}", peak, ctx.state.global_step)
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         here = collectives.rank()
         peaks = self._peaks if ctx.reason != "exception" else []  # the other ranks may be gone
         if here == 0 or not peaks:
@@ -147,23 +145,18 @@ class MemoryMonitor(FlaglessCallback):
     counter is reset, since other code may read it.
     """
 
-    def __init__(self) -> None:
-        self._device = torch.device("cpu")
-
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        self._device = device_of(ctx.model)
-
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind == "train":
-            here = self._in_use()
+            here = _in_use(device_of(ctx.model))
             most = collectives.all_reduce_max(list(here.values()), "MemoryMonitor")
             ctx.logs |= dict(zip(here, most, strict=True))
 
-    def _in_use(self) -> dict[str, int]:
-        if stats := accelerator.memory_stats(self._device):
-            return {name: int(stats.get(key, 0)) for name, key in _CUDA.items()}
-        resident = _resident()  # the kernel updates the peak later, so this may exceed it
-        return {"memory/resident": resident, "memory/resident_peak": max(resident, peak_memory(self._device))}
+
+def _in_use(device: torch.device) -> dict[str, int]:
+    if stats := accelerator.memory_stats(device):
+        return {name: int(stats.get(key, 0)) for name, key in _CUDA.items()}
+    resident = _resident()  # the kernel updates the peak later, so this may exceed it
+    return {"memory/resident": resident, "memory/resident_peak": max(resident, peak_memory(device))}
 
 
 def _resident() -> int:
@@ -197,33 +190,29 @@ class GPUMonitor(FlaglessCallback):
         ConfigurationError: when training begins on NVIDIA's GPUs, if ``nvidia-ml-py`` is not installed.
     """
 
-    def __init__(self) -> None:
-        self._device = torch.device("cpu")
-
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        self._device = device_of(ctx.model)
-        if not accelerator.is_nvidia(self._device):
-            logger.warning("GPUMonitor: logs nothing, since the model is on %s, not on an NVIDIA GPU", self._device)
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
+        device = device_of(ctx.model)
+        if not accelerator.is_nvidia(device):
+            logger.warning("GPUMonitor: logs nothing, since the model is on %s, not on an NVIDIA GPU", device)
             return
         require_extra("nvidia", "pynvml", "GPUMonitor")
-        if missing := [name for name, number in zip(_OF_GPU, self._measure(), strict=True) if math.isnan(number)]:
-            logger.warning("GPUMonitor: the driver of %s does not report %s", self._device, ", ".join(missing))
+        reported = {name: _reported(measure, device) for name, (measure, _) in _OF_GPU.items()}
+        if missing := [name for name, number in reported.items() if math.isnan(number)]:
+            logger.warning("GPUMonitor: the driver of %s does not report %s", device, ", ".join(missing))
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind == "train":
-            by_rank = collectives.gather_floats(self._measure(), "GPUMonitor")
+            here = [_reported(measure, device_of(ctx.model)) for measure, _ in _OF_GPU.values()]
+            by_rank = collectives.gather_floats(here, "GPUMonitor")
             for (name, (_, together)), numbers in zip(_OF_GPU.items(), zip(*by_rank, strict=True), strict=True):
                 if known := [number for number in numbers if not math.isnan(number)]:
                     ctx.logs[name] = together(known)
 
-    def _measure(self) -> list[float]:
-        """NaN for what the driver does not report."""
-        if not accelerator.is_nvidia(self._device):
-            return [math.nan] * len(_OF_GPU)
-        return [_reported(measure, self._device) for measure, _ in _OF_GPU.values()]
-
 
 def _reported(measure: Callable[[torch.device], float], device: torch.device) -> float:
+    """NaN for what the driver does not report."""
+    if not accelerator.is_nvidia(device):
+        return math.nan
     from pynvml import NVMLError
 
     try:
@@ -253,19 +242,19 @@ class TraceMalloc(FlaglessCallback):
         self._first: tracemalloc.Snapshot | None = None
         self._is_mine = False
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         self._is_mine = not tracemalloc.is_tracing()
         if self._is_mine:
             tracemalloc.start(self._frames)
         self._first = None
 
-    def on_step_done(self, ctx: StepDoneContext) -> None:
+    def on_step_done(self, ctx: contexts.StepDoneContext) -> None:
         if self._first is None:  # after the leg's first step, whose allocations happen once
             self._first = _snapshot()
         elif ctx.step % self._every == 0:
             self._print(ctx.step, self._first)
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         self._first = None
         if self._is_mine:
             tracemalloc.stop()

@@ -19,16 +19,7 @@ from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.collectives import Gathered
 from dalsegno.distributed.parallel.base import autocast_dtype
 from dalsegno.distributed.sharded_tensors import device_of
-from dalsegno.events.callback import Binder, FlaglessCallback
-from dalsegno.events.contexts import (
-    Context,
-    LogContext,
-    MicrobatchBeginContext,
-    RollbackContext,
-    StepEndContext,
-    TrainBeginContext,
-)
-from dalsegno.events.table import Event
+from dalsegno.events import Binder, Event, FlaglessCallback, contexts
 from dalsegno.state import Handler
 
 logger = logging.getLogger("dalsegno")
@@ -45,7 +36,13 @@ class ModelFlops(FlaglessCallback):
 
     name = "model flops"
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: contexts.Context) -> None:
+        self.clock = context.state.clock
+        """Of the training, by which rates are measured."""
+        self._of_ranks = Gathered(self._measure, "ModelFlops")
+        self._reset(context)
+
+    def _reset(self, ctx: contexts.Context) -> None:
         self.rate: float | None = None
         """Model FLOP/s, known from on_log_step of a training record on; None if they cannot be counted."""
         self.token_rate: float | None = None
@@ -56,11 +53,9 @@ class ModelFlops(FlaglessCallback):
         self._batch: Any = None  # the last step's first micro-batch, if it must be counted
         self._known: dict[Any, int] = {}  # FLOPs by shapes
         self._has_stepped = False
-        self.clock = context.state.clock
-        """Of the training, by which rates are measured."""
-        self._began = 0.0  # by the clock
-        self._tokens = self._samples = 0
-        self._of_ranks = Gathered(self._measure, "ModelFlops")
+        self._begin_interval(ctx)
+
+    on_train_begin = _reset  # called before the callbacks that request counting
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
         binder.gather_for_record(self._of_ranks)
@@ -83,34 +78,26 @@ class ModelFlops(FlaglessCallback):
         """Return the FLOPs of this much data, by the counts known since on_log_step: per token if there are tokens."""
         return self.of_a_token * tokens if self.of_a_token else self.of_a_sample * samples
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:  # called before the callbacks that request counting
-        self._is_wanted = self._counts_each_record = self._has_counted = self._has_warned = False
-        self._batch, self._known, self._has_stepped = None, {}, False
-        self.rate = self.token_rate = None
-        self.of_a_token = self.of_a_sample = 0.0
-        self._begin_interval(ctx)
-
     def idle_events(self) -> Collection[Event]:
         return () if self._is_wanted else (Event.MICROBATCH_BEGIN, Event.STEP_END, Event.LOG_STEP)
 
-    def on_rollback(self, ctx: RollbackContext) -> None:
-        self._begin_interval(ctx)
-
-    def _begin_interval(self, ctx: Context) -> None:
+    def _begin_interval(self, ctx: contexts.Context) -> None:
         self._began = self.clock.seconds()
         self._tokens, self._samples = ctx.state.num_input_tokens_seen, ctx.state.samples_seen
 
-    def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
+    on_rollback = _begin_interval
+
+    def on_microbatch_begin(self, ctx: contexts.MicrobatchBeginContext) -> None:
         if self._is_wanted and ctx.index == 0 and (self._counts_each_record or not self._has_counted):
             self._batch = copy(ctx.batch)
 
-    def on_step_end(self, ctx: StepEndContext) -> None:
+    def on_step_end(self, ctx: contexts.StepEndContext) -> None:
         if not self._has_stepped:
             self._has_stepped = True
             if not ctx.state.will_log:
                 self._begin_interval(ctx)
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind != "train" or not self._is_wanted:
             return
         seconds, tokens_before, samples_before = map(max, zip(*self._of_ranks.by_rank(), strict=True))
@@ -135,7 +122,7 @@ class ModelFlops(FlaglessCallback):
         self.of_a_sample = flops / samples if is_counted else 0.0
         self.of_a_token = flops / tokens if is_counted and all(each[1] for each in of_ranks) else 0.0
 
-    def _of_batch(self, ctx: Context) -> tuple[int, int, int]:
+    def _of_batch(self, ctx: contexts.Context) -> tuple[int, int, int]:
         """Return FLOPs, tokens and samples of the last step's first micro-batch on this rank; zeros if it had none."""
         if self._batch is None:
             return 0, 0, 0
@@ -149,7 +136,7 @@ class ModelFlops(FlaglessCallback):
             self._known[shapes] = self._flops_of(ctx, args, kwargs)
         return self._known[shapes], tokens, 1 if first is None else first.shape[0]
 
-    def _flops_of(self, ctx: Context, args: list[Any], kwargs: dict[str, Any]) -> int:
+    def _flops_of(self, ctx: contexts.Context, args: list[Any], kwargs: dict[str, Any]) -> int:
         try:
             flops = count_flops(ctx.model, args, kwargs, autocast_dtype(bf16=ctx.args.bf16, fp16=ctx.args.fp16))
             if not flops:
@@ -174,30 +161,20 @@ def _call(model: nn.Module, batch: Any) -> tuple[list[Any], dict[str, Any]]:
     return (args if Parameter.VAR_POSITIONAL in kinds.values() else args[: len(by_place)]), {}
 
 
-_B200, _H100, _H100_PCIE, _NVL, _A100 = 2250e12, 989e12, 756e12, 835e12, 312e12
+_H100 = ("H100 80GB HBM3", "H200", "H800", "GH200 480GB", "GH200 144G HBM3e")
+_A100 = ("A100-SXM4-40GB", "A100-SXM4-80GB", "A100-PCIE-40GB", "A100 80GB PCIe", "A800-SXM4-80GB", "A800 80GB PCIe")
 
 KNOWN_PEAKS: Mapping[str, float] = {
     # NVIDIA's data sheets of each data center product. They give most figures with sparsity, which is twice this.
     "NVIDIA GB300": 2500e12,
     "NVIDIA GB200": 2500e12,
-    "NVIDIA B300 SXM6 AC": _B200,
-    "NVIDIA B200": _B200,
-    "NVIDIA H200": _H100,
-    "NVIDIA H200 NVL": _NVL,
-    "NVIDIA GH200 480GB": _H100,
-    "NVIDIA GH200 144G HBM3e": _H100,
-    "NVIDIA H100 80GB HBM3": _H100,
-    "NVIDIA H100 PCIe": _H100_PCIE,
-    "NVIDIA H100 NVL": _NVL,
-    "NVIDIA H800": _H100,
-    "NVIDIA H800 PCIe": _H100_PCIE,
+    "NVIDIA B300 SXM6 AC": 2250e12,
+    "NVIDIA B200": 2250e12,
+    **{f"NVIDIA {name}": 989e12 for name in _H100},
+    **{f"NVIDIA {name}": 835e12 for name in ("H100 NVL", "H200 NVL")},
+    **{f"NVIDIA {name}": 756e12 for name in ("H100 PCIe", "H800 PCIe")},
     "NVIDIA H20": 148e12,
-    "NVIDIA A100-SXM4-40GB": _A100,
-    "NVIDIA A100-SXM4-80GB": _A100,
-    "NVIDIA A100-PCIE-40GB": _A100,
-    "NVIDIA A100 80GB PCIe": _A100,
-    "NVIDIA A800-SXM4-80GB": _A100,
-    "NVIDIA A800 80GB PCIe": _A100,
+    **{f"NVIDIA {name}": 312e12 for name in _A100},
     "NVIDIA L40S": 362e12,
     "NVIDIA L40": 181e12,
     "NVIDIA L20": 119.5e12,

@@ -11,8 +11,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from dalsegno.callbacks.argument_checks import flag, folder, whole
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import FlaglessCallback
-from dalsegno.events.contexts import Context, StepDoneContext, TrainBeginContext, TrainEndContext
+from dalsegno.events import FlaglessCallback, contexts
 
 logger = logging.getLogger("dalsegno")
 
@@ -69,13 +68,13 @@ class ProfilerCallback(FlaglessCallback):
         self._steps = 0  # of this leg
         self._first = 0
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         world_size = collectives.world_size()
         if self._rank is not None and self._rank >= world_size:
             raise ConfigurationError(f"ProfilerCallback: rank={self._rank}; the ranks are 0 to {world_size - 1}")
         self._steps = self._first = 0
 
-    def on_step_begin(self, ctx: Context) -> None:
+    def on_step_begin(self, ctx: contexts.Context) -> None:
         profiles = self._rank in (None, collectives.rank())
         if self._steps == 0:
             is_traced = profiles and tracemalloc.is_tracing()
@@ -96,17 +95,17 @@ class ProfilerCallback(FlaglessCallback):
         if self._steps == self._start_step:
             self._first = ctx.state.global_step + 1
 
-    def on_step_done(self, ctx: StepDoneContext) -> None:
+    def on_step_done(self, ctx: contexts.StepDoneContext) -> None:
         self._steps += 1
         if self._steps == self._start_step + self._num_steps:
             self._export(ctx)
         elif self._profile is not None:
             self._profile.step()
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         self._export(ctx)
 
-    def _export(self, ctx: Context) -> None:
+    def _export(self, ctx: contexts.Context) -> None:
         if self._profile is None:
             return
         running, self._profile = self._profile, None

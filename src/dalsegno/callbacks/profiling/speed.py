@@ -13,9 +13,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.collectives import Gathered
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Binder, FlaglessCallback
-from dalsegno.events.contexts import Context, LogContext, RollbackContext, TrainBeginContext
-from dalsegno.events.table import Event
+from dalsegno.events import Binder, Event, FlaglessCallback, contexts
 from dalsegno.state import Handler
 from dalsegno.stateful.schema import Count, Finite, Must
 
@@ -23,10 +21,8 @@ from dalsegno.stateful.schema import Count, Finite, Must
 class UtilizationCallback(FlaglessCallback):
     """Base class of callbacks that report the model's FLOPs, and their share of the hardware's peak."""
 
-    _counts_always = False
-    """Whether FLOPs are counted without a known peak, too."""
-    _counts_each_record = False
-    """Whether they are counted again for each record, so that results do not depend on where a leg begins."""
+    _counts_always = False  # also without a known peak
+    _counts_each_record = False  # again for each record, so that results do not depend on where a leg begins
 
     def __init__(
         self,
@@ -53,12 +49,12 @@ class UtilizationCallback(FlaglessCallback):
         self._flops = binder.shared(ModelFlops)
         return super().bound_handlers(binder)
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         if self._flops is not None:
             own = self._own_peak(ctx)
             self._peak = self._flops.want(own, always=self._counts_always, each_record=self._counts_each_record)
 
-    def _own_peak(self, ctx: Context) -> float | None:
+    def _own_peak(self, ctx: contexts.Context) -> float | None:
         """Return this rank's share of the peak; None if it is unknown."""
         for name, peak in self._given_peak.items():
             ranks = collectives.world_size()
@@ -109,18 +105,17 @@ class DefaultMetrics(UtilizationCallback):
         binder.gather_for_record(self._of_ranks)
         return super().bound_handlers(binder)
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         self._device = device_of(ctx.model)
         super().on_train_begin(ctx)
         self._begin_interval(ctx)
 
-    def on_rollback(self, ctx: RollbackContext) -> None:
-        self._begin_interval(ctx)
-
-    def _begin_interval(self, ctx: Context) -> None:
+    def _begin_interval(self, ctx: contexts.Context) -> None:
         self._began, self._tokens_before = ctx.state.elapsed(), ctx.state.num_input_tokens_seen
         self._steps_before = ctx.state.global_step
         self._of_ranks.forget()
+
+    on_rollback = _begin_interval
 
     def _measure(self) -> list[float]:
         """Seconds since the last record, and peak memory, of this rank."""
@@ -128,7 +123,7 @@ class DefaultMetrics(UtilizationCallback):
         self._measured_at = self._flops.clock.seconds()
         return [self._measured_at - self._began, float(peak_memory(self._device))]
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind != "train":
             return
         by_rank = self._of_ranks.by_rank()
@@ -136,7 +131,9 @@ class DefaultMetrics(UtilizationCallback):
         peaks = [int(peak) for _, peak in by_rank]
         self._began = self._measured_at
         if "tokens" in ctx.logs:
-            self._add_throughput(ctx.logs, seconds)
+            # A leg that begins between two records begins with an estimated count, which may be too high.
+            ctx.logs["tok_per_sec"] = max(0, ctx.logs["tokens"] - self._tokens_before) / seconds
+            self._tokens_before = int(ctx.logs["tokens"])
         else:
             ctx.logs["steps_per_second"] = (ctx.state.global_step - self._steps_before) / seconds
         self._steps_before = ctx.state.global_step
@@ -144,12 +141,6 @@ class DefaultMetrics(UtilizationCallback):
         ctx.logs["peak_mem"] = max(peaks)
         if len(peaks) > 1:
             ctx.logs["rank_peak_mem"] = peaks
-
-    def _add_throughput(self, logs: dict[str, float], seconds: float) -> None:
-        # A leg that begins between two records begins with an estimated count, which may be too high.
-        tokens = max(0, logs["tokens"] - self._tokens_before)
-        self._tokens_before = int(logs["tokens"])
-        logs["tok_per_sec"] = tokens / seconds
 
 
 class FlopUtilization(UtilizationCallback):
@@ -159,19 +150,12 @@ class FlopUtilization(UtilizationCallback):
     - ``mfu``: ``flops_per_second`` over the peak of all ranks' devices, where the peak is known; the same value that
       ``DefaultMetrics`` adds.
 
-    Args:
-        peak_hardware_flops: peak of the only device in FLOP/s, for the training's dtype; refused on several ranks.
-        peak_flops_per_device: peak of each rank's device. None of the three: the known peak, in bf16 or fp16.
-        peak_flops_in_total: peak of all ranks' devices together.
-
-    Raises:
-        ConfigurationError: for a peak that is not a number over 0, for several of them, and before the first step for
-            ``peak_hardware_flops`` on several ranks.
+    Arguments and errors are those of :class:`DefaultMetrics`.
     """
 
     _counts_always = True
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind == "train" and self._flops is not None and self._flops.rate is not None:
             ctx.logs["flops_per_second"] = self._flops.rate
             self._add_mfu(ctx.logs)
@@ -200,14 +184,8 @@ class ComputeBudget(UtilizationCallback):
         parameters: number of parameters, e.g. those active per token in a mixture of experts. None: all of the model, a
             tied one once.
         tokens_per_parameter: ratio of tokens to parameters that counts as 1.
-        peak_hardware_flops: peak of the only device in FLOP/s, for the training's dtype; refused on several ranks.
-        peak_flops_per_device: peak of each rank's device. None of the three: the known peak, in bf16 or fp16.
-        peak_flops_in_total: peak of all ranks' devices together.
+        peak_hardware_flops: this and the other two peaks: as in :class:`DefaultMetrics`.
         name: the key of its state in checkpoints; None: the class's name.
-
-    Raises:
-        ConfigurationError: for an invalid value, and before the first step for ``peak_hardware_flops`` on several
-            ranks.
     """
 
     _counts_always = _counts_each_record = True
@@ -233,11 +211,11 @@ class ComputeBudget(UtilizationCallback):
         self._used_flops = 0.0  # up to the last record, with the run's tokens and samples at that record
         self._tokens = self._samples = 0
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         super().on_train_begin(ctx)
         self._parameters = self._given or sum(each.numel() for each in ctx.model.parameters())  # whole ones, if sharded
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind != "train" or self._flops is None:
             return
         tokens = ctx.logs.get("tokens", 0)

@@ -25,10 +25,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from dalsegno.errors import StateMismatch
-from dalsegno.events.contexts import SaveContext
+from dalsegno.events import contexts
 from dalsegno.logs.values import drop_wall_clock, encode, from_json, to_json
 
 TIMELINE = "dalsegno/timeline"
@@ -78,7 +78,6 @@ class Tracker(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    kind: ClassVar[str]
     step: int
     time: float
     """UTC seconds."""
@@ -88,20 +87,17 @@ class Entry:
 class Points(Entry):
     """The numbers of one record."""
 
-    kind: ClassVar = "points"
     values: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Text(Entry):
-    kind: ClassVar = "text"
     tag: str
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram(Entry):
-    kind: ClassVar = "histogram"
     tag: str
     edges: list[float]
     """One more than ``counts``, ascending."""
@@ -112,7 +108,6 @@ class Histogram(Entry):
 class Card(Entry):
     """Model card of a checkpoint."""
 
-    kind: ClassVar = "card"
     name: str
     """Name of the checkpoint."""
     text: str
@@ -123,12 +118,11 @@ class Card(Entry):
 class Return(Entry):
     """The run has returned to ``step``: what follows belongs to a new timeline, whose number is ``timeline``."""
 
-    kind: ClassVar = "return"
     timeline: int
     """From 2: the first return begins the second timeline."""
 
 
-_KINDS: dict[str, type[Entry]] = {each.kind: each for each in (Points, Text, Histogram, Card, Return)}
+_KINDS: dict[str, type[Entry]] = {each.__name__.lower(): each for each in (Points, Text, Histogram, Card, Return)}
 _NUMBERS = ("values", "edges", "counts")
 """Fields with floats that JSON has no numbers for."""
 
@@ -142,7 +136,7 @@ def replays(entry: Entry, earlier: Entry) -> bool:
 
 
 def to_line(entry: Entry) -> bytes:
-    return encode({"kind": entry.kind, **asdict(entry)}) + b"\n"
+    return encode({"kind": type(entry).__name__.lower(), **asdict(entry)}) + b"\n"
 
 
 def from_line(line: bytes) -> Entry:
@@ -196,32 +190,24 @@ def code_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     main = getattr(sys.modules.get("__main__"), "__file__", None)
-    return versions | _git_commit(Path(main).absolute().parent if main else Path.cwd())
-
-
-def _git_commit(directory: Path) -> dict[str, str]:
-    commit = _git(directory, "rev-parse", "HEAD")
-    if commit is None:
-        return {}
-    changes = _git(directory, "status", "--porcelain", "--untracked-files=no")
-    return {"git_commit": commit, **({"git_changes": "yes" if changes else "no"} if changes is not None else {})}
+    directory = Path(main).absolute().parent if main else Path.cwd()
+    if (commit := _git(directory, "rev-parse", "HEAD")) is not None:
+        versions["git_commit"] = commit
+        if (changes := _git(directory, "status", "--porcelain", "--untracked-files=no")) is not None:
+            versions["git_changes"] = "yes" if changes else "no"
+    return versions
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(
-            ["git", "-C", str(directory), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=True,
-        )
+        command = ["git", "-C", str(directory), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):  # no git, no repository, or a file system that does not answer
         return None
     return done.stdout.strip()
 
 
-def model_card(ctx: SaveContext) -> str:
+def model_card(ctx: contexts.SaveContext) -> str:
     """Return step, best metric, newest numbers and settings of the checkpoint that was saved. No wall-clock times."""
     state = ctx.state
     facts: dict[str, Any] = {

@@ -14,7 +14,7 @@ from dalsegno.callbacks.trackers.outbox import Sender
 from dalsegno.callbacks.trackers.tracker import code_versions, model_card, public
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.contexts import LogContext, SaveContext, TrainBeginContext, TrainEndContext
+from dalsegno.events import contexts
 from dalsegno.logs import RunFile
 from dalsegno.logs.values import to_json
 from dalsegno.policies.triggers import SaveTrigger, save_trigger
@@ -60,31 +60,27 @@ class TrackerLogger(RewoundWriter):
         """``new_tracker`` is called for each call of ``train()``; the other arguments are those of the subclasses."""
         self.name = name
         self._new_tracker = new_tracker
-        self._cards = None if cards is None else self._trigger(cards)
+        try:
+            self._cards = None if cards is None else save_trigger(cards)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{type(self).__name__}: cards={cards!r}: {error}") from None
         self._wait_s = number(type(self).__name__, "wait_s", wait_s, least=0)
         require_extra(self.package, self.package, type(self).__name__)
         self._outbox: Outbox | None = None  # on rank 0, while training runs
         self._sender: Sender | None = None
         self._saved: TrackerState | None = None
 
-    def _trigger(self, cards: SaveTrigger | str) -> SaveTrigger:
-        try:
-            return save_trigger(cards)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{type(self).__name__}: cards={cards!r}: {error}") from None
-
     # -- events -----------------------------------------------------------------------------------------------------
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         directory = ctx.args.directory / "logs"
-        run = RunFile(ctx.args.directory).load()
-        if self._saved is not None:
-            run_id = self._saved["run_id"]
-        else:
+        if self._saved is None:
+            run = RunFile(ctx.args.directory).load()
             run_id = run.run_id if run is not None else f"{time.time_ns():016x}"
+            self._saved = {"run_id": run_id, "position": 0}
+        run_id = self._saved["run_id"]
         outbox = self._outbox = Outbox(directory / OUTBOXES / self.key)
-        outbox.replay_from(0 if self._saved is None else self._saved["position"])
-        self._saved = {"run_id": run_id, "position": outbox.position}
+        outbox.replay_from(self._saved["position"])
         settings = public(to_json(ctx.args.to_dict()))
         name = ctx.args.run_name or ctx.args.directory.name
 
@@ -93,7 +89,7 @@ class TrackerLogger(RewoundWriter):
 
         self._sender = Sender(self.key, self._new_tracker(), outbox, describe)
 
-    def on_log(self, ctx: LogContext) -> None:
+    def on_log(self, ctx: contexts.LogContext) -> None:
         values = {
             name: float(value) if isinstance(value, float) else int(value)
             for name, value in ctx.logs.items()
@@ -102,11 +98,11 @@ class TrackerLogger(RewoundWriter):
         if values:
             self._add(Points(ctx.state.global_step, time.time(), values))
 
-    def on_save(self, ctx: SaveContext) -> None:
+    def on_save(self, ctx: contexts.SaveContext) -> None:
         if self._cards is not None and (self._cards.at_step(ctx.step) or (self._cards.on_best and ctx.is_best)):
             self._add(Card(ctx.step, time.time(), ctx.path.name, model_card(ctx)))
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         outbox, sender, self._outbox, self._sender = self._outbox, self._sender, None, None
         if outbox is None or sender is None or self._saved is None:
             return

@@ -16,15 +16,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import dense, strip_wrappers
 from dalsegno.distributed.stage_places import expect_whole
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import FlaglessCallback
-from dalsegno.events.contexts import (
-    BeforeSaveContext,
-    Context,
-    RollbackContext,
-    StepEndContext,
-    TrainBeginContext,
-    TrainEndContext,
-)
+from dalsegno.events import FlaglessCallback, contexts
 
 
 class DumpActivations(FlaglessCallback):
@@ -54,7 +46,7 @@ class DumpActivations(FlaglessCallback):
         self._steps: list[int] = []
         self._prefix = ""  # step and micro-batch; empty outside of micro-batches
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         expect_whole(ctx.model, "DumpActivations", "whose micro-batches alternate in the modules")
         self._folder = ctx.args.directory / self._outdir / f"rank-{collectives.rank():05d}"
         self._kept, self._steps, self._prefix = {}, [], ""
@@ -67,23 +59,23 @@ class DumpActivations(FlaglessCallback):
     def on_microbatch_begin(self, ctx: Any) -> None:
         self._prefix = f"step-{ctx.state.global_step + 1:08d}/microbatch-{ctx.index}"
 
-    def on_microbatch_end(self, ctx: Context) -> None:
+    def on_microbatch_end(self, ctx: contexts.Context) -> None:
         self._prefix = ""
 
-    def on_step_end(self, ctx: StepEndContext) -> None:
+    def on_step_end(self, ctx: contexts.StepEndContext) -> None:
         self._steps.append(ctx.step)
         if len(self._steps) == self._buffer_steps:
             self._write()
 
-    def on_before_save(self, ctx: BeforeSaveContext) -> None:
+    def on_before_save(self, ctx: contexts.BeforeSaveContext) -> None:
         """End the file, so that a leg that resumes from this checkpoint begins a new one, with no step in two files."""
         if self._steps:
             self._write()
 
-    def on_rollback(self, ctx: RollbackContext) -> None:
+    def on_rollback(self, ctx: contexts.RollbackContext) -> None:
         self._kept, self._steps = {}, []
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         while self._handles:
             self._handles.pop().remove()
         if self._steps:

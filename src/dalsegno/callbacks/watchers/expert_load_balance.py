@@ -19,15 +19,7 @@ from dalsegno.distributed.pipeline.stage import running_microbatch
 from dalsegno.distributed.sharded_tensors import device_of, strip_wrappers
 from dalsegno.distributed.stage_places import is_cut
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import FlaglessCallback
-from dalsegno.events.contexts import (
-    Context,
-    LogContext,
-    MicrobatchBeginContext,
-    StepEndContext,
-    TrainBeginContext,
-    TrainEndContext,
-)
+from dalsegno.events import FlaglessCallback, contexts
 from dalsegno.stateful.schema import Count, Must
 
 
@@ -83,7 +75,7 @@ class ExpertLoadBalance(FlaglessCallback):
         self._sums: LoadSums | None = None
         self._loads: dict[str, list[int]] = {}  # of the last measured step, until they are logged
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         self._counts, self._is_due, self._is_cut = {}, False, is_cut(ctx.model)
         self._sums = LoadSums(device_of(ctx.model))
         config = getattr(ctx.model, "config", None)
@@ -98,22 +90,22 @@ class ExpertLoadBalance(FlaglessCallback):
                 + ", ".join([name for name, _ in ctx.model.named_modules() if name][:20])
             )
 
-    def on_step_begin(self, ctx: Context) -> None:
+    def on_step_begin(self, ctx: contexts.Context) -> None:
         if (ctx.state.global_step + 1) % self._every == 0:
             self._counts, self._batches, self._is_due = {}, [], True
 
-    def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
+    def on_microbatch_begin(self, ctx: contexts.MicrobatchBeginContext) -> None:
         if self._is_due:
             self._batches.append(ctx.batch if ctx.samples else None)
 
-    def on_step_end(self, ctx: StepEndContext) -> None:
+    def on_step_end(self, ctx: contexts.StepEndContext) -> None:
         if self._is_due:
             counted, self._counts = self._counts, {}
             assert self._sums is not None, "on_train_begin comes first"
             self._loads = self._sums(counted)
         self._is_due, self._batches = False, []
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind == "train":
             for name, loads in self._loads.items():
                 ctx.logs |= _balance(f"expert_load/{name}", loads)
@@ -125,7 +117,7 @@ class ExpertLoadBalance(FlaglessCallback):
     def load_state_dict(self, state: Any) -> None:
         self._loads = state["loads"]
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         while self._handles:
             self._handles.pop().remove()
 

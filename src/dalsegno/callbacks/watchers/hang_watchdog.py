@@ -10,8 +10,7 @@ from typing import TextIO
 
 from dalsegno.callbacks.argument_checks import number
 from dalsegno.distributed import collectives
-from dalsegno.events.callback import FlaglessCallback
-from dalsegno.events.contexts import Context, TrainBeginContext, TrainEndContext
+from dalsegno.events import FlaglessCallback, contexts
 
 REARM = 1.0
 """Minimum seconds between re-arming the timer: arming starts a thread."""
@@ -38,19 +37,19 @@ class HangWatchdog(FlaglessCallback):
         self._path: Path | None = None
         self._armed = 0.0
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         self._path = ctx.args.directory / "logs" / f"hang-rank-{collectives.rank():05d}.txt"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("a")
         self._arm()
 
-    def on_microbatch_end(self, ctx: Context) -> None:
+    def on_microbatch_end(self, ctx: contexts.Context) -> None:
         if time.monotonic() - self._armed > min(REARM, self._seconds / 4):
             self._arm()
 
     on_prediction_step = on_evaluate = on_log = on_save = on_step_done = on_microbatch_end
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         faulthandler.cancel_dump_traceback_later()
         if self._file is not None and self._path is not None:
             self._file.close()

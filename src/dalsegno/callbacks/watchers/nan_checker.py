@@ -17,18 +17,7 @@ from dalsegno.callbacks.watchers.dump_activations import tensors_in
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import dense, local_gradients, named_parameters, strip_wrappers
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Binder
-from dalsegno.events.contexts import (
-    BeforeSaveContext,
-    Context,
-    RollbackContext,
-    StepEndContext,
-    StepSkippedContext,
-    TrainBeginContext,
-    TrainEndContext,
-)
-from dalsegno.events.table import Event
-from dalsegno.state import Handler
+from dalsegno.events import Event, contexts
 
 _NONE = 2**62
 _GRADIENT = "the gradient of "
@@ -53,38 +42,33 @@ class NaNChecker(DivergenceCallback):
     """
 
     background_safe = False
+    optional_events = (Event.GRADIENTS_READY, Event.STEP_SKIPPED)
 
     def __init__(self, gradients: bool = True, action: Literal["abort", "rollback"] = "abort") -> None:
         super().__init__(one_of("NaNChecker", "action", action, ("abort", "rollback")))
         self._gradients = flag("NaNChecker", "gradients", gradients)
         self._handles: list[RemovableHandle] = []
+        self._last: tuple[Callable[[], Tensor | None], int] = (lambda: None), 0
+        """Weak reference to the output that was checked last, and its version, which counts changes in place."""
+        self._forget()
+
+    def _forget(self) -> None:
         self._what: list[str] = []  # checked in this step, in order
         self._extremes: list[Sequence[Tensor]] = []  # minimum and maximum of each, 0-dim
         self._steps: list[tuple[int, int, list[str]]] = []
         """Of each step since the last reading: the number of its first check, the step, and what was checked."""
-        self._last: tuple[Callable[[], Tensor | None], int] = (lambda: None), 0
-        """Weak reference to the output that was checked last, and its version, which counts changes in place."""
         self._skips = 0  # consecutive skipped steps
         self._is_skipped = False
         self._first: Tensor | None = None
         """Number of the first check that failed, or _NONE; on the device."""
 
-    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        """Also handle events that only some loops fire, so that other loops need not refuse this callback."""
-        some = [(Event.GRADIENTS_READY, self._note_gradients), (Event.STEP_SKIPPED, self._note_skip)]
-        return [*super().bound_handlers(binder), *some]
-
     def requesting_events(self) -> Collection[Event]:
         return (Event.BEFORE_SAVE,)  # and STEP_END at steps with a record, where the ranks agree anyway
 
-    def on_rollback(self, ctx: RollbackContext) -> None:
+    def on_rollback(self, ctx: contexts.Context) -> None:
         self._forget()
 
-    def _forget(self) -> None:
-        self._what, self._extremes, self._steps, self._first = [], [], [], None
-        self._skips, self._is_skipped = 0, False
-
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         self._forget()
         if hasattr(ctx.model, "_orig_mod") or getattr(ctx.model, "_compiled_call_impl", None) is not None:
             raise ConfigurationError(
@@ -94,20 +78,17 @@ class NaNChecker(DivergenceCallback):
             shown = strip_wrappers(f"{name}.").removesuffix(".") or type(module).__name__
             self._handles.append(module.register_forward_hook(self._looking_at(shown)))
 
-    def on_step_end(self, ctx: StepEndContext) -> None:
+    def on_step_end(self, ctx: contexts.StepEndContext) -> None:
         self._skips, self._is_skipped = self._skips if self._is_skipped else 0, False
         self._note_step(ctx.step)
         if ctx.state.will_log:
             self._judge(ctx)
 
-    def on_before_save(self, ctx: BeforeSaveContext) -> None:
-        self._judge(ctx)
-
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         while self._handles:
             self._handles.pop().remove()
 
-    def _note_gradients(self, ctx: Context) -> None:
+    def on_gradients_ready(self, ctx: contexts.Context) -> None:
         if not self._gradients:
             return
         named = [(name, each) for name, each in named_parameters(ctx.model) if each.grad is not None]
@@ -116,13 +97,13 @@ class NaNChecker(DivergenceCallback):
         self._what.extend(f"{_OF_WEIGHTS}{name}" for name, _ in here)
         self._extremes.extend(_extremes(part) for _, part in here)
 
-    def _note_skip(self, ctx: StepSkippedContext) -> None:
+    def on_step_skipped(self, ctx: contexts.StepSkippedContext) -> None:
         self._skips, self._is_skipped = self._skips + 1, True
         if self._skips <= _SKIPS:
             kept = [each for each in zip(self._what, self._extremes, strict=True) if not each[0].startswith(_GRADIENT)]
             self._what, self._extremes = [what for what, _ in kept], [extremes for _, extremes in kept]
 
-    def _judge(self, ctx: Context) -> None:
+    def _judge(self, ctx: contexts.Context) -> None:
         """Stop if a rank has found something. Collective: one rank's NaN is in all ranks' weights a step later."""
         broken = self._read()
         if collectives.all_reduce_max([broken is not None], "NaNChecker")[0]:
@@ -132,6 +113,8 @@ class NaNChecker(DivergenceCallback):
             step, what, rank = min(found, key=lambda each: (each[0], each[1].startswith(_OF_WEIGHTS)))
             where = f"on rank {rank}" if not what.startswith(_OF_WEIGHTS) or len(gathered) == 1 else "over all ranks"
             self.end_or_roll_back(ctx, f"{what} is not finite, first in step {step}, {where}")
+
+    on_before_save = _judge
 
     def _looking_at(self, name: str) -> Any:
         what = f"the output of {name}"

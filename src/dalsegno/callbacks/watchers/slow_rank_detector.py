@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from dalsegno.callbacks.argument_checks import number, whole
 from dalsegno.distributed import accelerator, collectives
-from dalsegno.events.callback import FlaglessCallback
-from dalsegno.events.contexts import BackwardContext, Context, LogContext, StepEndContext, TrainBeginContext
+from dalsegno.events import FlaglessCallback, contexts
 
 logger = logging.getLogger("dalsegno")
 
@@ -39,43 +38,62 @@ class SlowRankDetector(FlaglessCallback):
         self._factor = number("SlowRankDetector", "factor", factor, over=1)
         self._patience = whole("SlowRankDetector", "patience", patience)
         self._share = number("SlowRankDetector", "share", share, least=0, under=1)
-        self._watch = Watch(HOST_CLOCK)
-        self._syncs_in_forward = False
-        self._slow = (-1, 0)  # a rank, and its number of consecutive slow records
+        self._begin(())
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        parameters = list(ctx.model.parameters())
-        self._watch = Watch(clock_of(parameters))
+    def _begin(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._clock = clock_of(parameters)
         self._syncs_in_forward = any(isinstance(each, DTensor) for each in parameters)
-        self._slow = (-1, 0)
+        self._slow = (-1, 0)  # a rank, and its number of consecutive slow records
+        self._since: Any = None  # end of the previous step
+        self._reading: tuple[Any, float, Any] | None = None  # begin, seconds, end
+        self._computed: Any = None  # up to when this rank has not waited for others
+        self._steps: list[tuple[Any, float, Any, Any, Any]] = []  # since the last record: reading, computed, end
+
+    def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
+        self._begin(list(ctx.model.parameters()))
         if self._syncs_in_forward and collectives.world_size() > 1 and collectives.rank() == 0:
             logger.warning(
                 "SlowRankDetector: the forward pass of a sharded model waits for other ranks, so only the reading of "
                 "data is measured; a rank that computes slowly is not found"
             )
 
-    def on_epoch_begin(self, ctx: Context) -> None:
-        self._watch.start()
+    def on_epoch_begin(self, ctx: contexts.Context) -> None:
+        self._since, self._reading = self._clock.now(), None
 
     on_step_done = on_epoch_begin
 
-    def on_step_begin(self, ctx: Context) -> None:
+    def on_step_begin(self, ctx: contexts.Context) -> None:
         """Note the time of reading: after it, the ranks may have exchanged how many samples there are."""
-        self._watch.data_read(ctx.state.data_seconds)
-        self._watch.compute()
+        self._computed = self._clock.now()
+        if self._since is not None:
+            self._reading = self._since, ctx.state.data_seconds, self._computed
 
-    def on_before_backward(self, ctx: BackwardContext) -> None:
+    def on_before_backward(self, ctx: contexts.BackwardContext) -> None:
         if not self._syncs_in_forward:
-            self._watch.compute()  # until the last one, which waits for other ranks
+            self._computed = self._clock.now()  # until the last one, which waits for other ranks
 
-    def on_step_end(self, ctx: StepEndContext) -> None:
-        self._watch.stop()
+    def on_step_end(self, ctx: contexts.StepEndContext) -> None:
+        if self._reading is not None:
+            self._steps.append((*self._reading, self._computed, self._clock.now()))
+        self._since = self._reading = None
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind == "train" and collectives.world_size() > 1:
-            seconds, steps = zip(*collectives.gather_floats(self._watch.read(), "SlowRankDetector"), strict=True)
+            seconds, steps = zip(*collectives.gather_floats(self._read(), "SlowRankDetector"), strict=True)
             ctx.logs["rank_runtime"] = list(seconds)
             self._judge(seconds, max(steps))
+
+    def _read(self) -> tuple[float, float]:
+        """Return the mean seconds per step since the last record: until this rank has waited, and to the end."""
+        steps, self._steps, seconds = self._steps, [], self._clock.seconds
+        if not steps:
+            return 0.0, 0.0
+        own, total = [], []
+        for begin, data, ready, computed, end in steps:
+            read = min(data, seconds(begin, ready))  # before it the previous step may have been saved
+            own.append(read + seconds(ready, computed))
+            total.append(read + seconds(ready, end))
+        return statistics.fmean(own), statistics.fmean(total)
 
     def _judge(self, seconds: Sequence[float], step: float) -> None:
         slowest, median = max(range(len(seconds)), key=seconds.__getitem__), statistics.median_low(seconds)
@@ -117,44 +135,3 @@ def _seconds_between(begin: Any, end: Any) -> float:
     """Of two events, which are waited for only here, when they are read."""
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
-
-
-class Watch:
-    """Measures, over many steps, the time that a rank takes until it waits for others, and that of the whole step."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._since: Any = None  # end of the previous step
-        self._step: tuple[Any, float, Any] | None = None
-        self._computed: Any = None
-        self._steps: list[tuple[Any, float, Any, Any, Any]] = []  # reading: begin, seconds, end; computed; end
-
-    def start(self) -> None:
-        self._since, self._step = self._clock.now(), None
-
-    def data_read(self, seconds: float) -> None:
-        """Note that this rank has read its data in ``seconds``; it may have waited for other ranks since."""
-        if self._since is not None:
-            self._step = self._since, seconds, self._clock.now()
-
-    def compute(self) -> None:
-        """Note that this rank has computed, without waiting, up to now."""
-        self._computed = self._clock.now()
-
-    def stop(self) -> None:
-        """End the step."""
-        if self._step is not None:
-            self._steps.append((*self._step, self._computed, self._clock.now()))
-        self._since = self._step = None
-
-    def read(self) -> tuple[float, float]:
-        """Return the mean seconds per step since the last call: until this rank has waited, and to the end."""
-        steps, self._steps, seconds = self._steps, [], self._clock.seconds
-        if not steps:
-            return 0.0, 0.0
-        own, total = [], []
-        for begin, data, ready, computed, end in steps:
-            read = min(data, seconds(begin, ready))  # before it the previous step may have been saved
-            own.append(read + seconds(ready, computed))
-            total.append(read + seconds(ready, end))
-        return statistics.fmean(own), statistics.fmean(total)

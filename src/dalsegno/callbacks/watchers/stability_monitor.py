@@ -9,8 +9,7 @@ from typing import Any, TypedDict
 
 from dalsegno.callbacks.argument_checks import number, texts, whole
 from dalsegno.errors import StateMismatch
-from dalsegno.events.callback import FlaglessCallback
-from dalsegno.events.contexts import LogContext
+from dalsegno.events import FlaglessCallback, contexts
 from dalsegno.stateful.schema import Count, Finite
 
 FEWEST = 32
@@ -50,7 +49,7 @@ class StabilityMonitor(FlaglessCallback):
         self._scores = {name: SpikeScore(window, deviations) for name in names}
         self.reads_nonfinite_loss = "loss" in names
 
-    def on_log_step(self, ctx: LogContext) -> None:
+    def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind != "train":
             return
         for name, score in self._scores.items():
@@ -62,17 +61,12 @@ class StabilityMonitor(FlaglessCallback):
         return {name: score.state_dict() for name, score in self._scores.items()}
 
     def check_state(self, state: dict[str, SpikeScoreState]) -> None:
-        """Raises StateMismatch if the window is shorter than the one whose values were saved, and lacks some of
-        them."""
-        for name, score in self._scores.items():
-            if name in state:
-                score.check_state(state[name])
+        for name in self._scores.keys() & state.keys():
+            self._scores[name].check_state(state[name])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the scores. A newly watched metric begins without values; one no longer watched is dropped."""
-        for name, score in self._scores.items():
-            if name in state:
-                score.load_state_dict(state[name])
+        for name in self._scores.keys() & state.keys():  # a new metric begins without values
+            self._scores[name].load_state_dict(state[name])
 
 
 class SpikeScore:
