@@ -189,6 +189,7 @@ class Leg:
         )
         self._loop = loop
         self._take_place()
+        self.events.evaluate_begin.fill("eval")  # none has begun yet: the weights are the model's own
         everywhere = [*global_callbacks(), *external_global_callbacks()]
         self.events.bind([*callbacks, *(each for each in everywhere if each not in callbacks)])
         self.callbacks = self.events.callbacks
@@ -439,8 +440,7 @@ class Leg:
     @property
     def evaluated_weights(self) -> str | None:
         """Key of the callback whose averages the newest evaluation has measured; None: it has measured the weights."""
-        begin = self.events.evaluate_begin
-        return begin.context.evaluated_weights if begin else None
+        return self.events.evaluate_begin.context.evaluated_weights
 
     def may_request_each_step(self) -> bool:
         """Whether the ranks must exchange requests at the end of each step; equal on all ranks."""
