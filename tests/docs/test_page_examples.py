@@ -24,11 +24,11 @@ NOT_RUN = {
     "docs/reference/callbacks/control.md": ["study.optimize(", "step-00010000"],  # twenty trials
     "docs/guides/moving.md": ["ds.export_model(", "ds.export_adapters("],
     "docs/guides/launch.md": ["ray.train"],  # test_clusters.py runs it, under Ray
-    "docs/guides/control.md": ["trainer.commands", "send("],  # while another process trains
-    "docs/guides/diloco.md": ["with DiLoCoWorker("],
     "docs/guides/parallel.md": ["init_process_group()", "init_device_mesh("],  # on several ranks
     "docs/guides/save-and-resume.md": ["step-00010000"],
     "docs/guides/own-loop.md": ["run.accumulate(model)"],  # inside the loop of the block before it
+    "docs/reference/diloco.md": ["with DiLoCoWorker("],  # needs a server
+    "docs/reference/http.md": ["trainer.commands", "send("],  # while another process trains
     "docs/reference/saving.md": ["AutoModelForCausalLM"],  # a download
     "docs/guides/testing.md": ["from my_run import"],
 }
