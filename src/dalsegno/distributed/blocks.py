@@ -16,22 +16,16 @@ def matching_names(model: nn.Module, pattern: str, argument: str) -> list[str]:
     """Names of the modules that ``pattern`` matches, part by part: ``layers.*.up`` matches ``layers.0.up``. Raises
     UnknownName if there is none; the message names ``argument`` and suggests the nearest."""
     names, wanted = [name for name, _ in model.named_modules() if name], pattern.split(".")
-    matching = [name for name in names if _matches(name.split("."), wanted)]
+    alike = [name for name in names if name.count(".") == pattern.count(".")]
+    matching = [name for name in alike if all(map(fnmatchcase, name.split("."), wanted))]
     if not matching:
         raise UnknownName(f"module in {argument}:", pattern, names)
     return matching
 
 
-def _matches(parts: list[str], wanted: list[str]) -> bool:
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-
-
 def outermost_blocks(model: nn.Module, apart: Collection[nn.Module] = ()) -> list[nn.Module]:
-    """The blocks with parameters that are in no other block, in the model's order.
-
-    ``apart``: modules that only a block of their own may contain: in place of one around them, those inside it are
-    returned.
-    """
+    """The blocks with parameters that are in no other block, in the model's order. In place of a block around one of
+    the modules ``apart``, those inside it are returned."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for block in _blocks(model):

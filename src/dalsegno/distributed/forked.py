@@ -19,12 +19,8 @@ PRELOADED = ["dalsegno.training.preloaded"]
 
 
 def settle_after_fork(environment: Mapping[str, str], threads: int | None) -> None:
-    """Make a forked process independent of the one it was forked from.
-
-    Args:
-        environment: its environment; that of the server may be older.
-        threads: number of threads of each operation; None: as torch has determined it.
-    """
+    """Make a forked process independent of the one it was forked from, whose environment may be older. ``threads``: of
+    each operation; None: as torch has determined it."""
     gc.freeze()  # what the server has imported is never garbage: collections skip it, and its pages stay shared
     tqdm.set_lock(threading.RLock())  # its default is a system semaphore, which a killed process would leak
     multiprocessing.set_start_method("fork", force=True)  # data loader workers are then children that notice its death

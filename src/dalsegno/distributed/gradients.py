@@ -30,13 +30,10 @@ from .stage_places import place_of
 
 
 class GradientNorms:
-    """The L2 norm (fp32) of each full gradient, clipped and unscaled, in any parallel mode.
+    """The L2 norm (fp32) of each full gradient, clipped and unscaled, in any parallel mode; a tied one once.
 
-    Args:
-        model: provides the parameters' names; a tied parameter appears once.
-        optimizer: its steps are watched until :meth:`close`.
-        wanted: called at each step; whether to measure. A step that is not measured costs nothing.
-        measures: whether to measure the gradient of the parameter with this name; None: all.
+    It is measured in those steps of ``optimizer`` for which ``wanted`` returns True, until :meth:`close`; other steps
+    cost nothing. ``measures`` tells of which parameters, by their names; None: of all.
     """
 
     def __init__(

@@ -92,11 +92,11 @@ def transfer(
     transfers: Sequence[Transfer],
     directory: Path,
     group: BackgroundGroup,
-    advance: Callable[[int], object] | None = None,
-    queue: Callable[[], object] | None = None,
+    advance: Callable[[int], object] = lambda count: None,
+    queue: Callable[[], object] = lambda: None,
 ) -> str | None:
     """Send and receive this rank's part of ``transfers``, from and to files in ``directory``. A failure here does not
-    keep other ranks waiting: the rest is sent and received anyway.
+    keep other ranks waiting: the rest is sent and received anyway. Returns the first failure on this rank.
 
     Args:
         transfers: the same on all ranks.
@@ -105,22 +105,19 @@ def transfer(
         advance: called with the number of bytes of each piece that was received or sent. An exception is a failure.
         queue: called before each transfer: this rank then waits until the other one has finished its former transfers,
             which may take minutes in which no byte of this rank moves.
-
-    Returns:
-        The first failure on this rank; None if all went well.
     """
     failures: list[str] = []
     for each in transfers:
-        if queue is not None and collectives.rank() in (each.source, each.target):
-            queue()
         if collectives.rank() == each.source:
+            queue()
             failures += _send(each, directory / each.name, group, advance)
         elif collectives.rank() == each.target:
+            queue()
             failures += _receive(each, directory / each.name, group, advance)
     return failures[0] if failures else None
 
 
-def _send(sent: Transfer, path: Path, group: BackgroundGroup, advance: Callable[[int], object] | None) -> list[str]:
+def _send(sent: Transfer, path: Path, group: BackgroundGroup, advance: Callable[[int], object]) -> list[str]:
     failures: list[str] = []
 
     def unless_failed(work: Callable[[], object]) -> None:
@@ -138,16 +135,13 @@ def _send(sent: Transfer, path: Path, group: BackgroundGroup, advance: Callable[
     for piece in _pieces(sent.size):
         unless_failed(partial(os.readv, descriptor, [piece.numpy().data]))  # the target compares the checksum
         group.send(piece, sent.target)
-        if advance is not None:
-            unless_failed(partial(advance, len(piece)))
+        unless_failed(partial(advance, len(piece)))
     if descriptor >= 0:
         os.close(descriptor)
     return failures
 
 
-def _receive(
-    received: Transfer, path: Path, group: BackgroundGroup, advance: Callable[[int], object] | None
-) -> list[str]:
+def _receive(received: Transfer, path: Path, group: BackgroundGroup, advance: Callable[[int], object]) -> list[str]:
     checksum = xxhash.xxh3_128()
 
     def arriving() -> Iterator[memoryview]:
@@ -157,8 +151,7 @@ def _receive(
 
     def hashed() -> Iterator[memoryview]:
         for piece in incoming:
-            if advance is not None:
-                advance(len(piece))
+            advance(len(piece))
             checksum.update(piece)
             yield piece
 

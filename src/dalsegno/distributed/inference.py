@@ -51,11 +51,7 @@ def inference(model: nn.Module, called: nn.Module | None = None) -> Iterator[Non
     """Switch to evaluation mode without gradients, and make the model callable. To be entered on all ranks.
 
     Within the block, each call of a model that is cut into pipeline stages is collective: every rank calls it with the
-    same arguments, and receives the outputs of the last stage.
-
-    Args:
-        model: as the contexts of events have it.
-        called: the module within it that is called; None: the model itself.
+    same arguments, and receives the outputs of the last stage. ``called``: the module that is called; None: the model.
     """
     reference = _runners.get(model)
     runner = None if reference is None else reference()

@@ -150,13 +150,8 @@ def outer_step(
     weights: Sequence[float],
     open_reader: Callable[[], ReadBlock],
 ) -> None:
-    """Update the parameters ``specs`` by the weighted mean of the workers' pseudo-gradients; the others stay.
-
-    Args:
-        specs: a fragment, or all.
-        weights: of each worker, such as its number of samples. Not all 0.
-        open_reader: returns what reads the pseudo-gradients of the workers in ``weights``; called on each thread.
-    """
+    """Update the parameters ``specs`` by the weighted mean of the workers' pseudo-gradients, which ``open_reader``,
+    called on each thread, returns a reader of; the others stay. ``weights``: not all 0."""
     total = sum(weights)
     shares = [weight / total for weight in weights]
     model.allot_gradients(specs)

@@ -13,7 +13,6 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -147,7 +146,13 @@ class DiLoCoServer:
             run = OuterRun(self.folder, self._make_optimizer, self._rules.save_every)
             begins_with = None if run.has_begun else self._from_checkpoint
             weights = None if begins_with is None else InitialWeights(Path(begins_with))
-            coordinator = self._coordinator = Coordinator(run, self._rules, self._changed(bell.ring), weights)
+
+            def changed() -> None:
+                if self._coordinator is not None and self._coordinator.failure is not None:
+                    self._fail(self._coordinator.failure)
+                bell.ring()
+
+            coordinator = self._coordinator = Coordinator(run, self._rules, changed, weights)
             held.callback(self._close, coordinator)
             listener = listen(self._host, self._port)
             self._bound = self._host, listener.getsockname()[1]
@@ -206,14 +211,6 @@ class DiLoCoServer:
             token = new_token()
             filesystem.replace_durably(self.token_file, token.encode(), 0o600)
             return token
-
-    def _changed(self, ring: Callable[[], None]) -> Callable[[], None]:
-        def changed() -> None:
-            if self._coordinator is not None and self._coordinator.failure is not None:
-                self._fail(self._coordinator.failure)
-            ring()
-
-        return changed
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error

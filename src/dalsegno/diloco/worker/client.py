@@ -98,12 +98,9 @@ class DiLoCoClient:
         return bool(self._ask("POST", "/submissions", dataclasses.asdict(submission))["send"])
 
     def submit(self, submission: Submission, specs: Specs, tensors: Iterable[torch.Tensor]) -> None:
-        """Send a submission. When this returns, the server has it on disk.
+        """Send a submission that was offered. When this returns, the server has it on disk.
 
-        Args:
-            submission: that was offered.
-            specs: of the tensors.
-            tensors: on the CPU, in the order of :func:`.frames.in_file_order`; each is taken when the former is sent.
+        ``tensors``: on the CPU, in the order of :func:`.messages.in_file_order`; each is taken when the former is sent.
         """
         path = f"/submissions/{quote(submission.worker_id)}/{submission.number}"
         self._send(path, dataclasses.asdict(submission), specs, tensors)
@@ -119,11 +116,7 @@ class DiLoCoClient:
         return None if result is None else Result(**result)
 
     def await_result(self, worker_id: str, number: int, timeout: float) -> Result:
-        """Wait for what becomes of a submission.
-
-        Raises:
-            NotRunning: if it is not known within ``timeout`` seconds.
-        """
+        """Wait for what becomes of a submission, at most ``timeout`` seconds."""
         end = time.monotonic() + timeout
         while (left := end - time.monotonic()) > 0:
             result = self.result(worker_id, number, wait=min(_POLL, left))
@@ -132,13 +125,7 @@ class DiLoCoClient:
         raise NotRunning(f"no result of submission {number} within {timeout:g} s")
 
     def fetch(self, result: Result, specs: Specs, take: Callable[[FrameReader], object]) -> None:
-        """Fetch parameters.
-
-        Args:
-            result: that has them.
-            specs: of the tensors.
-            take: reads all tensors, in the order of the reader.
-        """
+        """Fetch the parameters of a result; ``take`` reads all tensors, in the order of the reader."""
         query = "" if result.fragment is None else f"?fragment={result.fragment}"
         with self._busy:
             answer = self._request("GET", f"/parameters/{result.version}{query}")

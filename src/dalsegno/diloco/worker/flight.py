@@ -40,7 +40,6 @@ class Flight:
     """A submission that is on its way as soon as this object exists. All methods but :meth:`abandon` are collective.
 
     Args:
-        local_steps: that led to it.
         tensors: on rank 0, what it consists of; None: the server has it.
         errors_before: errors of quantization, by name, as they were without this submission.
         seconds: for which training has waited for it.

@@ -160,11 +160,8 @@ class DiLoCoWorker:
         return self._progress.count
 
     def count_step(self, samples: int) -> bool:
-        """Count a local step. Returns whether :meth:`synchronize` is due.
-
-        Args:
-            samples: of the step, on all ranks of the worker: its weight.
-        """
+        """Count a local step. Returns whether :meth:`synchronize` is due. ``samples``: of the step, on all ranks of the
+        worker: its weight."""
         self._progress.steps += 1
         self._timed_steps += 1
         self._progress.samples += samples

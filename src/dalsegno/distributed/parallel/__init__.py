@@ -52,8 +52,6 @@ def parallelize(
     ``bf16``: FSDP gathers parameters in bfloat16, if :func:`.base.gathered_dtype` permits.
 
     With a single rank nothing is distributed, whatever the mode: a script written for many ranks works unchanged.
-    Raises ConfigurationError for a mode that needs ranks, if no launcher has set a world size; or if a mode does not
-    support such a model or ``loss_fn``; UnknownName for a module named by a mode that the model does not have.
     """
     modes = modes_of(setting)
     if modes and setting != "auto":
@@ -97,8 +95,7 @@ def _spread(model: nn.Module, modes: Sequence[Mode], layout: Layout, device: tor
 def _spread_loss(
     loss_fn: nn.Module, modes: Sequence[Mode], layout: Layout, device: torch.device, bf16: bool
 ) -> Parallel:
-    """Spread a loss function: over the data ranks only; ranks that read the same data compute the same. Raises
-    ConfigurationError if the user has spread the model, but not the loss function."""
+    """Over the data ranks only: ranks that read the same data compute the same."""
     is_spread = all(isinstance(each, DTensor) for each in loss_fn.parameters())
     if modes and isinstance(modes[0], Parallelized) and layout.data_size > 1 and not is_spread:
         raise ConfigurationError(

@@ -24,8 +24,6 @@ class FullySharded(ReplacedParameters):
     to the rest. A model that is sharded already is used as it is.
 
     Args:
-        model: on its device.
-        mode: the options of ``fully_shard``.
         mesh: over which the data are split; of two dimensions for HSDP.
         layers: splits layers first, over ``layer_mesh``, which has one dimension.
         dtype: of gathered parameters, unless ``mode`` has an ``mp_policy``; gradients are then reduced in float32.

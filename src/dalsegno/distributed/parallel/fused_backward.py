@@ -31,11 +31,8 @@ class FusedBackward(Parallel):
     and checkpoints work as in any run. ``optimizer`` itself updates a parameter that the last micro-batch does not
     reach, from the gradient it kept, after the backward pass.
 
-    Args:
-        parallel: the parallel mode. It must reduce gradients before the hooks on parameters are called.
-        model: provides the parameters' names.
-        optimizer: its step hooks are also called for each parameter.
-        wants_norm: called before each update; whether the step asks for the total norm.
+    ``parallel`` must reduce gradients before the hooks on parameters are called. The optimizer's step hooks are called
+    for each parameter. ``wants_norm`` is asked before each update whether the step asks for the total norm.
     """
 
     def __init__(

@@ -62,9 +62,9 @@ class Pipelined(ReplacedParameters):
         super().__init__(model)
         self._mesh = mesh
         self._group = mesh.get_group(STAGES)
-        names = mesh.mesh_dim_names or ()
-        data = tuple(data_dimensions(dict(zip(names, mesh.shape, strict=True))))
-        self._same_stage = mesh[names[1:]]._flatten().get_group() if names[1:] else None
+        self._inner = (mesh.mesh_dim_names or ())[1:]
+        data = tuple(data_dimensions(dict(zip(self._inner, mesh.shape[1:], strict=True))))
+        self._same_stage = mesh[self._inner]._flatten().get_group() if self._inner else None
         ranks, here = mesh.size(0), mesh.get_local_rank(STAGES)
         mode = replace(mode.of_model(model), size=ranks)
         mode.ranks(of=ranks)  # raises if this many stages do not fit
@@ -127,17 +127,15 @@ class Pipelined(ReplacedParameters):
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(gathered, own, group=self._group)
         placements = {name: its for each in gathered for name, its in each.items()}
-        rest = self._mesh.mesh[0].shape
-        names = (self._mesh.mesh_dim_names or ())[1:]
         for name, tensor in tensors.items():
             several = self._mesh.mesh[list(stores[name])]
             groups = [
                 self._mesh.get_group(dimension)
-                for dimension, placement in zip(names, placements[name], strict=True)
+                for dimension, placement in zip(self._inner, placements[name], strict=True)
                 if not placement.is_replicate() and self._mesh[dimension].size() > 1
             ]
             place = StagePlace(
-                meshes=(tuple(several.flatten().tolist()), (len(stores[name]), *rest)),
+                meshes=(tuple(several.flatten().tolist()), tuple(several.shape)),
                 placements=placements[name],
                 shards=tuple(groups),
                 pipeline=self._group,
@@ -149,11 +147,10 @@ class Pipelined(ReplacedParameters):
 
     def _placements(self, tensor: Tensor) -> tuple[Placement, ...]:
         """Placement of a tensor of this rank on each dimension of the mesh but the first."""
-        names = (self._mesh.mesh_dim_names or ())[1:]
         if not isinstance(tensor, DTensor):
-            return tuple(Replicate() for _ in names)
+            return tuple(Replicate() for _ in self._inner)
         its = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
-        return tuple(its.get(name, Replicate()) for name in names)
+        return tuple(its.get(name, Replicate()) for name in self._inner)
 
     def _groups_of_tied(self, model: nn.Module) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
         """This rank's parameters that several ranks of the pipeline train, each with those ranks. Collective."""
@@ -179,12 +176,11 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _stores(stages: Cut, ranks: int) -> Stores:
     model = stages.model
-    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    of_id = stages.stages_of(every)
-    return {
-        name: tuple(sorted({stage % ranks for stage in of_id[id(tensor)]})) or tuple(range(ranks))
-        for name, tensor in _tensors(model).items()
-    }
+    found: dict[int, set[int]] = defaultdict(set)  # by the tensor's id: a tied one has several names
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        found[id(tensor)].update(stage % ranks for stage in stages.stages_of(name))
+    every = tuple(range(ranks))
+    return {name: tuple(sorted(found[id(tensor)])) or every for name, tensor in _tensors(model).items()}
 
 
 def _leave_to_others(model: nn.Module, stores: Stores, here: int, device: torch.device) -> None:

@@ -6,10 +6,10 @@ whole modules, and the model's own forward determines what happens between them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from dalsegno.errors import ConfigurationError, UnknownName
 
@@ -32,15 +32,8 @@ class Cut:
         """Name of the module at which a stage begins."""
         return next(iter(self.stages[stage]))
 
-    def stages_of(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[int, tuple[int, ...]]:
-        """Return the stages that store each tensor, by its ``id``: several for a tied tensor, which is given under all
-        of its names, and all for a shared one."""
-        found: dict[int, set[int]] = {}
-        for name, tensor in tensors:
-            found.setdefault(id(tensor), set()).update(self._stages_of(name))
-        return {number: tuple(sorted(stages)) for number, stages in found.items()}
-
-    def _stages_of(self, name: str) -> Sequence[int]:
+    def stages_of(self, name: str) -> Sequence[int]:
+        """The stages that have the tensor of this name; of a tied one, those that have it under this name."""
         if name in self.shared:
             return range(len(self.stages))
         return [

@@ -25,16 +25,12 @@ _KEPT = 16
 
 
 class PipelineRunner:
-    """Runs this rank's stages.
+    """Runs this rank's stages, which are in ``modules`` by their index, of ``count`` stages.
 
     Args:
-        modules: this rank's stages, by their index.
-        count: number of all stages.
-        schedule: name of the schedule.
         group: the ranks that have the other stages.
         last: rank in ``group`` that has the last stage.
         copies: the ranks that run the same stages on different data, sharded over them; None: there are none.
-        device: of this rank.
     """
 
     def __init__(
@@ -75,15 +71,10 @@ class PipelineRunner:
         )
 
     def train(self, batches: Sequence[Any], factors: Sequence[float | Tensor], forward: Forward) -> Tensor:
-        """Run forward and backward of all micro-batches. Collective.
+        """Run forward and backward of all micro-batches, the same on all ranks of the pipeline. Collective.
 
-        Args:
-            batches: micro-batches; the same on all ranks of the pipeline.
-            factors: what each one's loss is multiplied by before its backward pass.
-            forward: calls the whole model.
-
-        Returns:
-            Losses, shape (micro-batches,), of the last stage; zeros on the ranks that do not have it.
+        ``factors``: what each one's loss is multiplied by before its backward pass. Returns the losses, shape
+        (micro-batches,), of the last stage; zeros on the ranks that do not have it.
         """
         losses: list[Tensor] = []
         for run in self._plan(batches, training=True):

@@ -69,10 +69,8 @@ _running: int | None = None
 
 
 def running_microbatch() -> int | None:
-    """Return the index, in its step, of the micro-batch whose forward pass a stage of this rank is in; else None.
-
-    For hooks of modules: the passes of a pipeline's micro-batches alternate, between the events of all of them.
-    """
+    """The index, in its step, of the micro-batch whose forward pass a stage of this rank is in; else None. For hooks of
+    modules: the passes of a pipeline's micro-batches alternate, between the events of all of them."""
     return _running
 
 
@@ -125,13 +123,8 @@ class StageModule(nn.Module):
         self._own_hooks = {module: ({*module._forward_pre_hooks}, {*module._forward_hooks}) for module in self._called}
 
     def forward(self, *received: Tensor) -> Tensor:
-        """
-        Args:
-            received: the activation from the stage before; nothing for the first stage.
-
-        Returns:
-            The activation for the next stage; of the last stage the loss times its factor, 0-dim.
-        """
+        """The activation for the next stage, from that of the stage before; of the last stage the loss times its
+        factor, 0-dim."""
         global _running
         run = self.run
         _running = run.first + run.number
@@ -222,9 +215,9 @@ class _StageEnd(BaseException):
 class _Substitute(nn.Module):
     """Takes a module's place in its parent; has the module's attributes."""
 
-    def __init__(self, stage: StageModule, module: nn.Module) -> None:
+    def __init__(self, stage: StageModule, module: nn.Module, complaint: str = "") -> None:
         super().__init__()
-        self.__dict__["_stage"], self.__dict__["_module"] = stage, module  # not as submodules
+        self.__dict__.update(_stage=stage, _module=module, _complaint=complaint)  # not as submodules
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_module"], name)
@@ -254,10 +247,6 @@ class _Exit(_Substitute):
 
 class _Absent(_Substitute):
     """A module of another stage."""
-
-    def __init__(self, stage: StageModule, module: nn.Module, complaint: str) -> None:
-        super().__init__(stage, module)
-        self.__dict__["_complaint"] = complaint
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run: StageRun = self._stage.run
