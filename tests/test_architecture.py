@@ -26,7 +26,7 @@ MOST_FILES = {
     "analysis": 31,
     "args": 4,
     "callbacks": 53,
-    "checkpoint": 53,
+    "checkpoint": 49,
     "cli": 23,
     "config": 5,
     "control": 11,
@@ -90,7 +90,7 @@ FLOORS_WITHIN = {
         ["foreign", "remote"],
         # the checkpoints of a run
         ["manager"],
-        ["memory_dir", "multi_host"],
+        ["memory_dir"],
         ["in_memory"],
     ],
 }

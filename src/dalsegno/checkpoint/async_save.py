@@ -15,7 +15,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
 
 from dalsegno.checkpoint import checkpoint_dir, names
 from dalsegno.checkpoint.file_reading import FileRecord
@@ -46,39 +45,18 @@ Report = tuple[Records, str | None]
 """Files that a rank wrote, and why it did not write all of them."""
 
 
-class Destination(Protocol):
-    """Where one save writes a checkpoint, and how it is published there. Rank 0 calls the methods."""
-
-    @property
-    def path(self) -> Path:
-        """Directory of the checkpoint once it is published."""
-
-    @property
-    def partial(self) -> Path:
-        """Directory that all ranks write to."""
-
-    def make_room(self, length: int) -> str | None:
-        """Prepare ``partial`` for files of ``length`` bytes; returns why that is not possible, if so."""
-
-    def publish(self, manifest: Manifest, advance: Advance) -> None:
-        """Make ``partial``, which all ranks have written, the checkpoint at ``path``. ``advance``: called with the
-        number of bytes that are about to be written besides."""
-
-    def discard(self) -> None:
-        """Undo what a save that has failed left in ``partial``."""
-
-
-D = TypeVar("D", bound=Destination)
-
-
 class NewDirectory:
-    """A directory that each save creates, on a disk."""
+    """Where one save writes a checkpoint, and how it is published: a directory on a disk, which the save creates.
+
+    All ranks write to ``partial``, which becomes the checkpoint ``path``.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.partial = names.partial_path(path)
 
     def make_room(self, length: int) -> str | None:
+        """On rank 0, prepare ``partial`` for files of ``length`` bytes; why that is not possible, if so."""
         filesystem.remove(self.partial)
         filesystem.make_directory(self.partial.parent)
         filesystem.mkdir_nosync(self.partial)
@@ -88,14 +66,20 @@ class NewDirectory:
         disk = f"the disk of {self.partial.parent}"
         return f"it takes {format_bytes(length)}, and {format_bytes(free)} are free on {disk}"
 
+    def conclude(self, save: AsyncSave, report: Report) -> str | None:
+        """Publish the checkpoint, unless a rank reports a failure; why it was not published. On all ranks."""
+        return save.group.gather_decide(report, save.publish)
+
     def publish(self, manifest: Manifest, advance: Advance) -> None:
+        """``advance``: called with the number of bytes that are about to be written besides."""
         checkpoint_dir.publish(manifest, self.partial, self.path)
 
     def discard(self) -> None:
+        """Undo what a save that has failed left."""
         filesystem.remove(self.partial)
 
 
-class AsyncSave(Generic[D]):
+class AsyncSave:
     """A save in progress, or a finished one.
 
     Attributes:
@@ -109,7 +93,7 @@ class AsyncSave(Generic[D]):
     def __init__(
         self,
         snapshot: Snapshot,
-        destination: D,
+        destination: NewDirectory,
         *,
         step: int,
         is_best: bool,
@@ -133,11 +117,11 @@ class AsyncSave(Generic[D]):
         self._snapshot = snapshot
         self._destination = destination
         self._manifest_of, self._published, self._afterwards = manifest_of, published, afterwards
-        self._group = collectives.background_group()
+        self.group = collectives.background_group()
         self._is_rank_zero = collectives.rank() == 0
-        self._progress = Progress()
-        self._bytes_to_move = snapshot.length
-        self._is_cancelled = self._is_published = False
+        self.progress = Progress()
+        self.bytes_to_move = snapshot.length
+        self._is_cancelled = self.is_published = False
         self._has_begun, self._finished = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"dalsegno-save-{step}", daemon=True)
         try:
@@ -154,7 +138,6 @@ class AsyncSave(Generic[D]):
 
     @property
     def done(self) -> bool:
-        """Whether this rank knows the outcome."""
         return self._finished.is_set()
 
     @property
@@ -169,7 +152,7 @@ class AsyncSave(Generic[D]):
             if self._is_cancelled:
                 if not self._finished.wait(_GRACE):
                     raise SaveFailed(f"{self.path.name} was cancelled")
-            elif not self._progress.wait(self._finished.wait, patience=STUCK, report=self._report):
+            elif not self.progress.wait(self._finished.wait, patience=STUCK, report=self._report):
                 raise SaveFailed(f"{self.path.name}: no byte was written for {STUCK / 60:.0f} minutes; it is cancelled")
         except BaseException:
             self.cancel()
@@ -182,21 +165,21 @@ class AsyncSave(Generic[D]):
             self._snapshot.copying.abandon(SaveFailed("it was cancelled"))
 
     def join(self) -> None:
-        """Wait for the thread to end, including ``afterwards`` on rank 0."""
+        """Wait for the thread to end, with ``afterwards`` on rank 0."""
         self._thread.join(_GRACE if self._is_cancelled else STUCK)
 
     def _report(self) -> None:
         if self._is_rank_zero:
-            written, total = format_bytes(self._progress.bytes), format_bytes(self._bytes_to_move)
+            written, total = format_bytes(self.progress.bytes), format_bytes(self.bytes_to_move)
             logger.warning("waiting for %s: %s of %s written", self.path.name, written, total)
 
     # -- on the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            reason = self._group.gather_decide(self._snapshot.length, self._make_room)
+            reason = self.group.gather_decide(self._snapshot.length, self._make_room)
             self._has_begun.set()
-            reason = reason or self._conclude(self._write())
+            reason = reason or self._destination.conclude(self, self._write())
             failure = None if reason is None else f"{self.path.name} was not saved: {reason}"
         except BaseException as error:  # wait() must end, whatever happened here
             failure = self._outcome_without_ranks(error)
@@ -208,30 +191,26 @@ class AsyncSave(Generic[D]):
             with _logged(f"after {self.path.name} was saved"):
                 self._afterwards()
 
-    def _conclude(self, report: Report) -> str | None:
-        """Publish the checkpoint, unless a rank reports a failure; why it was not published."""
-        return self._group.gather_decide(report, self._finish)
-
     def _outcome_without_ranks(self, error: BaseException) -> str | None:
         """This rank's failure if it lost the connection to the others, which training is about to find out too."""
-        if self._is_published:
+        if self.is_published:
             return None
         verdict = "was not saved" if self._is_rank_zero else "may not have been saved"
         return f"{self.path.name} {verdict}: the connection between the ranks was lost ({described(error)})"
 
     def _write(self) -> Report:
         try:
-            self.records = self._snapshot.write_to(self._destination.partial, self._advance)
+            self.records = self._snapshot.write_to(self._destination.partial, self.advance)
             return self.records, None
         except BaseException as error:  # the other ranks wait for this report
             return {}, described(error)
         finally:
-            self._progress.pause()
+            self.progress.pause()
 
-    def _advance(self, count: int) -> None:
+    def advance(self, count: int) -> None:
         if self._is_cancelled:
             raise SaveFailed("it was cancelled")
-        self._progress.advance(count)
+        self.progress.advance(count)
 
     # -- decisions of rank 0 ----------------------------------------------------------------------------------------
 
@@ -245,7 +224,7 @@ class AsyncSave(Generic[D]):
         self._remove_partial()
         return reason
 
-    def _manifest(self, reports: Sequence[Report]) -> Manifest | str:
+    def manifest(self, reports: Sequence[Report]) -> Manifest | str:
         """The manifest; or why not to publish."""
         reasons = [
             reason if len(reports) == 1 else f"rank {number}: {reason}"
@@ -259,12 +238,13 @@ class AsyncSave(Generic[D]):
         except Exception as error:
             return described(error)
 
-    def _finish(self, reports: Sequence[Report]) -> str | None:
-        manifest = self._manifest(reports)
+    def publish(self, reports: Sequence[Report]) -> str | None:
+        """Publish, unless a rank reports a failure; why not."""
+        manifest = self.manifest(reports)
         if isinstance(manifest, Manifest):
             try:
-                self._destination.publish(manifest, self._advance)
-                self._is_published = True
+                self._destination.publish(manifest, self.advance)
+                self.is_published = True
             except Exception as error:
                 manifest = described(error)
         if isinstance(manifest, str):
@@ -303,7 +283,6 @@ class BufferPrefault:
 
 
 def described(error: BaseException) -> str:
-    """The reason that a report gives for an error."""
     return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 

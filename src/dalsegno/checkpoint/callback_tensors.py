@@ -13,15 +13,8 @@ from dalsegno.stateful.schema import check
 
 
 class CallbackTensors:
-    """Tensors of ``holder`` as a component of a checkpoint.
-
-    A tensor that is missing in the checkpoint, or has another shape there, stays unchanged; the holder is notified.
-
-    Args:
-        key: ``callbacks.`` and the holder's key, without further dots or slashes: it names a directory.
-        holder: returns its tensors at each save and before each load.
-        model: passed to the holder.
-    """
+    """Tensors of ``holder`` as a component of a checkpoint. One that is missing there, or has another shape, stays
+    unchanged; the holder is notified. ``key`` names a directory: ``callbacks.`` and a name without dots or slashes."""
 
     optimizer = None  # the holder may change its tensors at any time
 

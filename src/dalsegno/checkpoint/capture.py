@@ -99,7 +99,6 @@ def digest_of(compared: Mapping[str, Encoded]) -> int:
 
 
 def warn_of_differences(compared: Mapping[str, Encoded]) -> None:
-    """Log which replicated states differ between ranks; rank 0's is saved."""
     checksums = collectives.gather({key: each.checksum() for key, each in compared.items()}, "states that differ")
     if collectives.rank() != 0:
         return
@@ -147,7 +146,6 @@ def _checksums(tensors: Mapping[str, torch.Tensor], frozen: Collection[str]) -> 
 
 
 def _digest(tensors: Mapping[str, torch.Tensor], frozen: Collection[str]) -> bytes:
-    """Of the names and of this rank's parts."""
     with torch.no_grad():
         parts = {name: local_part(tensors[name]) for name in sorted(frozen) if not is_on_other_stage(tensors[name])}
     layout = FileLayout.of([TensorChunk.entire(name, part) for name, part in parts.items()])

@@ -34,29 +34,24 @@ def partial(directory: Path) -> list[Path]:
 
 
 def quarantined(directory: Path) -> list[Path]:
-    """Directories that :func:`quarantine` renamed."""
     return [path for path in _children(directory) if names.quarantined_step_of(path) is not None]
 
 
 def newest_step(directory: Path) -> int:
-    """The greatest step of a published checkpoint; if there is none, of a quarantined one; -1 if there is neither.
-
-    A run that has checkpoints has left the timeline of those that were quarantined.
-    """
+    """The greatest step of a published checkpoint, else of a quarantined one; -1 without. A run that has checkpoints
+    has left the timeline of those that were quarantined."""
     published = [step for path in newest_first(directory) if (step := names.step_of(path)) is not None]
     renamed = [step for path in quarantined(directory) if (step := names.quarantined_step_of(path)) is not None]
     return max(published or renamed, default=-1)
 
 
 def expect_none_quarantined(directory: Path) -> None:
-    """Raises DamagedCheckpoint if :func:`quarantine` has renamed a checkpoint."""
     if renamed := sorted(path.name for path in quarantined(directory)):
         raise DamagedCheckpoint(f"{directory}: no checkpoint is left but {', '.join(renamed)}")
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read the manifest of the checkpoint at ``path``. Raises NotFound if ``path`` is not a directory. Raises
-    DamagedCheckpoint if the manifest is missing, invalid, or that of another step than the directory's name."""
+    """Read the manifest of the checkpoint at ``path``, which must be of the step in its name."""
     checkpoint = Checkpoint.open(path)
     if names.step_of(path) not in (None, checkpoint.step):
         raise DamagedCheckpoint(f"{path}: its manifest is that of step {checkpoint.step}")
@@ -66,12 +61,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def first_valid(
     paths: Iterable[Path], verify: Callable[[Path], Checkpoint]
 ) -> tuple[Checkpoint | None, dict[Path, DamagedCheckpoint]]:
-    """Search ``paths``, the newest first, for a checkpoint that ``verify`` accepts. Raises OSError if one cannot be
-    read, which is not damage.
-
-    Returns:
-        The first valid checkpoint, None if there is none; and the damaged ones before it, each with its error.
-    """
+    """The first of ``paths`` that ``verify`` accepts, None if there is none; and the damaged ones before it, each with
+    its error."""
     damaged: dict[Path, DamagedCheckpoint] = {}
     for path in paths:
         try:
@@ -82,12 +73,8 @@ def first_valid(
 
 
 def publish(manifest: Manifest, partial: Path, final: Path, *, is_whole: bool = True) -> None:
-    """Turn ``partial``, which all ranks have written, into the checkpoint ``final``.
-
-    If it ``is_whole``, a directory that is absent here raises OSError: what the ranks have written is not on one disk.
-
-    If the disk does not confirm the rename, it is undone: a save that is reported as failed leaves no checkpoint.
-    """
+    """Turn ``partial``, which all ranks have written, into the checkpoint ``final``; if the disk does not confirm that,
+    back. If it ``is_whole``, a directory that is absent here raises OSError: the ranks have not written to one disk."""
     directories = {(partial / name).parent for name in manifest.files} - {partial}
     for directory in sorted(path for path in directories if is_whole or path.is_dir()):
         filesystem.fsync_directory(directory)
@@ -102,8 +89,7 @@ def publish(manifest: Manifest, partial: Path, final: Path, *, is_whole: bool = 
 
 
 def amend(path: Path, metrics: Mapping[str, float], best: bool) -> None:
-    """Replace metrics and ``best`` in the manifest of a published checkpoint, atomically. Raises SaveFailed if the disk
-    refuses the write. The manifest is then unchanged."""
+    """Replace metrics and ``best`` in the manifest of a published checkpoint, atomically."""
     amended = dataclasses.replace(Manifest.read(path), metrics=metrics, best=best)
     beside = names.partial_path(path)
     try:

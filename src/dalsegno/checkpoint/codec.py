@@ -52,11 +52,8 @@ _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufcmM]\d{1,2}(\[\d{0,9}[a-zA-Z]{1,2}\])?")
 
 
 def encode(tree: State, where: str) -> tuple[Json, Arrays]:
-    """Encode ``tree`` as JSON, and its arrays and tensors by their path: ``history[3]``.
-
-    The tensors may share memory with the tree: copy them before training continues. Raises CannotSave if the tree
-    contains a value that cannot be saved; names its path. ``where``: key of its component, such as ``callbacks.MyCb``;
-    only for messages."""
+    """Encode ``tree`` as JSON, and its arrays and tensors by their path: ``history[3]``. They may share memory with the
+    tree: copy them before training continues. ``where``: key of its component, for messages."""
     found = _Found(where, {}, [])
     encoded = _encode(tree, where, found, 0)
     found.share_memory()
@@ -89,7 +86,6 @@ class _Found:
         return entry
 
     def share_memory(self) -> None:
-        """Store what several values have in common once."""
         for overlap in overlaps([value for value, _ in self.values]):
             _, first = self.values[min(overlap.numbers)]
             name = first[next(iter(first))]
@@ -249,13 +245,7 @@ def _refusal(value: object, where: str) -> str:
 
 
 def decode(content: Json, read_array: ReadArray, where: str) -> State:
-    """Decode the JSON that :func:`encode` returned. Raises DamagedCheckpoint if :func:`encode` cannot have written
-    ``content``; names the path.
-
-    Args:
-        read_array: returns the tensor of a name, dtype and shape; raises if it is not stored.
-        where: key of the component; only for messages.
-    """
+    """Decode the JSON that :func:`encode` returned. ``read_array``: returns the tensor of a name, dtype and shape."""
     return _decode(content, _Stored(read_array), where, 0)
 
 

@@ -160,8 +160,7 @@ def reasons_to_differ(saved: Mapping[str, Value], now: Mapping[str, Value]) -> l
 
 
 def check_allowed(names: str | Collection[str]) -> frozenset[str]:
-    """``allow_changes=`` as a set. Raises UnknownName for a name not in :data:`REFUSED`; the message suggests the
-    nearest."""
+    """``allow_changes=`` as a set. Raises UnknownName for a name not in :data:`REFUSED`."""
     allowed = frozenset([names] if isinstance(names, str) else names)
     for name in allowed:
         if name not in REFUSED:
@@ -170,8 +169,7 @@ def check_allowed(names: str | Collection[str]) -> frozenset[str]:
 
 
 def raise_if_incompatible(changes: Iterable[Change], allowed: Collection[str], where: object) -> None:
-    """Raises StateMismatch if any of ``changes`` is an error and not ``allowed``; names all of them, and how to allow
-    them."""
+    """Raises StateMismatch for changes that are errors and not ``allowed``, and names how to allow them."""
     refused = [change for change in changes if change.severity == "error" and change.setting not in allowed]
     if not refused:
         return

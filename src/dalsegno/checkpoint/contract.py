@@ -21,11 +21,9 @@ TensorsByComponent = dict[str, Tensors]
 
 class Captured(NamedTuple):
     """A component's state on this rank: ``tensors`` by name, and the ``rest``. The tensors are neither copied nor
-    detached: with thousands of them, either takes longer than all else. Read them under ``torch.no_grad()``.
-
-    Names, ``rest`` and ``frozen`` are the same on every rank. ``frozen``: names of tensors that training is not
-    expected to change.
-    """
+    detached: with thousands of them, either takes longer than all else. Read them under ``torch.no_grad()``. Names,
+    ``rest`` and ``frozen``, the names of tensors that training is not expected to change, are the same on every
+    rank."""
 
     tensors: Tensors
     rest: State
@@ -55,10 +53,7 @@ class ShardedState(Capturable, Protocol):
         """Raises StateMismatch if a component of this kind cannot have saved ``rest``."""
 
     def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
-        """Differences from the stored state, one line each; empty if it fits.
-
-        ``any_dtype``: another dtype fits too.
-        """
+        """Differences from the stored state, one line each. ``any_dtype``: another dtype fits too."""
 
     def prepare(self, stored: Index, rest: State) -> LoadTarget:
         """Tensors to load into, for all stored state that fits. State that does not fit stays unchanged."""
@@ -91,10 +86,8 @@ def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def is_sharded(value: object, parameter: torch.Tensor) -> bool:
-    """Whether an optimizer's value is sharded like its parameter.
-
-    Its shape tells at once that a step counter is not, of which there may be thousands.
-    """
+    """Whether an optimizer's value is sharded like its parameter. Its shape tells at once that a step counter is
+    not."""
     return isinstance(value, torch.Tensor) and is_shaped_like(value, parameter) and is_dense(value)
 
 

@@ -66,9 +66,7 @@ class Difference:
 
 
 def tensor_differences(first: Checkpoint, second: Checkpoint) -> Iterator[Difference]:
-    """Sharded tensors (model and optimizer) that differ between two verified checkpoints. Raises DamagedCheckpoint if
-    an index has content that dalsegno cannot have written.
-    """
+    """Sharded tensors (model and optimizer) that differ between two verified checkpoints."""
     pair = first, second
     indexes = [Index.of_checkpoint(each) for each in pair]
     readers = [ChunkReader(each) for each in pair]
@@ -89,9 +87,7 @@ def tensor_differences(first: Checkpoint, second: Checkpoint) -> Iterator[Differ
 
 
 def state_differences(first: Checkpoint, second: Checkpoint) -> Iterator[Difference]:
-    """Differences in the states of all components between two verified checkpoints. Raises DamagedCheckpoint if a
-    sidecar has content that dalsegno cannot have written.
-    """
+    """Differences in the states of all components between two verified checkpoints."""
     one, other = saved_states(first), saved_states(second)
     for key in {**one, **other}:
         pair = one.get(key, []), other.get(key, [])

@@ -23,8 +23,6 @@ class Shardings:
         self._known: dict[object, Sharding] = {}
 
     def of(self, tensor: torch.Tensor) -> Sharding:
-        """Equal on all ranks. Raises CannotSave for a DTensor with a placement other than Replicate or a contiguous
-        Shard."""
         key: object = None
         if (place := place_of(tensor)) is not None:
             key = (place.meshes, place.placements)
@@ -36,7 +34,7 @@ class Shardings:
 
 
 def sharding_of(tensor: torch.Tensor) -> Sharding:
-    """As :meth:`Shardings.of`."""
+    """Equal on all ranks."""
     if (place := place_of(tensor)) is not None:
         ranks, (_, *mesh) = place.meshes
         return Sharding(tuple(ranks), tuple(mesh), cuts_of(place.placements, mesh))
@@ -48,8 +46,7 @@ def sharding_of(tensor: torch.Tensor) -> Sharding:
 
 
 def box_here(tensor: torch.Tensor, name: str) -> Box | None:
-    """The part of ``tensor`` that this rank holds; None if its mesh is of other ranks. ``name``: for errors. Raises
-    StateMismatch if the tensor is in uneven shards."""
+    """The part of ``tensor`` that this rank holds; None if its mesh is of other ranks. ``name``: for errors."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Box.whole(shape)
@@ -71,9 +68,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def describe_uneven(tensor: torch.Tensor, box: Box) -> str:
     """How this rank's part of ``tensor`` differs from ``box``, the one by its placements; empty if it does not.
-
-    ``DTensor.from_local`` takes parts of any size. Where they begin in the full tensor is then known to no rank alone.
-    """
+    ``DTensor.from_local`` takes parts of any size, and no rank alone knows where they begin."""
     held = tuple(local_part(tensor).shape)
     if held == box.shape:
         return ""
@@ -84,8 +79,8 @@ def describe_uneven(tensor: torch.Tensor, box: Box) -> str:
 
 
 def cuts_of(placements: Sequence[object], mesh: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The cuts of a :class:`Sharding`. A strided shard (FSDP2 over tensor parallelism) comes after those that it skips.
-    Raises CannotSave for a placement other than Replicate or a contiguous Shard."""
+    """The cuts of a :class:`Sharding`. A strided shard (FSDP2 over tensor parallelism) comes after those that it
+    skips."""
     cuts = []
     for number in sorted(range(len(placements)), key=lambda number: isinstance(placements[number], _StridedShard)):
         placement = placements[number]

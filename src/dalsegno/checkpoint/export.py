@@ -220,12 +220,7 @@ def export_adapters(
 
 
 class PretrainedDirectory(NewDirectory):
-    """The directory of a new checkpoint that ``from_pretrained`` loads, too.
-
-    Args:
-        path: of the checkpoint.
-        files: of :func:`pretrained_files`.
-    """
+    """The directory of a new checkpoint that ``from_pretrained`` loads, too; ``files``: of :func:`pretrained_files`."""
 
     def __init__(self, path: Path, files: Mapping[str, bytes]) -> None:
         super().__init__(path)
@@ -240,16 +235,8 @@ class PretrainedDirectory(NewDirectory):
 def write_pretrained(
     source: Checkpoint, folder: Path, files: Mapping[str, bytes], advance: Advance = lambda count: None
 ) -> dict[str, FileRecord]:
-    """Write the model of ``source`` for ``from_pretrained(folder)``: its adapters alone, if it has any. Needs no
-    verified checkpoint.
-
-    Args:
-        files: of :func:`pretrained_files`.
-        advance: called with the number of bytes of each piece.
-
-    Returns:
-        Record of each file, by its name in ``folder``.
-    """
+    """Write the model of ``source``, which may not be verified, and ``files`` of :func:`pretrained_files` for
+    ``from_pretrained(folder)``: its adapters alone, if it has any. Returns the record of each file."""
     index, saved = Index.of_checkpoint(source), SavedStates(source)
     stored = index.of(MODEL)
     written: dict[str, FileRecord] = {}
@@ -295,13 +282,7 @@ def pretrained_files(model: nn.Module, processing_class: Any) -> dict[str, bytes
 
 def expect_pretrained(model: nn.Module, captured: Captured, settings: Mapping[str, Any], *, saves_frozen: bool) -> None:
     """Raises ConfigurationError for a model that ``from_pretrained`` cannot load from what :func:`write_pretrained`
-    makes of its checkpoints.
-
-    Args:
-        captured: the model's state.
-        settings: of the run, with the configurations of adapters.
-        saves_frozen: whether checkpoints contain the values of frozen parameters.
-    """
+    makes of its checkpoints. ``saves_frozen``: whether these contain the values of frozen parameters."""
     configurations, setting = _adapter_configurations(settings), "save_pretrained=True"
     if configurations:
         try:
@@ -565,9 +546,7 @@ def _adapter_configurations(settings: Mapping[str, Any]) -> dict[str, dict[str, 
 
 def _name_in_adapter(name: str, adapter: str, prefixes: tuple[str, ...]) -> str | None:
     """``base_model.model.q_proj.lora_A.weight`` for ``q_proj.lora_A.default.weight``, whatever the model is part of.
-
-    None for a tensor that is not the adapter's: modules of the model may have the adapter's name, too.
-    """
+    None for a tensor that is not the adapter's: modules of the model may have the adapter's name, too."""
     parts = name[name.find(_ROOT) + len(_ROOT) :].split(".") if _ROOT in name else name.split(".")
     pairs = enumerate(itertools.pairwise(parts), start=1)
     position = next((at for at, (owner, part) in pairs if part == adapter and owner.startswith(prefixes)), None)

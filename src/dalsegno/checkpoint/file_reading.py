@@ -33,9 +33,7 @@ class FileRecord:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Descriptor of the regular file at ``path``, for reading. Raises DamagedCheckpoint if there is no regular file of
-    that name. Raises OSError for any other error, here or while the file is read (disk error, missing permission),
-    which is not damage. It names the path."""
+    """Descriptor of the regular file at ``path``, for reading; an OSError while the file is read names it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -63,14 +61,11 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> Any:
-    """Content of a JSON file. Raises DamagedCheckpoint if it is missing or not JSON. Raises OSError if it cannot be
-    read."""
     with opened(path) as descriptor, os.fdopen(descriptor, "rb", closefd=False) as stream:
         return parse_json(stream.read(), path)
 
 
 def parse_json(data: bytes, path: Path) -> Any:
-    """Content of JSON; ``path`` is for messages only. Raises DamagedCheckpoint if ``data`` is not JSON."""
     try:
         return json.loads(data, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -78,9 +73,8 @@ def parse_json(data: bytes, path: Path) -> Any:
 
 
 def verify_files(directory: Path, names: Iterable[str], expected: FileRecord) -> None:
-    """Read the files ``names`` of the checkpoint in ``directory``, and compare them with their common record; a file of
-    several names is read once. Raises DamagedCheckpoint if one is missing, is not a regular file, or has another size
-    or checksum. Raises OSError if one cannot be read, which is not damage."""
+    """Compare the files ``names`` of the checkpoint in ``directory`` with their common record; a file of several names
+    is read once."""
     verified = set()
     for name in names:
         path = directory / name
@@ -119,9 +113,7 @@ class HeaderEntry:
 
 
 def read_header(path: Path, descriptor: int) -> Mapping[str, HeaderEntry]:
-    """Read the header of the open file at ``path``; by the tensors' names. Raises DamagedCheckpoint if it is not a
-    safetensors header, or has parts that dalsegno cannot have written. Raises OSError if it cannot be read, which is
-    not damage."""
+    """Header of the open file at ``path``, by the tensors' names."""
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(_read(path, descriptor, 0, 8), "little")
     if length > size - 8:
@@ -169,8 +161,7 @@ _PIECE = 2 << 20  # bytes read at once: still in the processor's cache; from a c
 
 
 def checksum_of_file(descriptor: int, length: int) -> str:
-    """Hexadecimal xxh3-128 of the first ``length`` bytes of an open file; of fewer if it ends before. Raises OSError if
-    it cannot be read."""
+    """Hexadecimal xxh3-128 of the first ``length`` bytes of an open file; of fewer if it ends before."""
     reading = _Reading(descriptor, length)
     threads = min(thread_count(), -(-length // _PIECE))
     with ThreadPoolExecutor(max(1, threads), thread_name_prefix="dalsegno-checksum") as beside:
@@ -182,7 +173,7 @@ def checksum_of_file(descriptor: int, length: int) -> str:
 
 
 class _Reading:
-    """A file that is being read, and the checksum of what is hashed of it."""
+    """A file that several threads read and hash."""
 
     def __init__(self, descriptor: int, length: int) -> None:
         self._descriptor, self._length = descriptor, length
@@ -193,7 +184,6 @@ class _Reading:
         self.checksum = xxhash.xxh3_128()
 
     def run(self) -> None:
-        """Read and hash pieces, on each of the threads, until there are no more or one cannot be read."""
         memory = memoryview(bytearray(min(_PIECE, self._length)))
         try:
             for begin in self._begins:  # each thread takes the next one
@@ -220,10 +210,8 @@ class _Reading:
 
 
 def share_of_rank(files: Mapping[str, FileRecord], rank: int, world_size: int) -> list[str]:
-    """Files that ``rank`` verifies: each content, the largest first, goes to the rank with the fewest bytes so far.
-
-    A checksum covers a whole file. So if fewer ranks saved than load, some ranks have nothing to read.
-    """
+    """Files that ``rank`` verifies: each content, the largest first, goes to the rank with the fewest bytes so far. A
+    checksum covers a whole file: if fewer ranks saved than load, some have nothing to read."""
     loads = [(0, each) for each in range(world_size)]
     readers: dict[FileRecord, int] = {}
     largest_first = sorted(files, key=lambda name: -files[name].size)

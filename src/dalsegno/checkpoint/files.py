@@ -34,14 +34,10 @@ class PendingFile(Protocol):
     """A file of a checkpoint that is ready to be written."""
 
     @property
-    def name(self) -> str:
-        """Relative to the checkpoint."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def length(self) -> int:
-        """In bytes."""
-        ...
+    def length(self) -> int: ...
 
     def write_to(self, directory: Path, advance: Advance) -> FileRecord:
         """Write the file durably, and return its size and checksum."""
@@ -97,11 +93,8 @@ class StagedFile:
 
     def write_to(self, directory: Path, advance: Advance) -> FileRecord:
         """Write what is copied on the calling thread, and hash it on another one, which the first one relieves at the
-        end.
-
-        The writing thread takes 35 ms of processor time per GB, and has the priority of training: with the lowest one
-        it waits for a turn between any two blocks, for minutes if every processor is busy.
-        """
+        end. The writing thread takes 35 ms of processor time per GB, and has the priority of training: with the lowest
+        one it waits for a turn between any two blocks, for minutes if every processor is busy."""
         memory = self.buffer.memory
         with checksum_beside(self.progress.to_hash(memory), _HASHING_LOWERED_BY) as checksum:
             try:
@@ -194,11 +187,8 @@ def counted(blocks: Iterator[memoryview], length: int, advance: Advance) -> Gene
 
 
 def in_file_order(layout: FileLayout, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The bytes of the file that these live tensors make, several small tensors at a time.
-
-    Small tensors are joined by one torch call: the writing thread would otherwise wait between its blocks for the
-    thread that copies a thousand of them.
-    """
+    """The bytes of the file that these live tensors make. Small tensors are joined by one torch call: the writing
+    thread would otherwise wait between its blocks for the thread that copies a thousand of them."""
     yield torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
     small: list[torch.Tensor] = []
     room = _JOINED_BYTES
@@ -237,7 +227,6 @@ class Checksum:
         self._thread.start()
 
     def wait(self) -> str:
-        """Wait for the result. Raises what the blocks have raised."""
         self._thread.join()
         return self._result()
 
@@ -249,7 +238,6 @@ class Checksum:
         return self._result()
 
     def stop(self) -> None:
-        """Stop after the current block."""
         self._is_stopping = True
         self._thread.join()
 
@@ -278,13 +266,8 @@ class Checksum:
 
 @contextlib.contextmanager
 def checksum_beside(blocks: Generator[memoryview], lowered_by: int = LOWEST) -> Iterator[Checksum]:
-    """Compute the checksum of ``blocks`` within the context. When that is left because of an exception, the computation
-    ends after the current block.
-
-    Args:
-        blocks: in order.
-        lowered_by: priority of the thread that computes it: see :func:`lower_thread_priority`.
-    """
+    """Compute the checksum of ``blocks`` within the context, on a thread of priority ``lowered_by``. An exception ends
+    it."""
     checksum = Checksum(blocks, lowered_by)
     try:
         yield checksum

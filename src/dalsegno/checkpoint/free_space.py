@@ -21,11 +21,9 @@ def has_memory_for(count: int) -> bool:
 
 
 def available_memory() -> int | None:
-    """Bytes that this rank may allocate without swapping; None if unknown.
-
-    An equal share, among the ranks of this host, of what the host and its control groups have left; at most what the
-    process's own limit (``ulimit -v``) leaves.
-    """
+    """Bytes that this rank may allocate without swapping; None if unknown. An equal share, among the ranks of this
+    host, of what the host and its control groups have left; at most what the process's own limit (``ulimit -v``)
+    leaves."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     shared = [limit // ranks_here for limit in (_of_host(), *map(_of_group, _groups())) if limit is not None]
     return min((limit for limit in (_of_process(), *shared) if limit is not None), default=None)

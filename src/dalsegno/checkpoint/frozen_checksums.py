@@ -84,8 +84,7 @@ def to_bytes(fingerprints: Mapping[str, Fingerprint]) -> bytes:
 
 
 def read_fingerprints(checkpoint: Checkpoint, index: Index) -> dict[str, Sequence[Fingerprint]]:
-    """The fingerprints of each tensor that ``index`` lists as absent, by ``<component>.<name>``. Raises
-    DamagedCheckpoint if a file is invalid, or the fingerprints of a tensor do not cover it."""
+    """The fingerprints of each tensor that ``index`` lists as absent, which they must cover."""
     found: dict[str, list[Fingerprint]] = {}
     for file in names.fingerprints_among(checkpoint.manifest.files):
         path = checkpoint.file(file)
@@ -105,16 +104,9 @@ def read_fingerprints(checkpoint: Checkpoint, index: Index) -> dict[str, Sequenc
 def find_other_base(
     checkpoint: Checkpoint, index: Index, rests: Mapping[str, State], sharded: Sequence[ShardedState]
 ) -> list[Change]:
-    """Compare the frozen parameters that the checkpoint omits with the models'. Collective: a sharded parameter is
-    gathered, one at a time. Returns a change for each model that differs, with its first differing parameter. Raises
-    StateMismatch on all ranks, if a parameter is in uneven shards.
-
-    Args:
-        checkpoint: verified.
-        index: of its tensors.
-        rests: saved rest of each component, by its key. A component without one is not compared.
-        sharded: the components to load.
-    """
+    """A change for each model whose frozen parameters differ from those that the checkpoint omits, with the first of
+    these. ``rests``: saved rest of each component; one without is not compared. Collective: a sharded parameter is
+    gathered, one at a time."""
     if not index.absent:
         return []
     fingerprints = collectives.run_on_all_ranks(lambda: read_fingerprints(checkpoint, index))

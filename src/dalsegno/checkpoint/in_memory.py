@@ -19,22 +19,27 @@ has changed goes into a new one.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from dalsegno.checkpoint import checkpoint_dir, memory_dir, names
-from dalsegno.checkpoint.async_save import AsyncSave, BufferPrefault, Records, Report, described
+from dalsegno.checkpoint.async_save import AsyncSave, BufferPrefault, NewDirectory, Records, Report, described
 from dalsegno.checkpoint.capture import FrozenChecksums
 from dalsegno.checkpoint.contract import ShardedState
+from dalsegno.checkpoint.file_reading import verify_files
 from dalsegno.checkpoint.files import Advance
 from dalsegno.checkpoint.free_space import available_memory, free_disk
 from dalsegno.checkpoint.manifest import Checkpoint, Manifest
 from dalsegno.checkpoint.memory_dir import MemoryDir
-from dalsegno.checkpoint.multi_host import Candidates, MultiHostCheckpoint, newest_in_memory
 from dalsegno.checkpoint.names import MODEL
 from dalsegno.checkpoint.optimizer_state import tensors_per_parameter
 from dalsegno.checkpoint.sidecar import SavedState
@@ -42,11 +47,12 @@ from dalsegno.checkpoint.snapshot import Snapshotter
 from dalsegno.checkpoint.staging import NoRoom, SharedFiles
 from dalsegno.checkpoint.unchanged_files import LinkableFiles, UnchangedFile
 from dalsegno.distributed import collectives
-from dalsegno.distributed.hosts import Hosts, transfer
+from dalsegno.distributed.hosts import Hosts, Transfer, transfer
 from dalsegno.distributed.layout import Layout
-from dalsegno.errors import ConfigurationError
+from dalsegno.errors import ConfigurationError, DamagedCheckpoint, RankFailed, StateMismatch
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
+from dalsegno.system.machine import thread_count
 from dalsegno.system.progress import format_bytes
 from dalsegno.system.worker import lower_thread_priority
 
@@ -70,7 +76,7 @@ class MemoryCheckpoints:
         self._layout = layout
         self._known_hosts: Hosts | None = None
         self._copies = 0
-        self._in_progress: tuple[_Slot, MemorySave] | None = None
+        self._in_progress: tuple[_Slot, AsyncSave] | None = None
         self._forget_leg()
 
     def _forget_leg(self) -> None:
@@ -78,7 +84,7 @@ class MemoryCheckpoints:
         self._former: MultiHostCheckpoint | None = None  # of a former leg, from which this one resumed
         self._shareable: LinkableFiles | None = None  # of the newest checkpoint on this host
         self._slots: list[_Slot] = []
-        self._captured: tuple[_Slot, Callable[[], MemorySave]] | None = None  # and not yet started
+        self._captured: tuple[_Slot, Callable[[], AsyncSave]] | None = None  # and not yet started
         self._prefault: BufferPrefault | None = None
         self._has_saved = False
         self.room: str | None = None
@@ -100,19 +106,29 @@ class MemoryCheckpoints:
             self._known_hosts = Hosts.sharing(memory_dir.place())
         return self._known_hosts
 
-    # -- find -------------------------------------------------------------------------------------------------------
+    def find(self, candidates: Mapping[str, int | None], *, after: int) -> Checkpoint | None:
+        """The newest valid checkpoint of a step greater than ``after``, of which each file is on some host; None if
+        there is none. Every host then has a directory for it, with all but the tensors that it may not need. One that
+        is damaged, or not whole, is skipped with a warning.
 
-    def find(self, candidates: Candidates, *, after: int) -> Checkpoint | None:
-        """The newest valid checkpoint of a step greater than ``after`` in the directories ``candidates``, of which each
-        file is on some host; None if there is none. One that is damaged, or not whole, is skipped with a warning."""
+        ``candidates``: names of directories that may contain it, each with its step; None: any step.
+        """
         self._forget_leg()
-        if candidates:
-            self._former = newest_in_memory(self._output_dir, candidates, after=after, hosts=self._hosts)
+        if not candidates:
+            return None
+        of_hosts = self._hosts.run(lambda: _published(self._output_dir, candidates, after))
+        for found in sorted({*itertools.chain(*of_hosts)}, reverse=True):
+            try:
+                has_it = [found in of_host for of_host in of_hosts]
+                self._former = _assembled(self._output_dir, found, self._hosts, has_it[self._hosts.here])
+                break
+            except (ConfigurationError, StateMismatch, OSError, RankFailed) as error:
+                if collectives.rank() == 0:
+                    logger.warning("no memory checkpoint can be used: %s", error)
         return self._former
 
     def owns(self, path: Path) -> bool:
-        """Whether ``path`` is a memory checkpoint of the run."""
-        directory = memory_dir.of_checkpoint(path, self._output_dir)
+        directory = memory_dir.find(path.parent.parent.name, self._output_dir)
         return directory is not None and path.resolve().parent == directory.checkpoints.resolve()
 
     def discard(self) -> None:
@@ -135,10 +151,10 @@ class MemoryCheckpoints:
 
     def _own_directories(self) -> list[MemoryDir]:
         """On this host, those of this leg, and of the checkpoint that it resumed from."""
-        former = None if self._former is None else memory_dir.of_checkpoint(self._former.path, self._output_dir)
+        former = (
+            None if self._former is None else memory_dir.find(self._former.path.parent.parent.name, self._output_dir)
+        )
         return [each for each in (self._directory, former) if each is not None]
-
-    # -- a leg ------------------------------------------------------------------------------------------------------
 
     def begin_leg(
         self, sharded: Sequence[ShardedState], *, saving: bool, copies: int = 0, base: FrozenChecksums | None = None
@@ -149,19 +165,23 @@ class MemoryCheckpoints:
         former = self._former
         self._forget_leg()
         self._former = former
-        is_needed = saving or former is not None or memory_dir.exist(self._output_dir)
+        left = any(each.is_of(self._output_dir) for each in memory_dir.find_all())
+        is_needed = saving or former is not None or left
         if not collectives.all_reduce_max([is_needed], "whether memory holds checkpoints")[0]:
             return
         hosts = self._hosts
-        self._shareable = None if former is None else LinkableFiles(former.path, former.here)
+        self._shareable = None if former is None else LinkableFiles(former.path, former.files_here)
         name = collectives.broadcast(os.urandom(8).hex(), "name of memory checkpoints")
+        slots = [f"slot-{name[:4]}-{number}" for number in range(2)]
 
         def tidy() -> None:
             memory_dir.remove_others(self._output_dir, keep=self._own_directories())
             for path in set() if former is None else {*former.path.parent.iterdir()} - {former.path}:
                 filesystem.remove(path)
             if saving:
-                memory_dir.create(self._output_dir, name)
+                created = memory_dir.create(self._output_dir, name)
+                for slot in slots:
+                    filesystem.mkdir_nosync(created.checkpoints / slot)
 
         hosts.run(tidy)
         if not saving:
@@ -171,10 +191,12 @@ class MemoryCheckpoints:
             found = f"{hosts.count} hosts: only {self._copies} are" if self._copies else "one host: nothing is"
             logger.warning("save_in_memory=: copies=%d, and the ranks are on %s copied", copies, found)
         try:
-            self._directory = collectives.run_on_all_ranks(lambda: self._seen(name))
-            self._create_slots(self._directory, base)
+            directory = self._directory = collectives.run_on_all_ranks(lambda: self._seen(name))
+            for hidden in (directory.checkpoints / slot for slot in slots):
+                self._slots.append(_Slot(hidden, Snapshotter(self._layout, shared=SharedFiles(hidden))))
+                self._slots[-1].snapshotter.leave_out(base)
             self._slots[0].snapshotter.check_serializable(sharded, ())
-            self.room = self._check_room(sharded, self._directory)
+            self.room = self._check_room(sharded, directory)
             if collectives.rank() == 0:
                 logger.info("memory checkpoints: %s", self.room)
         except BaseException:
@@ -192,18 +214,9 @@ class MemoryCheckpoints:
             )
         return directory
 
-    def _create_slots(self, directory: MemoryDir, base: FrozenChecksums | None) -> None:
-        for number in range(2):
-            hidden = directory.checkpoints / f"slot-{directory.name[:4]}-{number}"
-            self._hosts.run(partial(filesystem.mkdir_nosync, hidden))
-            snapshotter = Snapshotter(self._layout, shared=SharedFiles(hidden))
-            if base is not None:
-                snapshotter.leave_out(base)
-            self._slots.append(_Slot(hidden, snapshotter))
-
     def prepare(self, sharded: Sequence[ShardedState]) -> None:
-        """Reserve the memory and map it in the background. To be called once the optimizer has its state. Raises
-        ConfigurationError on all ranks if the checkpoints do not fit into memory."""
+        """Reserve the memory and map it in the background, once the optimizer has its state. Refuses as
+        :meth:`begin_leg`."""
         if self._directory is None or self._has_saved or self._prefault is not None:
             return
         first, second = (slot.snapshotter for slot in self._slots)
@@ -214,7 +227,7 @@ class MemoryCheckpoints:
         except NoRoom as error:
             raise _does_not_fit(error) from error
         self._check_room(sharded, self._directory)
-        self._prefault = BufferPrefault(turn for each in steps for turn in each)
+        self._prefault = BufferPrefault(itertools.chain(*steps))
 
     def capture(
         self,
@@ -227,11 +240,9 @@ class MemoryCheckpoints:
         is_finite: bool,
     ) -> None:
         """Copy every state into shared memory, in place of what was captured before and not published; arguments as of
-        :meth:`CheckpointManager.save_async`.
-
-        Skipped if the weights contain NaN or infinity, and with a warning if there is no room. Raises CannotSave on
-        every rank, if a state cannot be saved; SaveFailed if the save before is stuck; ConfigurationError on every
-        rank, if the first one does not fit into memory, and the leg resumed from none."""
+        :meth:`CheckpointManager.save_async`. Skipped if the weights contain NaN or infinity, and with a warning if
+        there is no room; raises ConfigurationError on every rank if not even the first fits, and the leg resumed from
+        none."""
         self.settle()
         self._captured = None
         if not self._slots or collectives.all_reduce_max([not is_finite], "whether weights are finite")[0]:
@@ -248,8 +259,8 @@ class MemoryCheckpoints:
         if snapshot.copying is not None:
             snapshot.copying.run()
         publication = MemoryPublication(
-            slot.hidden,
             self.path_of(step),
+            slot.hidden,
             superseded=other.published,
             hidden=other.hidden,
             former=None if self._former is None else self._former.path.parent.parent,
@@ -258,7 +269,7 @@ class MemoryCheckpoints:
             shareable=self._shareable,
         )
         start = partial(
-            MemorySave,
+            AsyncSave,
             replace(snapshot, durables=()),  # what a process wrote outlives it without fsync
             publication,
             step=step,
@@ -274,7 +285,6 @@ class MemoryCheckpoints:
             self._in_progress = slot, start()
 
     def drop(self) -> None:
-        """Forget what was captured and not published."""
         self._captured = None
 
     def settle(self) -> None:
@@ -308,12 +318,9 @@ class MemoryCheckpoints:
             for directory in directories:
                 memory_dir.remove(directory)
 
-    # -- room -------------------------------------------------------------------------------------------------------
-
     def _check_room(self, sharded: Sequence[ShardedState], directory: MemoryDir) -> str:
         """Compare two slots, which share files of frozen parameters, with the memory that is free, or that the first
-        save frees; also before the first step has created the optimizer's state. Returns both in words; raises
-        ConfigurationError on all ranks if the slots do not fit into the memory of a host."""
+        save frees; also before the first step has created the optimizer's state. Returns both in words."""
         hosts, planned = self._hosts, self._slots[0].snapshotter.planned
         frozen = sum(file.layout.length for file in planned if file.is_frozen)
         changing = [file for file in planned if not file.is_frozen]
@@ -321,31 +328,25 @@ class MemoryCheckpoints:
         optimizers = [each.optimizer for each in sharded if each.optimizer is not None]
         to_come = [tensors_per_parameter(each) for each in optimizers if not each.state]
         size = sum(file.layout.length for file in changing) + trained * sum(each or 0 for each in to_come)
-        sizes = collectives.gather((size, frozen), "size of memory checkpoints")
-
-        def by_host(of_ranks: Sequence[int]) -> list[int]:
-            return [sum(of_ranks[rank] for rank in hosts.ranks(host)) for host in range(hosts.count)]
-
-        def with_copies(own: Sequence[int]) -> list[int]:
-            return [sum(own[host - distance] for distance in range(self._copies + 1)) for host in range(hosts.count)]
-
-        own, own_shared = (by_host(kind) for kind in zip(*sizes, strict=True))
-        slots, shared = with_copies(own), with_copies(own_shared)
-        needed = [2 * slot + once for slot, once in zip(slots, shared, strict=True)]
-        freed, room = memory_dir.size_of(self._own_directories()), available_memory()
+        own = np.zeros((hosts.count, 2), np.int64)  # of a slot, and of what both share
+        np.add.at(own, [*hosts.of_rank], collectives.gather((size, frozen), "size of memory checkpoints"))
+        held = np.sum([np.roll(own, distance, axis=0) for distance in range(self._copies + 1)], axis=0)
+        needed = (held @ (2, 1)).tolist()
+        freed, memory = memory_dir.size_of(self._own_directories()), available_memory()
         on_disk = free_disk(directory.path) + freed
         rooms = [(on_disk, str(memory_dir.root().parent))]
-        if room is not None:
-            rooms.append((len(hosts.ranks(hosts.here)) * room + freed, "memory"))
+        if memory is not None:
+            rooms.append((len(hosts.ranks(hosts.here)) * memory + freed, "memory"))
         free, where = min(rooms)
         of_ranks = collectives.gather((free - needed[hosts.here], where), "room for memory checkpoints")
         left, where = min(of_ranks)
         host = hosts.of_rank[of_ranks.index((left, where))] if left < 0 else hosts.here
-        text = f"{format_bytes(shared[host])} of frozen parameters, and " if shared[host] else ""
-        text += f"two slots of {format_bytes(slots[host])}"
+        slot, shared = held[host].tolist()
+        text = f"{format_bytes(shared)} of frozen parameters, and " if shared else ""
+        text += f"two slots of {format_bytes(slot)}"
         text += ", and what the optimizer adds in the first step" if None in to_come else ""
         if self._copies:
-            of_its_own = format_bytes(2 * own[host] + own_shared[host])
+            of_its_own = format_bytes(int(own[host] @ (2, 1)))
             text += f" ({of_its_own} of its own, the rest copies of other hosts' parts)"
         if left < 0:
             where += f" of the host of rank {hosts.ranks(host)[0]}" if hosts.count > 1 else ""
@@ -364,11 +365,130 @@ def _does_not_fit(error: Exception) -> ConfigurationError:
     )
 
 
-# --- one save -------------------------------------------------------------------------------------------------------
+# --- on several hosts -----------------------------------------------------------------------------------------------
+# A host may have its own ranks' files, copies of another host's, or none, if it replaces one that was lost. A directory
+# belongs to one leg. So what a host that comes back has kept of a dead timeline is found by no later leg.
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPublication:
+class MultiHostCheckpoint(Checkpoint):
+    """A checkpoint in directories of that ``path`` on each host, which together contain all files.
+
+    Attributes:
+        hosts: which ranks share each directory.
+        held: by host, the files that its directory contains, verified. Files that are fetched are added.
+    """
+
+    hosts: Hosts
+    held: Sequence[set[str]]
+
+    @property
+    def files_here(self) -> Records:
+        return {name: self.manifest.files[name] for name in self.held[self.hosts.here]}
+
+    def is_here(self, name: str) -> bool:
+        return name in self.held[self.hosts.here]
+
+    def require(self, names: Collection[str]) -> None:
+        """Fetch those of the files ``names`` that this host lacks into its directory. Raises on every rank if one
+        fails."""
+        if self.hosts.count == 1:
+            return
+        lacking = {*names} & self.manifest.files.keys() - self.held[self.hosts.here]
+        wanted = collectives.gather(lacking, "files of other hosts")
+        transfers = self.transfers(self.hosts.joined(wanted))
+        if transfers and collectives.rank() == 0:
+            size = format_bytes(sum(each.size for each in transfers))
+            logger.info("%s: fetching %d files, %s, from other hosts", self.path.name, len(transfers), size)
+        failure = transfer(transfers, self.path, collectives.background_group())
+
+        def expect_all() -> None:
+            if failure is not None:
+                raise OSError(f"{self.path}: a file could not be fetched from another host: {failure}")
+
+        collectives.run_on_all_ranks(expect_all)
+        for each in transfers:
+            self.held[self.hosts.of_rank[each.target]].add(each.name)
+
+    def transfers(self, wanted: Sequence[Collection[str]]) -> list[Transfer]:
+        """Those that bring each host the files it wants and lacks, from the nearest host before it that has the file,
+        spread over the ranks of both; in an order in which hosts of even number send while the others receive, and the
+        reverse."""
+        hosts, found = self.hosts, list[tuple[tuple[int, int], Transfer]]()
+        for host, names_wanted in enumerate(wanted):
+            targets = hosts.ranks(host)
+            for number, name in enumerate(sorted({*names_wanted} - self.held[host])):
+                distance = next(each for each in range(1, hosts.count) if name in self.held[host - each])
+                source_host = (host - distance) % hosts.count
+                sources, record = hosts.ranks(source_host), self.manifest.files[name]
+                source, target = sources[number % len(sources)], targets[number % len(targets)]
+                found.append(((distance, source_host % 2), Transfer(name, record.size, record.xxh3, source, target)))
+        return [each for _, each in sorted(found, key=lambda each: each[0])]
+
+
+class _Published(NamedTuple):
+    """A published checkpoint. Only parts with equal manifests, which are of the same save, are put together."""
+
+    step: int
+    name: str
+    manifest: bytes
+
+
+def _published(output_dir: Path, candidates: Mapping[str, int | None], after: int) -> list[_Published]:
+    found = []
+    for name, only in candidates.items():
+        directory = memory_dir.find(name, output_dir)
+        for path in [] if directory is None else checkpoint_dir.newest_first(directory.checkpoints, after=after):
+            step = names.step_of(path)
+            if step is not None and only in (None, step):
+                with contextlib.suppress(OSError):
+                    found.append(_Published(step, name, (path / names.MANIFEST).read_bytes()))
+    return found
+
+
+def _assembled(output_dir: Path, found: _Published, hosts: Hosts, is_here: bool) -> MultiHostCheckpoint:
+    """Raises on every rank, if a file is damaged or on no host, or a host has no room for what it needs."""
+    manifest = Manifest.parse(found.manifest, Path(found.name))
+    path = names.checkpoint_path(memory_dir.root() / found.name / names.CHECKPOINTS, found.step)
+    of_ranks = collectives.gather(_verified(path, manifest, hosts) if is_here else {}, "files in memory")
+    held = hosts.joined([[name for name in each if each[name] is None] for each in of_ranks])
+    if missing := sorted(manifest.files.keys() - set[str]().union(*held)):
+        problem = next((problem for each in of_ranks for problem in each.values() if problem is not None), None)
+        raise DamagedCheckpoint(
+            problem or f"step {found.step}: {missing[0]} was in the memory of a lost host; no other host has a copy"
+        )
+
+    def create() -> None:
+        memory_dir.create(output_dir, found.name)
+        filesystem.remove(path)
+        filesystem.mkdir_nosync(path)
+        filesystem.write_durably(path / names.MANIFEST, found.manifest)
+
+    hosts.run(lambda: None if is_here else create())
+    checkpoint = MultiHostCheckpoint(path, found.step, manifest, hosts, held)
+    checkpoint.require([name for name in manifest.files if "/" not in name or name.endswith(".json")])
+    return checkpoint
+
+
+def _verified(path: Path, manifest: Manifest, hosts: Hosts) -> dict[str, str | None]:
+    """This rank's share of the files in the directory, each with why it is not valid; None if it is."""
+    files = manifest.files
+
+    def problem(name: str) -> str | None:
+        try:
+            verify_files(path, [name], files[name])
+        except OSError as error:
+            return str(error)
+        return None
+
+    here = sorted((name for name in files if (path / name).exists()), key=lambda name: -files[name].size)
+    share = here[hosts.position :: len(hosts.ranks(hosts.here))]
+    with ThreadPoolExecutor(thread_count()) as readers:
+        return dict(zip(share, readers.map(problem, share), strict=True))
+
+
+@dataclass
+class MemoryPublication(NewDirectory):
     """The destination of a save on one host: the slot ``partial``, which becomes the checkpoint ``path``.
 
     Attributes:
@@ -379,8 +499,8 @@ class MemoryPublication:
         shareable: files of the checkpoint before on this host, which need not be sent to it again.
     """
 
-    partial: Path
     path: Path
+    partial: Path
     superseded: Path | None
     hidden: Path
     former: Path | None
@@ -391,6 +511,27 @@ class MemoryPublication:
     def make_room(self, length: int) -> str | None:
         return None  # it is laid out
 
+    def discard(self) -> None: ...  # the next save writes over it
+
+    def conclude(self, save: AsyncSave, report: Report) -> str | None:
+        manifest = save.group.gather_decide(report, save.manifest)
+        if isinstance(manifest, str):
+            return manifest
+        reason = save.group.gather_decide(self._send_copies(save, manifest), _joined)
+        reason = reason or self._on_each_host(save, lambda: self.publish(manifest, save.advance))
+        reason = reason or self._on_each_host(save, self._hide_superseded)
+        if reason is not None:
+            if self.hosts.leads:
+                self._undo()
+            return reason
+        save.is_published, save.records = True, manifest.files
+        try:
+            if self.hosts.leads and self.former is not None:
+                filesystem.remove(self.former)
+        except OSError as error:
+            logger.warning("the memory of the leg before is not freed: %s", error)
+        return None
+
     def publish(self, manifest: Manifest, advance: Advance) -> None:
         """As on disk, after the removal of files that only an earlier checkpoint in this slot had."""
         for path in [path for path in self.partial.rglob("*") if path.is_file()]:
@@ -399,87 +540,59 @@ class MemoryPublication:
         # some directories are in another host's memory alone
         checkpoint_dir.publish(manifest, self.partial, self.path, is_whole=False)
 
-    def hide_superseded(self) -> None:
-        """Rename the superseded checkpoint; the next save writes to its files."""
+    def _hide_superseded(self) -> None:
         if self.superseded is not None:
-            filesystem.rename(self.superseded, self.hidden)
+            filesystem.rename(self.superseded, self.hidden)  # the next save writes to its files
 
-    def undo(self) -> None:
-        """Rename both back: the save is reported as failed, and the next one writes to this slot."""
+    def _undo(self) -> None:
+        """The save is reported as failed, and the next one writes to this slot."""
         for renamed, back in ((self.hidden, self.superseded), (self.path, self.partial)):
             if back is not None:
                 with contextlib.suppress(OSError):  # raised if that did not move, or once it is back
                     filesystem.rename(renamed, back)
 
-    def discard(self) -> None: ...  # the next save writes over it
-
-
-class MemorySave(AsyncSave[MemoryPublication]):
-    """A save into the shared memory of each host, and of the hosts after it that keep copies."""
-
-    def _conclude(self, report: Report) -> str | None:
-        manifest = self._group.gather_decide(report, self._manifest)
-        if isinstance(manifest, str):
-            return manifest
-        publication = self._destination
-        reason = self._group.gather_decide(self._send_copies(manifest), _joined)
-        reason = reason or self._on_each_host(lambda: publication.publish(manifest, self._advance))
-        reason = reason or self._on_each_host(publication.hide_superseded)
-        leads = publication.hosts.leads
-        if reason is not None:
-            if leads:
-                publication.undo()
-            return reason
-        self._is_published, self.records = True, manifest.files
-        if leads and publication.former is not None:
-            try:
-                filesystem.remove(publication.former)
-            except OSError as error:
-                logger.warning("the memory of the leg before is not freed: %s", error)
-        return None
-
-    def _send_copies(self, manifest: Manifest) -> str | None:
+    def _send_copies(self, save: AsyncSave, manifest: Manifest) -> str | None:
         """Send this host's files to the hosts that keep copies, and receive those of others, unless they are in the
         checkpoint before there; why that has failed."""
         lower_thread_priority()  # this takes processor time, unlike a write to a disk
-        hosts, copies, directory = self._destination.hosts, self._destination.copies, self._destination.partial
-        if not copies:
+        hosts = self.hosts
+        if not self.copies:
             return None
-        held = self._group.gather_decide([*self.records], hosts.joined)
+        held = save.group.gather_decide([*save.records], hosts.joined)
         wanted = [
-            {name for distance in range(1, copies + 1) for name in held[host - distance]} for host in range(hosts.count)
+            {name for distance in range(1, self.copies + 1) for name in held[host - distance]}
+            for host in range(hosts.count)
         ]
-        linked = self._linked(wanted[hosts.here], manifest.files) if hosts.leads else []
-        for of_host, names_here in zip(held, self._group.gather_decide(linked, hosts.joined), strict=True):
+        linked = self._linked(save, wanted[hosts.here], manifest.files) if hosts.leads else []
+        for of_host, names_here in zip(held, save.group.gather_decide(linked, hosts.joined), strict=True):
             of_host |= names_here
-        transfers = MultiHostCheckpoint(directory, self.step, manifest, hosts, held).transfers(wanted)
-        self._bytes_to_move += sum(each.size for each in transfers if collectives.rank() in (each.source, each.target))
+        transfers = MultiHostCheckpoint(self.partial, save.step, manifest, hosts, held).transfers(wanted)
+        save.bytes_to_move += sum(each.size for each in transfers if collectives.rank() in (each.source, each.target))
         try:
-            return transfer(transfers, directory, self._group, self._advance, self._progress.pause)
+            return transfer(transfers, self.partial, save.group, save.advance, save.progress.pause)
         finally:
-            self._progress.pause()
+            save.progress.pause()
 
-    def _linked(self, wanted: Collection[str], records: Records) -> list[str]:
+    def _linked(self, save: AsyncSave, wanted: Collection[str], records: Records) -> list[str]:
         """Those whose content is in the checkpoint before on this host, and now is in this one: as a link."""
-        linked, former, directory = list[str](), self._destination.shareable, self._destination.partial
+        linked = []
+        former = self.shareable
         for name in wanted:
-            source = None if former is None else former.path_of(records[name])
-            if former is not None and source is not None:
+            if former is not None and (source := former.path_of(records[name])) is not None:
                 with contextlib.suppress(Exception):  # it is sent: the other ranks wait for this one
-                    filesystem.mkdir_nosync((directory / name).parent)
-                    UnchangedFile(name, records[name], source, former).write_to(directory, self._advance)
+                    filesystem.mkdir_nosync((self.partial / name).parent)
+                    UnchangedFile(name, records[name], source, former).write_to(self.partial, save.advance)
                     linked.append(name)
         return linked
 
-    def _on_each_host(self, act: Callable[[], object]) -> str | None:
-        """Run ``act`` on the lowest rank of each host; why it has failed on one."""
+    def _on_each_host(self, save: AsyncSave, act: Callable[[], object]) -> str | None:
         failure = None
-        if self._destination.hosts.leads:
+        if self.hosts.leads:
             try:
                 act()
             except Exception as error:
                 failure = described(error)
-        return self._group.gather_decide(failure, _joined)
+        return save.group.gather_decide(failure, _joined)
 
 
 def _joined(failures: Sequence[str | None]) -> str | None:

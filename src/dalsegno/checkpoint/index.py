@@ -87,31 +87,24 @@ class Index:
     absent: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     def of(self, component: str) -> dict[str, StoredTensor]:
-        """Tensors of one component, by their names within it."""
         return _within(component, self.tensors)
 
     def absent_of(self, component: str) -> dict[str, StoredTensor]:
-        """Tensors of one component that are not saved, by their names within it."""
         return _within(component, self.absent)
 
     def known_of(self, component: str) -> dict[str, StoredTensor]:
-        """Tensors of one component, saved or not."""
         return self.of(component) | self.absent_of(component)
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint) -> Index:
-        """Read the index of a verified checkpoint. Raises DamagedCheckpoint if it is invalid."""
         return cls.read(checkpoint.file(names.INDEX))
 
     @classmethod
     def read(cls, path: Path) -> Index:
-        """Read the index at ``path``. Raises DamagedCheckpoint if the file is not an index, or the sharding of a tensor
-        does not fit its shape."""
         return cls.parse(read_json(path), path)
 
     @classmethod
     def parse(cls, content: Any, path: Path) -> Index:
-        """As :meth:`read`, from the content of a file; ``path`` is for messages only."""
         check(content, IndexFile, str(path), DamagedCheckpoint)
         try:
             tensors = _tensors_of(content)
@@ -142,7 +135,7 @@ class IndexWriter:
         replica: int = 0,
         is_frozen: bool = False,
     ) -> None:
-        """Add the tensor ``<component>.<name>``; the other arguments as in :class:`ShardedChunks`."""
+        """The other arguments as in :class:`ShardedChunks`."""
         number = self._shardings.setdefault(sharding, len(self._shardings))
         entry: TensorEntry = {"dtype": name_of(dtype), "shape": list(shape), "sharding": number}
         if replica:
@@ -152,11 +145,9 @@ class IndexWriter:
         self._tensors[name] = entry
 
     def add_absent(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        """Add a tensor that is not saved."""
         self._absent[name] = {"dtype": name_of(dtype), "shape": list(shape)}
 
     def to_bytes(self) -> bytes:
-        """Content of the file."""
         shardings = [{"ranks": each.ranks, "mesh": each.mesh, "cuts": each.cuts} for each in self._shardings]
         content = {"format": FORMAT, "shardings": shardings, "tensors": self._tensors}
         return json.dumps(content | ({"absent": self._absent} if self._absent else {}), separators=(",", ":")).encode()

@@ -28,12 +28,8 @@ Problems = list[str]
 
 
 def readable_states(checkpoint: Checkpoint, problems: Problems | None = None) -> dict[str, list[Json]]:
-    """Component to its states, as plain JSON: one state, or one per rank that saved.
-
-    With ``problems``, a rank's state is None if its sidecar cannot be read, and a component of the shared sidecar has
-    no states if that one cannot. Raises DamagedCheckpoint if a sidecar is missing, or has content that dalsegno cannot
-    have written. Raises OSError if one cannot be read.
-    """
+    """Component to its states, as plain JSON: one state, or one per rank that saved. With ``problems``, a rank's state
+    is None if its sidecar cannot be read, and a component of the shared sidecar has no states if that one cannot."""
     states: dict[str, list[Json]] = {key: [] for key in checkpoint.manifest.components}
     shared: set[str] = set()  # also per-rank states that no component claimed: this file has those of all ranks
     for name in names.sidecars_among(checkpoint.manifest.files):
@@ -52,9 +48,8 @@ def readable_states(checkpoint: Checkpoint, problems: Problems | None = None) ->
 
 def readable_tensors(checkpoint: Checkpoint, problems: Problems | None = None) -> dict[str, Json]:
     """Every sharded tensor, by ``<component>.<name>``: dtype, shape and chunks, from the index and the files' headers.
-    One that is not saved (``save_frozen="never"``) has no chunks; a chunk in a file that cannot be read, no ``bytes``.
-    Raises DamagedCheckpoint if the index or a header is missing, or has content that dalsegno cannot have written.
-    Raises OSError if one cannot be read."""
+    One that is not saved (``save_frozen="never"``) has no chunks; a chunk in a file that cannot be read, no
+    ``bytes``."""
     with _noting(problems):
         path = checkpoint.file(names.INDEX)
         content = read_json(path)

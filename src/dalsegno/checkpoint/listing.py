@@ -71,8 +71,7 @@ class CheckpointInfo:
 
 
 def list_checkpoints(place: Path) -> list[CheckpointInfo]:
-    """Everything at ``place``, oldest step first. Raises NotFound if ``place`` does not exist or contains no
-    checkpoints."""
+    """Everything at ``place``, oldest step first. Raises NotFound if that is nothing."""
     if is_checkpoint(place):
         return [_inspected(place)]
     directory = directory_of(place)
@@ -87,8 +86,8 @@ def list_checkpoints(place: Path) -> list[CheckpointInfo]:
 
 
 def newest(place: Path) -> Checkpoint:
-    """The checkpoint at ``place``, or the newest valid one there; no file is hashed. Raises NotFound if there is none.
-    Raises DamagedCheckpoint if ``place`` is a checkpoint whose manifest is missing or invalid."""
+    """The checkpoint at ``place``, or the newest valid one there; no file is hashed. Raises NotFound if there is
+    none."""
     if is_checkpoint(place):
         return checkpoint_dir.open_checkpoint(place)
     found = list_checkpoints(place)
@@ -100,8 +99,7 @@ def newest(place: Path) -> Checkpoint:
 
 def newest_verified(place: Path) -> Checkpoint:
     """The checkpoint at ``place``, or the newest one there whose every byte matches its manifest. Renames nothing.
-    Raises NotFound if there is none. Raises DamagedCheckpoint if it is damaged, or all are. Raises OSError if one
-    cannot be read."""
+    Raises NotFound if there is none."""
     listed = [] if is_checkpoint(place) else list_checkpoints(place)
     valid = [each.path for each in reversed(listed) if each.status is CheckpointStatus.VALID]
     checkpoint, damaged = checkpoint_dir.first_valid(valid if listed else [place], _verified)
@@ -118,7 +116,6 @@ def is_checkpoint(place: Path) -> bool:
 
 
 def directory_of(place: Path) -> Path:
-    """The checkpoints directory that belongs to ``place``. Raises NotFound if ``place`` is not a directory."""
     if not place.is_dir():
         raise NotFound(f"{place}: there is no such folder")
     if is_checkpoint(place):

@@ -59,7 +59,7 @@ class CheckpointManager:
         self._summaries = Summaries()
         self._trusted: Path | None = None  # the checkpoint that this process verified or wrote last
         self._former: LinkableFiles | None = None  # of a checkpoint on disk, which the next save may link
-        self._unsettled: AsyncSave[NewDirectory] | None = None
+        self._unsettled: AsyncSave | None = None
         self._has_saved = False
         self._base: FrozenChecksums | None = None
         self._prefault: BufferPrefault | None = None
@@ -108,7 +108,7 @@ class CheckpointManager:
         pretrained: Mapping[str, bytes] | None = None,
         published: Callable[[], object] | None = None,
         settled: Callable[[], object] | None = None,
-    ) -> AsyncSave[NewDirectory]:
+    ) -> AsyncSave:
         """Capture every state and write it in the background; then delete checkpoints that the policy does not keep.
 
         Waits for the previous save first: one save at a time is in progress.

@@ -71,7 +71,6 @@ class Manifest:
 
     @property
     def summary(self) -> CheckpointSummary:
-        """The checkpoint as retention policies see it."""
         return CheckpointSummary(self.step, self.metrics, self.best, self.finite)
 
     def to_bytes(self) -> bytes:
@@ -111,7 +110,6 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, path: Path) -> Manifest:
-        """As :meth:`read`, from the content of a file; ``path`` is for messages only."""
         return cls._checked(parse_json(data, path), path)
 
     @classmethod
@@ -163,8 +161,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Read the manifest only. Raises NotFound if ``path`` is not a directory. Raises DamagedCheckpoint if its
-        manifest is missing or invalid."""
+        """Read the manifest only. Raises NotFound if ``path`` is not a directory."""
         if not path.is_dir():
             raise NotFound(f"{path}: there is no such checkpoint")
         manifest = Manifest.read(path)
@@ -177,8 +174,7 @@ class Checkpoint:
 
     def verify(self, names: Iterable[str]) -> None:
         """Read the files ``names``, several at once, and compare them with the manifest. Raises DamagedCheckpoint if
-        one is missing, is not a regular file, or has another size or checksum. Raises OSError if one cannot be read,
-        which is not damage."""
+        one differs, or is not a regular file; OSError if one cannot be read."""
         same: dict[FileRecord, list[str]] = {}
         for name in names:
             same.setdefault(self.manifest.files[name], []).append(name)
@@ -187,23 +183,21 @@ class Checkpoint:
                 pass
 
     def require(self, names: Collection[str]) -> None:
-        """Make the files ``names`` readable for this rank. Collective; each rank passes its own. Those of a checkpoint
-        on disk are readable."""
+        """Make the files ``names`` readable for this rank: those on disk are. Collective; each rank passes its own."""
 
     def is_here(self, name: str) -> bool:
         """Whether the file ``name`` is readable for this rank already."""
         return True
 
     def file(self, name: str) -> Path:
-        """Path of a file that the manifest names, so that :meth:`verify` has covered it. Raises DamagedCheckpoint if
-        the manifest does not name it."""
+        """Path of a file that the manifest names, so that :meth:`verify` has covered it."""
         if name not in self.manifest.files:
             raise DamagedCheckpoint(f"{self.path}: the manifest does not name {name}")
         return self.path / name
 
 
 def is_safe_name(name: str) -> bool:
-    """Whether a file of a checkpoint can have that name, relative to the checkpoint."""
+    """Whether a file of a checkpoint can have that name."""
     return _SAFE_NAME.fullmatch(name) is not None
 
 

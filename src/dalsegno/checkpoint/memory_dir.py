@@ -107,9 +107,8 @@ def create(output_dir: Path, name: str) -> MemoryDir:
     try:
         if not root().parent.is_dir():
             raise FileNotFoundError(f"{root().parent} does not exist")
-        filesystem.make_private_directory(root())
-        filesystem.make_private_directory(created.path)
-        filesystem.make_private_directory(created.checkpoints)
+        for directory in (root(), created.path, created.checkpoints):
+            filesystem.make_private_directory(directory)
         content = {"output_dir": str(created.output_dir), "inode": created.inode, "boot": boot_id() or ""}
         filesystem.write_durably(created.path / _OWNER, json.dumps(content).encode())
     except OSError as error:
@@ -122,22 +121,12 @@ def create(output_dir: Path, name: str) -> MemoryDir:
 
 def find(name: str, output_dir: Path) -> MemoryDir | None:
     """The directory ``name``; None if it is gone, or is not that of the run in ``output_dir``."""
-    if _NAME.fullmatch(name) is None or not _is_own(root()):
-        return None
-    found = _opened(root() / name)
-    return found if found is not None and found.is_of(output_dir) else None
-
-
-def of_checkpoint(checkpoint: Path, output_dir: Path) -> MemoryDir | None:
-    """As :func:`find`, the directory of a memory checkpoint."""
-    return find(checkpoint.parent.parent.name, output_dir)
+    return next((each for each in find_all() if each.name == name and each.is_of(output_dir)), None)
 
 
 def find_all() -> list[MemoryDir]:
     """This user's directories on this host, in any order."""
-    if not _is_own(root()):
-        return []
-    opened = [_opened(path) for path in root().iterdir() if _NAME.fullmatch(path.name)]
+    opened = [_opened(path) for path in (root().iterdir() if _is_own(root()) else ()) if _NAME.fullmatch(path.name)]
     return [each for each in opened if each is not None]
 
 
@@ -145,11 +134,6 @@ def remove(directory: MemoryDir) -> None:
     """Free the memory of a directory, which another process may be removing too."""
     with contextlib.suppress(FileNotFoundError):
         filesystem.remove(directory.path)
-
-
-def exist(output_dir: Path) -> bool:
-    """Whether the run in ``output_dir`` has any on this host."""
-    return any(each.is_of(output_dir) for each in find_all())
 
 
 def remove_others(output_dir: Path, keep: Collection[MemoryDir] = ()) -> None:

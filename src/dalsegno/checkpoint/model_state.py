@@ -235,12 +235,7 @@ class NamedTensors:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], component: str) -> NamedTensors:
-        """Raises CannotSave for a tensor that is neither plain nor can be taken apart; names it.
-
-        Args:
-            raw: a state dict with the parameters themselves.
-            component: for errors.
-        """
+        """``raw``: a state dict with the parameters themselves."""
         found = cls({}, {}, {}, set(), {})
         names: dict[int, str] = {}
         taken_apart: dict[int, Parts] = {}  # keeps the parts alive, whose ids are compared
@@ -294,8 +289,8 @@ class NamedTensors:
         return sources
 
     def mismatches(self, rest: State) -> tuple[list[str], set[str]]:
-        """How tensors are wrapped in another way here than in the checkpoint, a line each; and the names of their plain
-        tensors in both."""
+        """A line for each tensor that is wrapped in another way in the checkpoint; and the names of their parts in
+        both."""
         lines, parts = [], set()
         saved: Mapping[str, WrapperSpec] = rest.get("wrapped", {})
         for name in {**self.wrapped, **saved}:
@@ -313,10 +308,8 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def room_for(model: nn.Module, name: str, saved: StoredTensor) -> torch.Tensor | None:
-    """An empty tensor of the saved shape, for the buffer ``name``; None if its module does not take that shape.
-
-    Whether it does is tried with a copy of the module: what :meth:`load_state_dict` does there is its own affair.
-    """
+    """An empty tensor of the saved shape, for the buffer ``name``; None if its module does not take that shape. That is
+    tried with a copy of the module: what :meth:`load_state_dict` does there is its own affair."""
     owner, _, end = name.rpartition(".")
     with contextlib.suppress(Exception):  # whatever it raises, it has refused
         probe = copy.deepcopy(model.get_submodule(owner))

@@ -46,7 +46,7 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """Step in the name of a published checkpoint; None for any other name."""
+    """Step of a published checkpoint, by its name."""
     name = _STEP.fullmatch(path.name)
     return int(name[1]) if name else None
 
@@ -61,7 +61,7 @@ def is_partial(path: Path) -> bool:
 
 
 def quarantined_step_of(path: Path) -> int | None:
-    """Step in the name of a checkpoint that failed verification; None for any other name."""
+    """Step of a checkpoint that failed verification, by its name."""
     name = _DAMAGED.fullmatch(path.name)
     return int(name[1]) if name else None
 
@@ -86,22 +86,18 @@ def fingerprints(component: str, rank: int) -> str:
 
 
 def fingerprints_among(files: Iterable[str]) -> list[str]:
-    """Files of checksums among a checkpoint's ``files``."""
     return sorted(name for name in files if _FINGERPRINTS.fullmatch(name))
 
 
 def rank_sidecar(rank: int) -> str:
-    """Sidecar of the state of ``rank``."""
     return f"rank-{rank:05d}"
 
 
 def sidecar_states(sidecar: str) -> str:
-    """File of a sidecar's states."""
     return f"{sidecar}.json"
 
 
 def sidecar_tensors(sidecar: str) -> str:
-    """File of the tensors in a sidecar's states."""
     return f"{sidecar}.safetensors"
 
 

@@ -124,16 +124,8 @@ def _copied(by_name: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
 def of_all_stages(
     named: Sequence[tuple[str, torch.Tensor]], tensors: Tensors, rows: OptimizerRows
 ) -> tuple[Tensors, OptimizerRows]:
-    """Complete the state with that of other stages, so that all ranks have the same names. Collective.
-
-    Args:
-        named: parameters of the optimizer, by name, in its order.
-        tensors: this rank's sharded tensors, ``<name>.<kind>``.
-        rows: the rest of this rank's state.
-
-    Returns:
-        The tensors, those of other stages without data, and the rows of all ranks; both in the optimizer's order.
-    """
+    """Complete the state with that of other stages, so that all ranks have the same names, in the optimizer's order of
+    ``named``; their tensors have no data. Collective."""
     shapes = {key: (tuple(each.shape), each.dtype) for key, each in tensors.items()}
     on_host = replace(rows, plain={name: _on_host(values) for name, values in rows.plain.items()})
     of_all = OptimizerRows()
@@ -208,8 +200,7 @@ class OptimizerRest(TypedDict):
 
 
 def check_optimizer_rest(rest: State, optimizer: torch.optim.Optimizer, where: str) -> None:
-    """Hyperparameters must have the same types as those of ``optimizer``, if it has as many groups. Raises
-    StateMismatch if ``rest`` cannot have been saved from such an optimizer."""
+    """Hyperparameters must have the same types as those of ``optimizer``, if it has as many groups."""
     check(rest, OptimizerRest, where)
     if len(rest["groups"]) != len(optimizer.param_groups):
         return
@@ -236,9 +227,8 @@ _READ_IF = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
 
 
 def _check_accepted(kind: type[torch.optim.Optimizer], group: dict[str, Any], rows: OptimizerRows, where: str) -> None:
-    """Try hyperparameters in the constructor of a torch optimizer. Otherwise, a bad one would fail only in the first
-    step of the run. Raises StateMismatch if the constructor refuses one, or a step would read a value that is not
-    saved."""
+    """Try hyperparameters in the constructor of a torch optimizer, and whether a step finds the values that it reads.
+    Otherwise, a bad one would fail only in the first step of the run."""
     numbers = {key: value for key, value in group.items() if _is_number(value) and key not in _IMPLEMENTATION}
     for key, value in numbers.items():
         for number in value if isinstance(value, tuple) else (value,):

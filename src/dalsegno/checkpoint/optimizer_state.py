@@ -250,7 +250,7 @@ class OptimizerState:
 
     def _loaded(self, saved: State) -> Groups:
         """The parameters of each group once the stored rest is loaded: with the groups that training had added by then,
-        and without those that it has added here."""
+        without those that it has added here."""
         groups, names = self._present(), [group["params"] for group in saved["groups"]]
         if self._built <= len(names) < len(groups):
             return groups[: len(names)]
@@ -278,10 +278,8 @@ class OptimizerState:
             yield each, _of_loss(strip_wrappers(name))
 
     def _named(self, groups: Groups, saved: State = None) -> list[list[tuple[str, torch.Tensor]]]:
-        """Name and parameter of each group, in the order in which the optimizer's ``state_dict`` numbers them.
-
-        ``saved``: the stored rest. If it names all parameters by position, so does the result.
-        """
+        """Name and parameter of each group, in the order in which the optimizer's ``state_dict`` numbers them; by
+        position if the stored rest ``saved`` names all so."""
         names: dict[int, str] = {}
         stored = [] if saved is None else [group["params"] for group in saved["groups"]]
         if not are_positional(stored):
@@ -330,9 +328,7 @@ def like(
     parameter: torch.Tensor, stored: StoredTensor, cast: Cast | None, strides: Sequence[int] | None = None
 ) -> torch.Tensor:
     """An empty tensor to load ``stored`` into; sharded like ``parameter`` if the shapes are equal, else replicated.
-
-    ``strides``: of the saved tensor, if they were not its parameter's.
-    """
+    ``strides``: of the saved tensor, if they were not its parameter's."""
     dtype = cast[1] if cast is not None and stored.dtype == cast[0] else stored.dtype
     if strides is not None and not isinstance(parameter, DTensor):
         return torch.empty_strided(stored.shape, strides, dtype=dtype, device=parameter.device)
@@ -360,10 +356,8 @@ def placed_like(value: Any, here: Any) -> Any:
 
 
 def exactly(saved: Any, loaded: Any, moved: Moved) -> Any:
-    """``saved``, unconverted, on the device where ``load_state_dict`` put it.
-
-    ``moved``: what each tensor became, which it is under all of its names.
-    """
+    """``saved``, unconverted, on the device where ``load_state_dict`` put it. ``moved``: what each tensor became, which
+    it is under all of its names."""
     if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return moved.setdefault((id(saved), loaded.device), saved.to(loaded.device))
     if isinstance(saved, dict) and isinstance(loaded, dict):
@@ -407,13 +401,7 @@ def are_positional(groups: Sequence[Sequence[str]]) -> bool:
 
 def _check_order(rest: State, groups: Sequence[Sequence[str]], elements: int, where: str) -> None:
     """Raises StateMismatch if a group has its parameters in another order than when it was saved, and the optimizer
-    keeps state by their positions: lists in its groups, or a tensor over all elements in a row, as LBFGS.
-
-    Args:
-        rest: saved non-tensor state of the optimizer.
-        groups: the names of the parameters of each group here.
-        elements: number of elements of all parameters here.
-    """
+    keeps state by their positions: lists in its groups, or a tensor over all ``elements`` in a row, as LBFGS."""
     changed = [
         (number, ours, group["params"])
         for number, (ours, group) in enumerate(zip(groups, rest["groups"], strict=False))
@@ -452,14 +440,8 @@ def _sizes(value: object) -> list[int]:
 def _other_shapes(
     parameters: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor], kinds: Mapping[str, Sequence[str]]
 ) -> Iterator[str]:
-    """Parameters whose stored state has another shape: then the order of the parameters is another one.
-
-    Args:
-        parameters: here, by name.
-        stored: tensors ``<name>.<kind>``.
-        kinds: of each parameter's tensors. Those with another number of dimensions, such as factored moments, may have
-            any shape.
-    """
+    """Parameters whose stored state has another shape: then the order of the parameters is another one. State with
+    another number of dimensions, such as factored moments, may have any shape."""
     for name, parameter in parameters.items():
         shapes = [stored[f"{name}.{kind}"].shape for kind in kinds.get(name, ())]
         same_rank = [shape for shape in shapes if len(shape) == parameter.dim()]

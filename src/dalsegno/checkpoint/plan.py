@@ -66,16 +66,8 @@ saves write only these."""
 
 def plan(tensors: TensorsByComponent, frozen: FrozenNames, absent: FrozenNames) -> Plan:
     """Assign each tensor's boxes to the ranks that write them; one replica of them all, that with the least to write.
-    Raises CannotSave for a tensor with a partial placement, or in uneven shards.
-
     Takes microseconds per tensor, at any number of ranks. Callers keep a plan as long as :func:`signature` is unchanged
-    on all ranks.
-
-    Args:
-        tensors: of all components.
-        frozen: names of those in files of their own.
-        absent: names of those that are not saved.
-    """
+    on all ranks. ``frozen``: names of those in files of their own; ``absent``: of those that are not saved."""
     rank, ranks = collectives.rank(), collectives.world_size()
     whole = {False: 0, True: 0}  # apart: frozen tensors stay where they are when an optimizer gets its state
     for component, its in tensors.items():
@@ -112,13 +104,8 @@ def plan(tensors: TensorsByComponent, frozen: FrozenNames, absent: FrozenNames) 
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """A tensor's boxes on the ranks.
-
-    Attributes:
-        owners: as of the sharding, without the boxes that are empty.
-        elements: of each box.
-        here: by replica, this rank's box.
-    """
+    """A tensor's boxes on the ranks: the ``owners`` of those that are not empty, as of the sharding, and their
+    ``elements``; and by replica, the box ``here``."""
 
     owners: Integers
     elements: Integers
@@ -138,12 +125,7 @@ class ShardLayout:
 
 
 class Balance:
-    """Bytes that each rank has to write, of the tensors planned so far.
-
-    Args:
-        ranks: their number.
-        whole: bytes of all tensors that it balances.
-    """
+    """Bytes that each of ``ranks`` has to write, of the tensors planned so far; ``whole``: of all that it balances."""
 
     def __init__(self, ranks: int, whole: int) -> None:
         self._loads = np.zeros(ranks, np.int64)
@@ -152,7 +134,6 @@ class Balance:
         self._unit = max(1, whole // (64 * ranks))
 
     def assign(self, boxes: ShardLayout, itemsize: int) -> int:
-        """Return the replica whose ranks have the least to write, and add its bytes to theirs."""
         owners = boxes.owners
         replica = 0
         if owners.shape[1] > 1 and len(owners):

@@ -63,12 +63,8 @@ def _rows(change: Change) -> list[tuple[str, str]]:
 
 
 def refuse_changed_callbacks(saved: SavedStates, present: Iterable[Sequence[str]]) -> None:
-    """Raises StateMismatch if a stateful callback was added or removed since the save; names all of them.
-
-    Args:
-        saved: the checkpoint's states.
-        present: the keys of each component of this run, its present key first.
-    """
+    """Raises StateMismatch if a stateful callback was added or removed since the save. ``present``: the keys of each
+    component of this run, its present key first."""
     here = [keys for keys in present if keys[0].startswith(CALLBACKS)]
     taken = {key for keys in here for key in keys}
     complaints = [
@@ -88,13 +84,8 @@ def prepare_components(
     report: LoadReport,
     adapt: Mapping[str, Callable[[State], State]],
 ) -> list[tuple[Component, State]]:
-    """Pair each component with its saved state, upgraded to its present version; nothing is loaded yet. Raises
-    StateMismatch if a state does not fit.
-
-    Args:
-        report: receives the components without a saved state, and notes.
-        adapt: by component key, a function applied to the state.
-    """
+    """Pair each component with its saved state, upgraded to its present version and adapted; nothing is loaded yet.
+    Components without a saved state, and notes, are added to ``report``."""
     found = []
     for component in components:
         key = next((key for key in component.keys if key in saved), None)
@@ -110,8 +101,7 @@ def prepare_components(
 
 
 def restore_components(saved: SavedStates, prepared: Iterable[tuple[Component, State]], report: LoadReport) -> None:
-    """Load each prepared state into its component. Raises StateMismatch if a component refuses its state. Others have
-    loaded theirs by then."""
+    """Load each prepared state into its component."""
     for component, state in prepared:
         with add_context(f"{saved.path}: {component.key}"):
             component.target.load_state_dict(state)
@@ -121,7 +111,7 @@ def restore_components(saved: SavedStates, prepared: Iterable[tuple[Component, S
 def unclaimed_states(
     saved: SavedStates, sharded: Sequence[ShardedState], components: Sequence[Component], report: LoadReport
 ) -> Mapping[str, SavedState]:
-    """States that no component claims, for rank 0 to save again. Adds their keys to ``report``."""
+    """States that no component claims, for rank 0 to save again."""
     taken = {each.key for each in sharded} | {key for component in components for key in component.keys}
     for key in (key for key in saved if key not in taken):
         if saved.record(key).scope == "sharded":
@@ -133,11 +123,9 @@ def unclaimed_states(
 
 @contextmanager
 def add_context(where: str) -> Iterator[None]:
-    """Name ``where``, a checkpoint and a component in it, in what is raised inside.
-
-    An arbitrary exception becomes StateMismatch: a state may have the right form and still not fit its component.
-    Errors that say nothing about a state (disk, memory) keep their type and get a note.
-    """
+    """Name ``where``, a checkpoint and a component in it, in what is raised inside. An arbitrary exception becomes
+    StateMismatch: a state may have the right form and still not fit. Errors that say nothing about a state keep their
+    type."""
     try:
         yield
     except (DalsegnoError, OSError, MemoryError, torch.OutOfMemoryError) as error:
@@ -148,7 +136,7 @@ def add_context(where: str) -> Iterator[None]:
 
 
 def _state_for(component: Component, saved: SavedStates, key: str, report: LoadReport) -> State:
-    """This rank's state of ``component``, upgraded and resharded; adds notes to ``report``."""
+    """This rank's state of ``component``, upgraded and resharded."""
     version, numbers, layout = saved.record(key).version, saved.of_data_ranks(key), saved.layout
     if key != component.key:
         report.notes.append(f"{component.key}: found under its former key {key}")
@@ -197,13 +185,8 @@ def restore(
     any_dtype: bool = False,
     carried: dict[str, SavedState] | None = None,
 ) -> LoadReport:
-    """Restore everything that is given; arguments and errors are those of :meth:`CheckpointManager.load`. Collective:
-    when all states fit, when what precedes the tensors is loaded, and in the end.
-
-    Args:
-        any_dtype: cast tensors of another dtype.
-        carried: receives the states that no component claims; None: they are not read.
-    """
+    """Restore everything that is given; arguments as of :meth:`CheckpointManager.load`. Collective. ``any_dtype``: cast
+    tensors of another dtype. ``carried``: receives the states that no component claims; None: they are not read."""
     if strict_callbacks:
         refuse_changed_callbacks(saved, [*(each.keys for each in components), *((each.key,) for each in sharded)])
     report = LoadReport()
@@ -253,8 +236,7 @@ def load_parts(
     allowed: Collection[str] = (),
 ) -> LoadReport:
     """Restore only these parts of a verified checkpoint, such as the model. Casts tensors of another dtype. Collective.
-    Raises StateMismatch before anything is changed, if a state does not fit its component; DamagedCheckpoint if a file
-    has content that dalsegno cannot have written."""
+    Raises StateMismatch before anything is changed, if a state does not fit its component."""
     return restore(SavedStates(checkpoint, layout), sharded, components, allowed=allowed, any_dtype=True)
 
 
@@ -344,18 +326,16 @@ class ShardedLoad:
         self._reading = PlannedLoad(tensors, stored.files, stored.index)
 
     def fetch(self) -> None:
-        """Make the files readable for this rank. Collective."""
+        """Collective."""
         self._reading.fetch()
 
     def run(self) -> None:
-        """Read the tensors and load them."""
         self._reading.run()
         for key, each in self.targets.items():
             with add_context(f"{self._stored.origin}: {key}"):
                 each.commit()
 
     def casts(self) -> list[str]:
-        """A note for each cast."""
         return [note for key, each in self.targets.items() for note in _casts(key, each, self._stored.index)]
 
 

@@ -29,7 +29,6 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """All of a tensor of ``shape``."""
         return cls((0,) * len(shape), tuple(shape))
 
     def common(self, other: Box) -> Box | None:
@@ -43,7 +42,6 @@ class Box:
         return Box(tuple(begins), sizes) if all(size > 0 for size in sizes) else None
 
     def is_inside(self, whole: Sequence[int]) -> bool:
-        """Whether a tensor of the shape ``whole`` has all of these elements."""
         return len(self.offsets) == len(self.shape) == len(whole) and all(
             begin + size <= limit for begin, size, limit in zip(self.offsets, self.shape, whole, strict=True)
         )
@@ -71,7 +69,6 @@ class Boxes:
         return (self[number] for number in range(len(self)))
 
     def overlapping(self, box: Box) -> Iterator[int]:
-        """Numbers of the boxes that have elements in common with ``box``."""
         begins, sizes = np.array([box.offsets, box.shape], np.int64)
         ends = np.minimum(self.offsets + self.sizes, begins + sizes)
         found = (ends > np.maximum(self.offsets, begins)).all(1)
@@ -94,13 +91,11 @@ class Sharding:
 
     @classmethod
     def replicated(cls, world_size: int) -> Sharding:
-        """Each rank holds the whole tensor."""
         return cls(tuple(range(world_size)), (world_size,), ())
 
     @classmethod
     def checked(cls, ranks: Sequence[int], mesh: Sequence[int], cuts: Sequence[Sequence[int]]) -> Sharding:
-        """A sharding from lists of integers that are not negative. Raises ValueError if they are not those of a
-        sharding."""
+        """A sharding from lists of integers that are not negative. Raises ValueError for others."""
         pairs = tuple((mesh_dimension, dimension) for mesh_dimension, dimension in cuts)
         sharding = cls(tuple(ranks), tuple(mesh), pairs)
         cut = [dimension for dimension, _ in pairs]
@@ -130,7 +125,6 @@ class Sharding:
         return self.boxes(shape)[number]
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of ``shape`` has the dimensions that are cut."""
         return all(dimension < len(shape) for _, dimension in self.cuts)
 
 
@@ -168,7 +162,6 @@ class ListedChunks:
         return iter(self.chunks)
 
     def overlapping(self, box: Box) -> Iterator[StoredChunk]:
-        """Chunks with elements of ``box``."""
         return (chunk for chunk in self.chunks if chunk.box.common(box) is not None)
 
 
@@ -192,8 +185,7 @@ class ShardedChunks:
 
     @classmethod
     def of_entry(cls, full_name: str, entry: Mapping[str, Any], shardings: Sequence[Sharding]) -> Self:
-        """From a tensor's entry in ``index.json``. Raises ValueError if its sharding is none of ``shardings``, or does
-        not fit its shape."""
+        """From a tensor's entry in ``index.json``. Raises ValueError if that is not one."""
         shape, replica = tuple(entry["shape"]), entry.get("replica", 0)
         if not 0 <= entry["sharding"] < len(shardings):
             raise ValueError(f"{full_name}: there is no sharding {entry['sharding']}")

@@ -69,11 +69,9 @@ class Encoded:
 
     @classmethod
     def of(cls, key: str, saved: SavedState) -> Encoded:
-        """Raises CannotSave if the codec cannot encode a value."""
         return cls(saved.record, [encode(state, key) for state in saved.states])
 
     def named_arrays(self, key: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every array, by its name in the sidecar's file of tensors."""
         for number, (_, arrays) in enumerate(self.states):
             for path, tensor in arrays.items():
                 yield _array_name(key, number, path), tensor
@@ -87,7 +85,6 @@ class Encoded:
 
 
 def sidecar_json(encoded: Mapping[str, Encoded]) -> bytes:
-    """JSON of a sidecar."""
     states = {
         key: {
             "class": each.record.class_name,
@@ -102,13 +99,10 @@ def sidecar_json(encoded: Mapping[str, Encoded]) -> bytes:
 
 
 def sidecar_arrays(encoded: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
-    """Tensors of a sidecar, by their names in its file."""
     return dict(pair for key, each in encoded.items() for pair in each.named_arrays(key))
 
 
 def read_sidecar(checkpoint: Checkpoint, name: str) -> dict[str, SavedState]:
-    """Read every state in a sidecar of a verified checkpoint. Raises DamagedCheckpoint if it has content that dalsegno
-    cannot have written."""
     path = checkpoint.file(names.sidecar_states(name))
     content = read_json(path)
     arrays_name = names.sidecar_tensors(name)
@@ -140,12 +134,8 @@ def _array_name(key: str, number: int, path: str) -> str:
 
 
 class SavedStates:
-    """The states in the sidecars of a verified checkpoint; each sidecar is read on first use.
-
-    Args:
-        checkpoint: verified.
-        layout: which ranks read the same data now; None: each its own.
-    """
+    """The states in the sidecars of a verified checkpoint, each read on first use. ``layout``: which ranks read the
+    same data now; None: each its own."""
 
     def __init__(self, checkpoint: Checkpoint, layout: Layout | None = None) -> None:
         self.layout = layout or Layout.flat()
@@ -170,7 +160,6 @@ class SavedStates:
         return len(shared[key].states) if key in shared else self.checkpoint.manifest.world_size
 
     def state(self, key: str, number: int = 0) -> State:
-        """State ``number`` under ``key``."""
         sidecar, position = self._sidecar(SHARED), number
         if key not in sidecar:
             sidecar, position = self._sidecar(rank_sidecar(number)), 0
@@ -179,14 +168,14 @@ class SavedStates:
         return sidecar[key].states[position]
 
     def of_data_ranks(self, key: str) -> list[int]:
-        """Numbers of the states under ``key`` that stand for a data rank: all but those of ranks that read the data of
-        a lower one."""
+        """Numbers of the states that stand for a data rank: all but those of ranks that read the data of a lower
+        one."""
         if self.record(key).scope != "per_rank" or key in self._sidecar(SHARED):
             return [*range(self.count(key))]
         return Layout(None, self._data_ranks()).counted
 
     def own(self, key: str) -> int | None:
-        """Number of the state that this rank saved, if the ranks that read the same data are the same as then."""
+        """Number of the state that this rank saved, if the same ranks read the same data then."""
         is_same = self._data_ranks() == self.layout.data_ranks and key not in self._sidecar(SHARED)
         return collectives.rank() if is_same else None
 
@@ -199,7 +188,7 @@ class SavedStates:
         return self._those(key, range(self.count(key)))
 
     def carried(self, key: str) -> SavedState:
-        """What later checkpoints contain of a state that no component claims: one state for each data rank."""
+        """One state for each data rank."""
         return self._those(key, self.of_data_ranks(key))
 
     def _those(self, key: str, numbers: Iterable[int]) -> SavedState:

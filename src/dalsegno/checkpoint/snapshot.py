@@ -133,11 +133,7 @@ class Snapshotter:
     """Captures snapshots. Keeps its buffers, and the plan of which rank writes what, between saves."""
 
     def __init__(self, layout: Layout | None = None, *, shared: SharedFiles | None = None) -> None:
-        """
-        Args:
-            layout: which ranks read the same data; None: each its own.
-            shared: files in shared memory that tensors are copied to, in place of buffers that are then written.
-        """
+        """``shared``: files in shared memory that tensors are copied to, in place of buffers that are then written."""
         self._layout = layout or Layout.flat()
         self._shared = shared
         self._buffers: dict[str, Buffer] = {}
@@ -146,8 +142,8 @@ class Snapshotter:
         self._planned_for: object = None
         self._has_warned_short = False
 
-    def leave_out(self, base: FrozenChecksums) -> None:
-        """From now on, save only checksums of the frozen parameters that are as they were in ``base``."""
+    def leave_out(self, base: FrozenChecksums | None) -> None:
+        """Save only checksums of the frozen parameters that are as they were in ``base``."""
         self._base = base
 
     def check_serializable(self, sharded: Sequence[Capturable], components: Sequence[Component]) -> None:
@@ -164,16 +160,9 @@ class Snapshotter:
             self._replan(states, signature)
 
     def prepare(self, sharded: Sequence[Capturable], sizes: Collection[int] = ()) -> Iterator[None]:
-        """Plan the first save and lay out its buffers before it is due. Collective. Raises CannotSave as
-        :meth:`check_serializable`: the first step has created the optimizer's state.
-
-        Args:
-            sharded: model and optimizer.
-            sizes: of the files of the checkpoint before; those that may be unchanged get no buffers.
-
-        Returns:
-            Prefaults the buffers, about a millisecond at each turn; may run on another thread and be interrupted.
-        """
+        """Plan the first save and lay out its buffers before it is due, but for files that may be unchanged: those of
+        ``sizes`` of the checkpoint before. Returns an iterator that prefaults them, about a millisecond at each turn;
+        it may run on another thread and be interrupted. Collective."""
         self.check_serializable(sharded, ())
         files = [file for file in self._plan.files if not (file.is_frozen and file.layout.length in sizes)]
         if self._shared is not None:
@@ -278,17 +267,15 @@ class Snapshotter:
 
     @property
     def planned(self) -> Sequence[FilePlan]:
-        """Files of tensors that this rank writes, as last planned."""
         return self._plan.files
 
     def _is_unready(self, files: Sequence[_FileOfTensors]) -> bool:
-        """Whether files that are to be copied into shared memory are still to be made there."""
         return self._shared is not None and not self._shared.are_ready(_layouts(files))
 
     def _with_room(
         self, shared: SharedFiles, make: Callable[[Layouts], None], files: Iterable[FilePlan | _FileOfTensors]
     ) -> None:
-        """Make the files in shared memory. Collective."""
+        """Collective."""
         try:
             collectives.run_on_all_ranks(lambda: make(_layouts(files)))
         except BaseException as error:
@@ -356,7 +343,7 @@ def _version() -> str:
 
 
 def _sidecar_files(states: States) -> Iterator[_FileOfTensors]:
-    """Files of the tensors in the sidecars that this rank writes."""
+    """Those of tensors that this rank writes."""
     sidecars = {rank_sidecar(collectives.rank()): states.own}
     if collectives.rank() == 0:
         sidecars[SHARED] = states.shared

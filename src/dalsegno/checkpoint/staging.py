@@ -72,10 +72,7 @@ class Buffer:
         return self.is_laid_out(layout) and self._reserved >= len(self._memory)
 
     def lay_out(self, layout: FileLayout) -> None:
-        """Make room for ``layout`` and write its header. The tensors are still to be copied.
-
-        Raises OSError if there is no memory for the header; see :meth:`reserve` for the rest.
-        """
+        """Make room for ``layout`` and write its header. Memory for the tensors is still to be reserved."""
         if self.is_laid_out(layout):
             return
         if self.missing(layout):
@@ -90,12 +87,11 @@ class Buffer:
         self._layout = layout
 
     def reserve(self) -> None:
-        """Reserve what :meth:`prefault` has not, before a copy. Raises OSError if there is not enough memory."""
+        """Reserve what :meth:`prefault` has not, before a copy."""
         self._reserve_until(len(self._memory))
 
     def prefault(self) -> Iterator[None]:
-        """Reserve and touch the memory, a little at each turn, so that the first copy does not wait for page faults.
-        Raises OSError if there is not enough memory."""
+        """Reserve and touch the memory, a little at each turn: the first copy would wait for page faults."""
         if self._layout is None:
             return
         address = self._bytes.data_ptr()
@@ -110,15 +106,9 @@ class Buffer:
 
     @torch.no_grad()
     def copy(self, tensors: Sequence[torch.Tensor], advance: Callable[[int], object]) -> None:
-        """Copy the tensors of the layout to their places, from any device and with any strides.
-
-        Copies from devices are put on their current streams, before all later work, and may still be in progress.
-
-        Args:
-            tensors: in the order of the layout.
-            advance: called, on any thread, with a position before which everything on the host is copied; at last with
-                the length of the file.
-        """
+        """Copy the tensors of the layout to their places, from any device and with any strides. Copies from devices are
+        put on their current streams, before all later work, and may still be in progress. ``advance``: called, on any
+        thread, with a position before which everything on the host is copied."""
         assert self._layout is not None
         self._touched = len(self._memory)
         self._pin()
@@ -149,7 +139,6 @@ class Buffer:
 
     @property
     def length(self) -> int:
-        """Bytes of the file."""
         assert self._layout is not None
         return self._layout.length
 
@@ -208,10 +197,8 @@ class NoRoom(Exception):
 
 class SharedFiles:
     """The buffers of one slot of memory checkpoints: files in ``directory``, whose pages are written in place, save
-    after save. They stay mapped when the directory is renamed: a save costs a copy.
-
-    A file that another checkpoint has too, as a hard link, is never written to: a new one takes its name.
-    """
+    after save. They stay mapped when it is renamed. A file that another checkpoint has too, as a hard link, is never
+    written to: a new one takes its name."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -225,8 +212,7 @@ class SharedFiles:
         return all(self._is_own(name) and self._buffers[name].is_ready(layout) for name, layout in files.items())
 
     def lay_out(self, files: Layouts) -> None:
-        """Create those of the files that are not laid out yet; their memory is still to be reserved. Keeps no others.
-        Raises OSError if they cannot be created; then no file remains."""
+        """Create those of the files that are not laid out yet, and keep no others. If that fails, no file remains."""
         for name in [*self._buffers]:
             if not (name in files and self._is_own(name) and self._buffers[name].is_laid_out(files[name])):
                 self._remove(name)
@@ -243,8 +229,7 @@ class SharedFiles:
             raise
 
     def reserve(self, files: Layouts) -> None:
-        """Lay out the files, and reserve what :meth:`prefault` has not. Raises OSError if there is not enough memory;
-        then no file remains."""
+        """Lay out the files, and reserve what :meth:`prefault` has not. If that fails, no file remains."""
         self.lay_out(files)
         try:
             for buffer in self._buffers.values():
@@ -258,19 +243,16 @@ class SharedFiles:
         self._buffers.pop(name, None)
 
     def clear(self) -> None:
-        """Remove the files."""
         for name in [*self._buffers]:
             self._remove(name)
 
     def prefault(self) -> Iterator[None]:
-        """Reserve and map the memory, about a millisecond at each turn; ends where there is none left, which
-        :meth:`reserve` reports."""
+        """Ends where there is no memory left, which :meth:`reserve` reports."""
         with contextlib.suppress(OSError):
             for buffer in [*self._buffers.values()]:
                 yield from buffer.prefault()
 
     def buffer(self, name: str) -> Buffer:
-        """The memory of the file ``name``."""
         return self._buffers[name]
 
     def _is_own(self, name: str) -> bool:
@@ -295,8 +277,7 @@ class HostCopies:
 
     def add(self, begin: int, place: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy ``tensor`` to ``place``, which is contiguous and has its shape and dtype. A large tensor that is not
-        contiguous is copied at once. ``begin``: position of ``place`` in the file, after the places that were added
-        before."""
+        contiguous is copied at once. ``begin``: position of ``place`` in the file, after those before."""
         if tensor.numel() <= SMALL:
             self.add_small(begin, [place], [tensor])
         elif tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
@@ -343,11 +324,8 @@ class HostCopies:
 
 
 class CopyProgress:
-    """How far one file of ``length`` bytes is copied into its buffer.
-
-    The copying threads advance it, and those that write and hash the file wait for them. A thread is woken once for
-    each of its blocks, not for each tensor.
-    """
+    """How far one file of ``length`` bytes is copied into its buffer, for the threads that write and hash it. A thread
+    is woken once for each of its blocks, not for each tensor."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -371,8 +349,7 @@ class CopyProgress:
             self._copied.notify_all()
 
     def to_write(self, memory: memoryview) -> Generator[memoryview]:
-        """The blocks of the file for a direct write, in whole pages, each once it is copied. Raises SaveFailed if one
-        will not be copied."""
+        """The blocks of the file for a direct write, in whole pages, each once it is copied."""
         return self._blocks(memory[: filesystem.whole_pages(self.length)], filesystem.DIRECT_PIECE)
 
     def to_hash(self, memory: memoryview) -> Generator[memoryview]:
@@ -394,10 +371,8 @@ class CopyProgress:
 
 
 class Copying:
-    """The copies of one save, made once, on the thread that trains.
-
-    What a device's current stream does afterwards, such as a change of a copied tensor, comes after the copies.
-    """
+    """The copies of one save, made once, on the thread that trains; what a device's current stream does afterwards
+    comes after them."""
 
     def __init__(self) -> None:
         self._files: list[tuple[Buffer, Sequence[torch.Tensor], CopyProgress]] = []
@@ -433,8 +408,7 @@ class Copying:
         self._finish()
 
     def wait_for_devices(self) -> None:
-        """Wait, on any thread, until all copies from GPUs are complete; returns at once where there is none. Raises
-        SaveFailed if they will not be."""
+        """Wait, on any thread, until all copies from GPUs are complete."""
         if accelerator.kind() is not None:
             self._has_begun_all.wait()
             if self._failure is not None:

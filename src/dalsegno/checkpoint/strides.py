@@ -50,14 +50,14 @@ def are_strides(strides: object, shape: Sequence[int]) -> bool:
 
 
 def tensor_with(strides: Sequence[int], values: torch.Tensor) -> torch.Tensor:
-    """A copy of ``values`` with these strides. Raises RuntimeError if a tensor cannot have them."""
+    """A copy of ``values`` with these strides."""
     copy = torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device)
     _fill(copy, values)
     return copy
 
 
 def array_with(strides: Sequence[int], values: Array) -> Array:
-    """A copy of ``values`` with these strides. Raises RuntimeError if no memory has room for them."""
+    """A copy of ``values`` with these strides."""
     before, after = _reach(values.shape, strides)
     memory = torch.empty(after - before + values.itemsize, dtype=torch.uint8)
     copy = array_in(memory, -before, values.dtype, values.shape, strides)
@@ -68,14 +68,14 @@ def array_with(strides: Sequence[int], values: Array) -> Array:
 def tensor_in(
     memory: torch.Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]
 ) -> torch.Tensor:
-    """The tensor whose first element is at byte ``offset`` of ``memory``. Raises RuntimeError if it is not inside."""
+    """The tensor whose first element is at byte ``offset`` of ``memory``."""
     return memory.view(dtype).as_strided(shape, strides, offset // dtype.itemsize)
 
 
 def array_in(
     memory: torch.Tensor, offset: int, dtype: np.dtype[Any], shape: Sequence[int], strides: Sequence[int]
 ) -> Array:
-    """The array whose first element is at byte ``offset`` of ``memory``. Raises ValueError if it is not inside."""
+    """The array whose first element is at byte ``offset`` of ``memory``."""
     return np.ndarray(tuple(shape), dtype, memory.numpy().data, offset, tuple(strides))
 
 

@@ -110,7 +110,6 @@ class TensorChunk:
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return byte_count(self.shape, self.dtype)
 
 
@@ -164,11 +163,8 @@ def _header(placed: Sequence[tuple[TensorChunk, tuple[int, int]]]) -> bytes:
 
 
 class StoredFile:
-    """A file of tensors on disk. All reads are copies.
-
-    The file is not memory-mapped: a page that cannot be read would kill the process with SIGBUS, and tensors would
-    change with the file. Raises DamagedCheckpoint if it is not a regular file, or too short.
-    """
+    """A file of tensors on disk. All reads are copies: of a memory-mapped file, a page that cannot be read would kill
+    the process with SIGBUS, and tensors would change with the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -180,7 +176,6 @@ class StoredFile:
         weakref.finalize(self, os.close, self._descriptor)
 
     def tensor(self, span: tuple[int, int], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """Read the tensor of ``dtype`` and ``shape`` at ``span``."""
         self.check(span, dtype, shape)
         memory = torch.empty(span[1] - span[0], dtype=torch.uint8)
         self._read(memory, span[0])
@@ -194,12 +189,8 @@ class StoredFile:
         shape: Sequence[int],
         box: Sequence[tuple[int, int]],
     ) -> None:
-        """Copy a box of the tensor at ``span`` into ``target``, on any device. Needs little memory.
-
-        Args:
-            target: a tensor of the box's shape.
-            box: begin and length in each dimension.
-        """
+        """Copy a box (begin and length in each dimension) of the tensor at ``span`` into ``target``, on any device.
+        Needs little memory."""
         self.check(span, dtype, shape)
         if not shape:
             target.copy_(self.tensor(span, dtype, shape))
@@ -231,8 +222,6 @@ class StoredFile:
             )
 
     def _read(self, memory: torch.Tensor, begin: int) -> None:
-        """Fill ``memory`` with the file's bytes from ``begin`` on. Raises DamagedCheckpoint if the file was truncated
-        meanwhile. Raises OSError if it cannot be read, which is not damage."""
         place = memory.numpy().data
         with naming(self.path):
             while place:
@@ -242,13 +231,11 @@ class StoredFile:
                 place, begin = place[count:], begin + count
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """Span of each tensor, from the file's header."""
         return {name: entry.span for name, entry in self.header().items()}
 
     def entries(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of each tensor, from the file's header. Raises DamagedCheckpoint if a span is outside the
-        file or has another length than dtype and shape. Raises StateMismatch for a dtype that only other readers of
-        safetensors know."""
+        """Dtype and shape of each tensor. Raises StateMismatch for a dtype that only other readers of safetensors
+        know."""
         entries = {}
         for name, entry in self.header().items():
             kind, shape = entry.kind, entry.shape
@@ -262,7 +249,6 @@ class StoredFile:
         return entries
 
     def header(self) -> Mapping[str, HeaderEntry]:
-        """The file's header, read anew; errors are those of :func:`read_header`."""
         with naming(self.path):
             return read_header(self.path, self._descriptor)
 

@@ -29,11 +29,7 @@ from dalsegno.system.machine import thread_count
 
 
 class PlannedLoad:
-    """What this rank reads into ``tensors``, in place: those of components and names that ``index`` has.
-
-    Raises DamagedCheckpoint if a file that is here does not contain what the index has; StateMismatch if a tensor here
-    is in uneven shards.
-    """
+    """What this rank reads into ``tensors``, in place: those of components and names that ``index`` has."""
 
     def __init__(self, tensors: TensorsByComponent, files: Files, index: Index) -> None:
         self._files = files
@@ -44,11 +40,10 @@ class PlannedLoad:
                 self._reader.span(read.chunk, read.dtype)
 
     def fetch(self) -> None:
-        """Make the files readable for this rank. Collective."""
+        """Collective."""
         self._files.require({read.chunk.file for read in self._reads})
 
     def run(self) -> None:
-        """Read, and close the files. Raises StateMismatch if an expanded tensor here is not one in the checkpoint."""
         try:
             _read_all(self._reads, self._reader)
         finally:
@@ -59,10 +54,8 @@ _LARGE_BYTES = 1 << 20  # of a read on average: several threads that read less a
 
 
 def _read_all(reads: Sequence[Read], reader: ChunkReader) -> None:
-    """Make the reads, on several threads: what comes from the page cache is limited by the processors.
-
-    Those to a device are made on this thread: the others do not have its current stream.
-    """
+    """Make the reads, on several threads: what comes from the page cache is limited by the processors. Those to a
+    device are made on this thread, which has its current stream."""
     is_inference = torch.is_inference_mode_enabled()  # of this thread alone
     remaining = iter(reads)
 
@@ -108,8 +101,7 @@ class Read:
 
 
 def planned_reads(tensors: TensorsByComponent, index: Index) -> Iterator[Read]:
-    """What this rank reads: the common boxes of its shards and the stored chunks. Raises StateMismatch for a tensor in
-    uneven shards."""
+    """What this rank reads: the common boxes of its shards and the stored chunks."""
     for component, its in tensors.items():
         stored = index.of(component)
         for name, tensor in its.items():
@@ -123,8 +115,7 @@ def planned_reads(tensors: TensorsByComponent, index: Index) -> Iterator[Read]:
 
 
 def _repeated_part(read: torch.Tensor, shape: torch.Size, name: str) -> torch.Tensor:
-    """The part of ``read`` of that shape, which is repeated along the expanded dimensions. Raises StateMismatch if it
-    is not repeated."""
+    """The part of ``read`` of that shape, which is repeated along the expanded dimensions."""
     first = read[tuple(slice(size) for size in shape)]
     if not torch.equal(as_bytes(first.expand(read.shape)), as_bytes(read)):  # as bytes, a NaN equals itself
         raise StateMismatch(
@@ -140,19 +131,16 @@ _MOST_OPEN = 64
 class Files(Protocol):
     """The files that an index refers to: a verified checkpoint, or another library's files."""
 
-    def require(self, names: Collection[str]) -> None:
-        """Make the files ``names`` readable for this rank. Collective; each rank passes its own."""
+    def require(self, names: Collection[str]) -> None: ...
 
-    def is_here(self, name: str) -> bool:
-        """Whether the file is readable for this rank already."""
+    def is_here(self, name: str) -> bool: ...
 
-    def file(self, name: str) -> Path:
-        """Path of a file that the index names."""
+    def file(self, name: str) -> Path: ...
 
 
 class ChunkReader:
-    """Reads chunks out of files. Parses the header of each file once, and keeps the last :data:`_MOST_OPEN` files open:
-    a tensor may have a chunk in each. Threads may share it once the headers of all files are parsed."""
+    """Reads chunks out of files. Parses the header of each file once, and keeps the last :data:`_MOST_OPEN` files open.
+    Threads may share it once the headers of all files are parsed."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -160,8 +148,7 @@ class ChunkReader:
         self._opened: dict[str, StoredFile] = {}
 
     def span(self, chunk: StoredChunk, dtype: torch.dtype) -> tuple[int, int]:
-        """First byte of a chunk in its file, and the byte after its last. Raises DamagedCheckpoint if the file does not
-        contain this chunk."""
+        """First byte of a chunk in its file, and the byte after its last."""
         file = self._file(chunk.file)
         if chunk.file not in self._headers:
             self._headers[chunk.file] = file.header()
@@ -181,8 +168,6 @@ class ChunkReader:
         self._file(chunk.file).fill(target, self.span(chunk, dtype), dtype, chunk.box.shape, ranges)
 
     def full_tensor(self, stored: StoredTensor) -> torch.Tensor:
-        """All of a tensor, assembled from its chunks. Raises DamagedCheckpoint if a chunk is not where the index has
-        it."""
         for chunk in stored.chunks:  # before memory is taken for a shape that no file has
             self.span(chunk, stored.dtype)
         full = torch.empty(stored.shape, dtype=stored.dtype)
@@ -191,7 +176,6 @@ class ChunkReader:
         return full
 
     def close(self) -> None:
-        """Close the files."""
         self._opened.clear()
 
     def _file(self, name: str) -> StoredFile:
@@ -204,7 +188,6 @@ class ChunkReader:
 
 
 def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """A view of the elements of ``box``."""
     for dimension, (begin, length) in enumerate(zip(box.offsets, box.shape, strict=True)):
         tensor = tensor.narrow(dimension, begin, length)
     return tensor

@@ -79,7 +79,6 @@ class LinkableFiles:
 
     @property
     def sizes(self) -> set[int]:
-        """Sizes of the files in bytes."""
         return {record.size for record in self._records.values()}
 
     def moved_to(self, directory: Path) -> LinkableFiles:
@@ -149,9 +148,8 @@ class UnchangedFile:
     length: int = 0
 
     def write_to(self, directory: Path, advance: Advance) -> FileRecord:
-        """If that fails, and not for lack of space, the next save does not try it again. Raises DamagedCheckpoint if it
-        had to be copied, and has another content by now; OSError if ``source`` has been removed, or the disk refuses
-        it."""
+        """If that fails, and not for lack of space, the next save does not try it again. A copy is compared with
+        ``record``."""
         try:
             self._link_or_copy(directory / self.name, advance)
         except SaveFailed:  # it was cancelled
@@ -225,10 +223,8 @@ def _checksum(piece: torch.Tensor) -> bytes:
 
 
 def _sums(raw: torch.Tensor) -> list[torch.Tensor]:
-    """Of each row of integers in these bytes, the sums of its products with two rows of random keys, modulo 2**64.
-
-    Whatever two rows contain, if they differ, either sum is the same for one in 2**33 keys at most.
-    """
+    """Of each row of integers in these bytes, the sums of its products with two rows of random keys, modulo 2**64. If
+    two rows differ, whatever they contain, either sum is the same for one in 2**33 keys at most."""
     numbers, keys = _whole(raw).view(torch.int32), _keys(raw.device)
     in_rows = len(numbers) - len(numbers) % _ROW
     rest = numbers[in_rows:]

@@ -40,22 +40,17 @@ class Weights:
     index: Index
     paths: Mapping[str, Path]
 
-    def require(self, names: Collection[str]) -> None:
-        """Do nothing: every rank reads all files."""
+    def require(self, names: Collection[str]) -> None: ...
 
     def is_here(self, name: str) -> bool:
-        """Whether the file ``name`` is readable for this rank already."""
         return True
 
     def file(self, name: str) -> Path:
-        """Path of the file ``name``."""
         return self.paths[name]
 
     @classmethod
     def open(cls, path: Path) -> Weights:
-        """Read the headers at ``path``: a file, or a directory with one file, or with several and an index. Raises
-        NotFound if there are no safetensors; DamagedCheckpoint if a file is truncated or does not match the index.
-        """
+        """Read the headers at ``path``: a file, or a directory with one file, or with several and an index."""
         files, expected = _files_at(path)
         tensors: dict[str, StoredTensor] = {}
         for name, file in files.items():
@@ -68,7 +63,6 @@ class Weights:
         return cls(path, Index({f"{MODEL}.{name}": each for name, each in tensors.items()}), files)
 
     def read_all(self) -> dict[str, torch.Tensor]:
-        """Every tensor, by name."""
         reader = ChunkReader(self)
         return {name: reader.full_tensor(each) for name, each in self.index.of(MODEL).items()}
 

@@ -47,11 +47,8 @@ WrapperSpec = TypedDict(
 
 
 class Parts(NamedTuple):
-    """A tensor as a checkpoint contains it.
-
-    ``tensors``: plain ones that share its memory, by the end of their names: ``.scale``, or nothing for the tensor's
-    own elements. ``spec``: None for a plain tensor, which is its only part.
-    """
+    """A tensor as a checkpoint contains it. ``tensors``: plain ones that share its memory, by the end of their names:
+    ``.scale``, or nothing for the tensor's own elements. ``spec``: None for a plain tensor."""
 
     tensors: Tensors
     spec: WrapperSpec | None
@@ -62,10 +59,8 @@ SHARDED = "sharded "
 
 
 def describe_mismatch(saved: Mapping[str, Any] | None, here: Mapping[str, Any] | None) -> str:
-    """How a saved spec differs from the live one; empty if a tensor of one can be loaded into the other.
-
-    Modules between a class's package and its name do not count, since libraries move classes.
-    """
+    """How a saved spec differs from the live one; empty if a tensor of one can be loaded into the other. Modules
+    between a class's package and its name do not count, since libraries move classes."""
     if saved is None or here is None:
         return "" if saved is here else f"saved as {_shown(saved)}, here {_shown(here)}"
     if short_class_name(saved["class"]) != short_class_name(here["class"]):
@@ -173,8 +168,8 @@ _WITHOUT_KERNELS = {
 
 
 def parts_of(tensor: torch.Tensor, where: str, depth: int = 0) -> Parts:
-    """The plain tensors of any tensor. ``where``: its full name, for errors; ``depth``: levels of wrappers around it.
-    Raises CannotSave if ``tensor`` is neither plain nor can be taken apart."""
+    """The plain tensors of any tensor. ``where``: its full name, for errors; ``depth``: levels of wrappers around
+    it."""
     if is_dense(tensor):
         return Parts({"": tensor}, None)
     if isinstance(tensor, DTensor) and not is_dense(tensor._local_tensor):
@@ -250,8 +245,7 @@ def hidden_tensors(model: nn.Module) -> Tensors:
 
 def of_all_ranks(whole: DTensor, shard: Parts, where: str) -> Parts:
     """The parts of a sharded tensor, as DTensors that share the memory of those of this rank's ``shard``, which is
-    wrapped. ``where``: the tensor's full name, for errors. Raises CannotSave on a rank at least, if the ranks have
-    shards of different sizes whose parts are not rows."""
+    wrapped."""
     assert shard.spec is not None, "it is wrapped"
     cuts = [number for number, placement in enumerate(whole.placements) if not placement.is_replicate()]
     dimensions = [_cut_dimension(whole.placements[number], where) for number in cuts]
@@ -324,11 +318,8 @@ def is_wrapped(value: object, parameter: torch.Tensor) -> bool:
 def create_states(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, specs: Specs, stored: Stored
 ) -> tuple[dict[str, torch.Tensor], Tensors, list[str]]:
-    """Tensors to load the wrapped states of a parameter into. An optimizer has none before its first step.
-
-    Returns:
-        The states by kind; their parts by kind; and how the saved states differ from them, a line each.
-    """
+    """Tensors to load the wrapped states of a parameter into, by kind; their parts; and how the saved states differ, a
+    line each. An optimizer has none before its first step."""
     states: dict[str, torch.Tensor] = {}
     tensors: Tensors = {}
     lines = []
@@ -348,8 +339,7 @@ def create_states(
 
 
 def _new_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, spec: WrapperSpec) -> torch.Tensor:
-    """A state as the optimizer would create it for its parameter: of the same class as the parameter, or of a class of
-    the optimizer's library."""
+    """A state as the optimizer would create it: of the parameter's class, or of one of the optimizer's library."""
     inner = spec["parts"][""] if spec["class"].startswith(SHARDED) else spec
     new_state = getattr(_library_of(type(optimizer)), "new_state", None)
     if new_state is not None and isinstance(inner["context"], dict):

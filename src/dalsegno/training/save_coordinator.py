@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from dalsegno.checkpoint.async_save import AsyncSave, NewDirectory
+from dalsegno.checkpoint.async_save import AsyncSave
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.errors import SaveFailed
@@ -71,9 +71,7 @@ class SaveCoordinator:
         self._checkpoints = checkpoints
         self._run_file = run_file
         self._time_limit = time_limit
-        self._current: AsyncSave[NewDirectory] | _PublishedSave | None = (
-            None  # in progress, or done and not yet finalized
-        )
+        self._current: AsyncSave | _PublishedSave | None = None  # in progress, or done and not yet finalized
         self._captured_state = parts.state  # as of the save in progress
         self._best_before: str | None = None  # the best checkpoint before the save in progress
         self._pretrained: Mapping[str, bytes] | None = None
@@ -302,13 +300,13 @@ class SaveCoordinator:
         elif collectives.rank() == 0:
             logger.error("%s", failure)
 
-    def _note_success(self, save: AsyncSave[NewDirectory] | _PublishedSave) -> None:
+    def _note_success(self, save: AsyncSave | _PublishedSave) -> None:
         self._failures.clear()
         if self._published_step not in (None, save.step):
             self._parts.witness.note_published(self._published_step)
         self.newest, self._published_step = save.path, save.step
 
-    def _note_failure(self, save: AsyncSave[NewDirectory] | _PublishedSave, failure: SaveFailed) -> None:
+    def _note_failure(self, save: AsyncSave | _PublishedSave, failure: SaveFailed) -> None:
         self._failures.append(failure)
         self._requested_step = self._published_step
         if self._state.best_model_checkpoint == self._relative(save.path):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Subset
 import dalsegno as ds
 from cli.command import dalsegno
 from dalsegno.checkpoint import read_tensors
-from dalsegno.checkpoint.foreign.programs import PROGRAMS
+from dalsegno.checkpoint.foreign.formats import PROGRAMS
 from dalsegno.checkpoint.listing import newest_verified
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.testing import run_ranks

@@ -1,7 +1,7 @@
-"""Read and write files of ``torch.save``. These are pickles: torch's restricted unpickler reads them, as data only.
+"""Pickles of other programs, read as data only: a file that names any other class or function is refused.
 
-``torch.load(weights_only=True)`` builds tensors, numbers and plain containers. A file that names any other class
-or function is refused.
+``torch.load(weights_only=True)`` builds tensors, numbers and plain containers; here also NumPy's numbers and arrays.
+DCP's ``.metadata`` has descriptions of tensors, in a protocol that torch's restricted unpickler does not know.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _NUMBERS = {np.dtype(code).str[1:] for code in "?bBhHiIlLqQefd"}
 
 
 class _Kind:
-    """What a file names ``numpy.dtype``: of numbers only. NumPy's own takes flags from a file, with which it would use
-    bytes of that file as addresses of objects."""
+    """Stands for ``numpy.dtype``, which takes flags from a file: with these it uses bytes as addresses of objects."""
 
     def __init__(self, code: str, *_: object) -> None:
         if code not in _NUMBERS:
@@ -37,7 +36,7 @@ class _Kind:
 
 
 class _Array:
-    """What a file names ``numpy.ndarray``. NumPy's own accepts any bytes as addresses of objects."""
+    """Stands for ``numpy.ndarray``, which accepts any bytes as addresses of objects."""
 
     def __init__(self, *_: object) -> None:
         self._state: Any = None
@@ -46,7 +45,6 @@ class _Array:
         self._state = state
 
     def value(self) -> np.ndarray[Any, Any]:
-        """The array, if it is one of numbers. Raises TypeError or ValueError if not."""
         _, shape, kind, is_fortran, raw = self._state
         if not isinstance(kind, _Kind):
             raise TypeError("an array of no kind of numbers")
@@ -74,18 +72,15 @@ _SAFE: list[Any] = [
     *((_Array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
     *((_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
     # dicts under other names, in which Lightning keeps hyperparameters
-    (dict, "lightning_fabric.utilities.data.AttributeDict"),
-    (dict, "lightning.fabric.utilities.data.AttributeDict"),
-    (dict, "pytorch_lightning.utilities.parsing.AttributeDict"),
-    (dict, "lightning.pytorch.utilities.parsing.AttributeDict"),
+    *((dict, f"{package}.utilities.data.AttributeDict") for package in ("lightning_fabric", "lightning.fabric")),
+    *((dict, f"{package}.utilities.parsing.AttributeDict") for package in ("pytorch_lightning", "lightning.pytorch")),
 ]
-"""What files may name beyond what torch allows: NumPy's numbers, arrays as far as they are needed, and plain dicts."""
+"""What files may name beyond what torch allows."""
 
 
 def load(path: Path) -> Any:
-    """Raises NotFound if there is no such file; StateMismatch if it contains more than data, or ``torch.save`` did not
-    write it.
-    """
+    """Content of a file of ``torch.save``. Raises NotFound if there is none; StateMismatch if it contains more than
+    data, or ``torch.save`` did not write it."""
     if not path.exists():
         raise NotFound(f"{path}: does not exist")
     is_archive = zipfile.is_zipfile(path)
@@ -100,6 +95,33 @@ def load_data(source: Path | IO[bytes], *, mmap: bool = False) -> Any:
     with torch.serialization.safe_globals(_SAFE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that tell whoever reads a file of another program how to load it unsafely
         return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+
+
+class _Description:
+    """Stands for each class of DCP's metadata: whatever attributes a file gives it."""
+
+    def __init__(self, *_: object) -> None: ...
+
+
+class _Properties(_Description):
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.dtype = state[0]
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads ``.metadata``. Call ``load()`` within :func:`refusal`."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A file may also assign to attributes of what it names, so each name is a class of its own."""
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"):
+            return type(name, (_Properties if name == "TensorProperties" else _Description,), {})
+        if (module, name) == ("torch.serialization", "_get_layout") or module in ("pathlib", "pathlib._local"):
+            return type(name, (_Description,), {})
+        raise pickle.UnpicklingError(f"GLOBAL {module}.{name} is not part of a description of tensors")
 
 
 _REFUSED = (

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from dalsegno.checkpoint import checkpoint_dir, names
-from dalsegno.checkpoint.export import checkpoint_to_export, export_model
-from dalsegno.checkpoint.foreign.run_state import Program, Source
+from dalsegno.checkpoint.async_save import AsyncSave, NewDirectory
+from dalsegno.checkpoint.contract import Captured
+from dalsegno.checkpoint.export import checkpoint_to_export, expect_all_saved, export_model
+from dalsegno.checkpoint.foreign.formats import PROGRAMS, Program
+from dalsegno.checkpoint.foreign.run_state import MOST, OptimizerContents, Place, RunState, run_of
+from dalsegno.checkpoint.index import Index
+from dalsegno.checkpoint.manifest import Checkpoint, ComponentRecord
+from dalsegno.checkpoint.names import MODEL, SETTINGS
+from dalsegno.checkpoint.optimizer_state import OptimizerState
+from dalsegno.checkpoint.sidecar import SavedState, SavedStates
+from dalsegno.checkpoint.snapshot import Snapshotter
+from dalsegno.checkpoint.tensor_reader import read_tensors
+from dalsegno.data.loader import IMPORTED
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, DalsegnoError, NotFound, StateMismatch, UnknownName
+from dalsegno.stateful.component import State
 from dalsegno.system import filesystem
 from dalsegno.system.lock import DirectoryLock
-
-from . import own_checkpoint
-from .dcp_folder import DCP
-from .hf_folders import ACCELERATE, HUGGING_FACE
-from .run_state import RunState
-from .torch_files import LIGHTNING, TORCH
-
-PROGRAMS: Mapping[str, Program] = {
-    "hf": HUGGING_FACE,
-    "accelerate": ACCELERATE,
-    "dcp": DCP,
-    "lightning": LIGHTNING,
-    "torch": TORCH,
-}
-"""By key; in the order in which a folder is recognized."""
 
 _NOT_TAKEN = {
     "order of the data": "this run's own: in the current epoch some samples come twice, some never",
@@ -36,6 +38,10 @@ _NOT_TAKEN = {
     "log": "never taken: the run here begins one",
     "settings": "never taken: set the arguments in TrainingArguments",
 }
+_OPTIMIZER = OptimizerState.key
+
+
+# --- import ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,28 +88,46 @@ def import_checkpoint(
         StateMismatch: if a file contains more than data. Nothing is written then.
         UnknownName: for an unknown ``program``.
     """
-    place, target = Path(source), Path(output_dir)
-    if not place.exists():
-        raise NotFound(f"{place}: does not exist")
+    path, target = Path(source), Path(output_dir)
+    if not path.exists():
+        raise NotFound(f"{path}: does not exist")
+    for name, value in ("step", step), ("epoch", epoch):
+        if value is not None and not 0 <= value < MOST:  # which NaN is not, either
+            raise ConfigurationError(f"{name}={value!r}; needs a finite number of at least 0")
     _expect_no_run(target)
-    if program is not None:
-        layout = _program(program)
-    elif (found := next((each for each in PROGRAMS.values() if each.is_at(place)), None)) is not None:
-        layout = found
-    else:
-        known = ", ".join(each.name for each in PROGRAMS.values())
-        raise ConfigurationError(f"{place}: not recognized as a checkpoint of {known}")
+    layout = _recognized(path) if program is None else _program(program)
     try:
-        run = layout.read(Source(place, step, epoch, strip_prefix, optimizer))
+        run = run_of(
+            layout.read(path),
+            layout.name,
+            path,
+            step=step,
+            epoch=epoch,
+            strip_prefix=strip_prefix,
+            optimizer=optimizer,
+        )
+    except DalsegnoError:
+        raise
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError, RecursionError) as error:
-        if isinstance(error, DalsegnoError):
-            raise
-        raise StateMismatch(f"{place}: is not as {layout.name} writes it ({error!r}); nothing was imported") from error
-    run = replace(run, left_out={**run.left_out, **_missing(run)})
+        raise StateMismatch(f"{path}: is not as {layout.name} writes it ({error!r}); nothing was imported") from error
+    left_out = {**run.left_out, **_NOT_TAKEN}
+    if run.optimizer is None:
+        left_out["optimizer"] = "not saved (save_only_model=True?), so no run can resume from this"
+    if not run.place.is_known:
+        left_out["place in the data"] = "not saved: it begins anew; pass --epoch, say 1.25"
+    run = replace(run, left_out=left_out)
     filesystem.make_directory(target)
     with DirectoryLock(target):
         _expect_no_run(target)
-        return Imported(own_checkpoint.write(run, target), run)
+        return Imported(_write(run, target), run)
+
+
+def _recognized(path: Path) -> Program:
+    found = next((each for each in PROGRAMS.values() if each.is_at(path)), None)
+    if found is None:
+        known = ", ".join(each.name for each in PROGRAMS.values())
+        raise ConfigurationError(f"{path}: not recognized as a checkpoint of {known}")
+    return found
 
 
 def _program(key: str) -> Program:
@@ -117,14 +141,60 @@ def _expect_no_run(target: Path) -> None:
         raise ConfigurationError(f"{target}: has a run already; choose another directory")
 
 
-def _missing(run: RunState) -> dict[str, str]:
-    """Parts that the files do not contain, or that are never taken, and what follows from that."""
-    found = dict(_NOT_TAKEN)
-    if run.optimizer is None:
-        found["optimizer"] = "not saved (save_only_model=True?), so no run can resume from this"
-    if not run.place.is_known:
-        found["place in the data"] = "not saved: it begins anew; pass --epoch, say 1.25"
-    return found
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    """A component with tensors, to be saved."""
+
+    key: str
+    class_name: str
+    tensors: dict[str, torch.Tensor]
+    rest: State
+    optimizer: None = None
+
+    def capture(self) -> Captured:
+        return Captured(self.tensors, self.rest)
+
+
+def _write(run: RunState, output_dir: Path) -> Path:
+    """Write the checkpoint as a save does; returns its path. All that is not in ``run`` begins anew."""
+    sharded = [_Tensors(MODEL, f"{IMPORTED}.{run.program}", dict(run.model), {"tied": dict(run.tied), "extra": {}})]
+    if run.optimizer is not None:
+        sharded.append(_Tensors(_OPTIMIZER, run.optimizer.class_name, *run.optimizer.captured()))
+    states: dict[str, State] = {
+        "trainer": {
+            "global_step": run.step,
+            "epoch": run.place.position,
+            "samples_seen": 0,
+            "total_flos": 0.0,
+            "best_metric": None,
+            "best_global_step": 0,
+            "best_model_checkpoint": None,
+            "epoch_is_cut": False,
+            "evaluations_owed": [],
+            "given_up": None,
+            "save_owed": None,
+        },
+        "loader": {"kind": IMPORTED, **dataclasses.asdict(run.place)},
+        **{f"scheduler.{number}": dict(state) for number, state in enumerate(run.schedulers)},
+    }
+    kept = {
+        key: SavedState(ComponentRecord(f"{IMPORTED}.{key}", 1, "replicated"), [state]) for key, state in states.items()
+    }
+    snapshot = Snapshotter().capture(sharded, (), kept, copy=False)
+    save = AsyncSave(
+        snapshot,
+        NewDirectory(names.checkpoint_path(output_dir / names.CHECKPOINTS, run.step)),
+        step=run.step,
+        is_best=False,
+        manifest_of=partial(snapshot.manifest, run.step, {}, False, True),
+    )
+    save.join()
+    if save.failure is not None:
+        raise save.failure
+    return save.path
+
+
+# --- export ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +241,7 @@ def export_checkpoint(
     if place.exists():
         raise ConfigurationError(f"{place}: exists already; choose another name")
     source = checkpoint_to_export(checkpoint, best=best)
-    run = own_checkpoint.read(source)
+    run = _read(source)
     weights: list[Path] = []
     if layout.has_safetensors:
         run.expect_optimizer(layout.name)
@@ -179,5 +249,69 @@ def export_checkpoint(
         weights = [*done.files, *done.copied]
     else:
         filesystem.make_directory(place.parent)
-    files, left_out = layout.write(run, place, add_prefix)
-    return ExportedRun(source.path, layout.name, [*weights, *files], {**run.left_out, **left_out})
+    files = layout.write(run, place, add_prefix)
+    further = [] if layout.has_all_schedules else [f"scheduler.{number}" for number in range(1, len(run.schedulers))]
+    left_out = {**run.left_out, **layout.left_out, **dict.fromkeys(further, "there is a place for one")}
+    return ExportedRun(source.path, layout.name, [*weights, *files], left_out)
+
+
+def _read(checkpoint: Checkpoint) -> RunState:
+    """The state in a verified checkpoint. Raises ConfigurationError if it is not that of a whole run, was saved without
+    its frozen parameters, or contains quantized or wrapped weights."""
+    if missing := [key for key in (MODEL, "trainer", "loader") if key not in checkpoint.manifest.components]:
+        raise ConfigurationError(
+            f"{checkpoint.path}: contains no {', '.join(missing)}, so no program can resume from it; export its model "
+            "alone, without program="
+        )
+    saved, index = SavedStates(checkpoint), Index.of_checkpoint(checkpoint)
+    trainer, loader, rest = saved.state("trainer"), saved.state("loader"), saved.state(MODEL)
+    _expect_plain(checkpoint, rest, "weights", "export the adapters (--adapters), or without --program the model alone")
+    expect_all_saved(checkpoint, index.known_of(MODEL), index.of(MODEL))
+    tensors = read_tensors(checkpoint)
+    settings = saved.state(SETTINGS) if SETTINGS in saved else {}
+    ranks = checkpoint.manifest.world_size
+    data_size = len({*checkpoint.manifest.data_ranks}) or ranks
+    batch = settings.get("per_device_train_batch_size", 0)
+    if loader.get("microbatches") and loader.get("samples"):  # a loader of the user's own
+        batch = batch or loader["samples"] // loader["microbatches"] // data_size
+    optimizer = None
+    if _OPTIMIZER in saved:
+        _expect_plain(checkpoint, saved.state(_OPTIMIZER), "states of parameters", "export the model alone")
+        class_name = saved.record(_OPTIMIZER).class_name
+        optimizer = OptimizerContents.of_captured(class_name, tensors.get(_OPTIMIZER, {}), saved.state(_OPTIMIZER))
+    schedulers = [key for key in sorted(saved) if key.startswith("scheduler.")]
+    taken = {MODEL, _OPTIMIZER, "trainer", "loader", "clock", "meter", *schedulers}
+    left_out = {key: "never exported" for key in saved if key not in taken}
+    return RunState(
+        program="dalsegno",
+        step=checkpoint.step,
+        model=tensors[MODEL],
+        tied=rest["tied"],
+        optimizer=optimizer,
+        schedulers=[saved.state(key) for key in schedulers],
+        place=_place(loader, trainer["epoch"], batch * data_size),
+        settings={**settings, "per_device_train_batch_size": batch},
+        world_size=ranks,
+        left_out=left_out | dict.fromkeys(rest["extra"], "not a tensor"),
+    )
+
+
+def _expect_plain(checkpoint: Checkpoint, rest: State, what: str, instead: str) -> None:
+    """Other programs save a quantized tensor as one of its class, by pickle, or in a form of their own."""
+    if wrapped := sorted(rest.get("wrapped", {})):
+        more = ", …" if wrapped[1:] else ""
+        raise ConfigurationError(
+            f"{checkpoint.path}: contains {len(wrapped)} quantized or wrapped {what} ({wrapped[0]}{more}), which no "
+            f"other program builds from the tensors inside them; {instead}"
+        )
+
+
+def _place(loader: Mapping[str, Any], epoch: float, batch: int) -> Place:
+    """``batch``: samples of one micro-batch, on all ranks."""
+    if loader["kind"] == IMPORTED:
+        return Place(**{name: value for name, value in loader.items() if name != "kind"})
+    if loader["kind"] != "map":
+        microbatches = loader["microbatches"]
+    else:
+        microbatches = -(-loader["cursor"] // batch) if batch else None
+    return Place(loader["epoch"], max(0.0, epoch - loader["epoch"]), microbatches)

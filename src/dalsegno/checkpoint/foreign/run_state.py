@@ -1,8 +1,7 @@
-"""RunState: a training run's state in the terms that the files of all programs share. Source: what it is read from.
+"""RunState: a training run's state in the terms that the files of all programs share; and how it is made of a file's.
 
-Its OptimizerContents is an optimizer's ``state_dict`` by parameter name. torch numbers the parameters in the order of
-the groups. Where a program saves only the numbers, the parameters get names by position
-(``checkpoint/optimizer_state.py``).
+torch numbers an optimizer's parameters in the order of the groups. Where a program saves only the numbers, the
+parameters get names by position (``checkpoint/optimizer_state.py``).
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ from typing import Any
 
 import torch
 
-from dalsegno.checkpoint.export import SHARD_INDEX, SINGLE_FILE
 from dalsegno.checkpoint.foreign import pickles
 from dalsegno.checkpoint.optimizer_rows import OptimizerRows
 from dalsegno.checkpoint.optimizer_state import are_positional, positional_name
-from dalsegno.checkpoint.weights import Weights
 from dalsegno.errors import ConfigurationError, StateMismatch
 from dalsegno.stateful.component import State
 
 _ADDED = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 """Keys of a parameter group that are not its optimizer's arguments."""
+_WRAPPERS = ("module.", "_orig_mod.")
+"""Prefixes that DistributedDataParallel and torch.compile add to all names."""
+MOST = 2**53
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,8 @@ class OptimizerContents:
     def of_state_dict(
         cls, saved: Mapping[str, Any], class_name: str | None, rename: Callable[[str], str], where: str
     ) -> OptimizerContents:
-        """Convert the result of ``optimizer.state_dict()``, by number or (as DCP's) by FQN. Raises StateMismatch if
-        ``saved`` is not an optimizer's state; ConfigurationError if the class is unknown.
-
-        Args:
-            saved: ``state`` and ``param_groups``.
-            class_name: the optimizer's class; None: inferred from its hyperparameters, if it is one of torch's.
-            rename: applied to FQNs.
-            where: the file, for messages.
-        """
+        """Convert the result of ``optimizer.state_dict()``, by number or (as DCP's) by FQN, to which ``rename`` is
+        applied. Without a ``class_name``, that is inferred."""
         try:
             groups = [dict(group) for group in saved["param_groups"]]
             names: dict[Any, str] = {}
@@ -92,9 +85,7 @@ class OptimizerContents:
         """Tensors and rest, as a checkpoint stores them."""
         tensors: dict[str, torch.Tensor] = {}
         rows = OptimizerRows()
-        for name in self.names:
-            if name not in self.state:
-                continue
+        for name in (each for each in self.names if each in self.state):
             plain = rows.plain[name] = {}
             for kind, value in self.state[name].items():
                 if isinstance(value, torch.Tensor) and value.dim():
@@ -167,7 +158,6 @@ class RunState:
 
     Attributes:
         program: the program whose files these are.
-        step: finished optimizer steps.
         model: tensors by FQN, each tied tensor once.
         tied: further name of a tied tensor to its name in ``model``, as far as known.
         schedulers: ``state_dict`` of each learning rate schedule.
@@ -198,133 +188,99 @@ class RunState:
             raise ConfigurationError(f"the checkpoint contains no optimizer, without which {program} cannot resume")
         return self.optimizer
 
-    def further_schedulers(self) -> dict[str, str]:
-        """The reason for which each schedule after the first is left out."""
-        return {f"scheduler.{number}": "there is a place for one" for number in range(1, len(self.schedulers))}
-
 
 # --- what an import reads -------------------------------------------------------------------------------------------
 
 
-_WRAPPERS = ("module.", "_orig_mod.")
-"""Prefixes that DistributedDataParallel and torch.compile add to all names."""
-_PICKLED_WEIGHTS = "pytorch_model.bin"
-_ADAPTER = "adapter_model.safetensors"
-_CALLBACK = "its state has no meaning for a callback here"
-_MOST = 2**53
-
-
 @dataclass(frozen=True, slots=True)
-class Source:
-    """
+class Found:
+    """What the files of a program contain.
+
     Attributes:
-        path: folder or file.
-        step: finished optimizer steps; None: as saved.
-        epoch: passes over the data; None: as saved.
-        strip_prefix: removed from the names of the model's tensors; others are left out.
-        optimizer: class of the optimizer, as ``module.Class``; None: inferred.
+        tensors: of the model, by their names there; values that are not tensors are ignored.
+        optimizer: its ``state_dict``, if saved, and the place of that, for messages.
+        step: finished steps, if saved; else the optimizer's own count is taken.
+        place: position in the data, if saved.
+        schedulers: ``state_dict`` of each.
+        processes: that each advance a schedule of a function once in a step.
+        unknown: names of other parts.
+        callbacks: names of callbacks with a state.
+        program: another one than the files are usually of.
     """
 
-    path: Path
-    step: int | None = None
-    epoch: float | None = None
-    strip_prefix: str = ""
-    optimizer: str | None = None
+    tensors: Mapping[str, Any]
+    optimizer: tuple[Any, str]
+    step: object = None
+    place: Place = Place()
+    schedulers: Sequence[Mapping[str, Any]] = ()
+    processes: int = 1
+    unknown: Iterable[object] = ()
+    callbacks: Iterable[object] = ()
+    program: str | None = None
 
-    def __post_init__(self) -> None:
-        for name, value in ("step", self.step), ("epoch", self.epoch):
-            if value is not None and not 0 <= value < _MOST:  # which NaN is not, either
-                raise ConfigurationError(f"{name}={value!r}; needs a finite number of at least 0")
 
-    def load_weights(self) -> Mapping[str, Any]:
-        """The model's tensors in a folder, as safetensors or else pickled. Raises ConfigurationError if there is no
-        whole model."""
-        path = self.path
-        if (path / SINGLE_FILE).is_file() or (path / SHARD_INDEX).is_file():
-            return Weights.open(path).read_all()
-        if (path / _PICKLED_WEIGHTS).is_file():
-            tensors: Mapping[str, Any] = pickles.load(path / _PICKLED_WEIGHTS)
-            return tensors
-        if (path / _ADAPTER).is_file():
-            raise ConfigurationError(
-                f"{path}: contains only the weights of an adapter ({_ADAPTER}), and no whole model; merge the adapter "
-                "into its base model first, or begin a new run with the merged weights"
-            )
-        raise ConfigurationError(
-            f"{path}: contains neither {SINGLE_FILE} nor {SHARD_INDEX} nor {_PICKLED_WEIGHTS}; weights that DeepSpeed "
-            "or FSDP has sharded are not read: convert them first with that program's own tool"
-        )
+def run_of(
+    found: Found,
+    program: str,
+    path: Path,
+    *,
+    step: int | None,
+    epoch: float | None,
+    strip_prefix: str,
+    optimizer: str | None,
+) -> RunState:
+    """The state that these parts make, as far as the caller has not given others; arguments and errors are those of
+    ``import_checkpoint``."""
 
-    def run_state(
-        self,
-        program: str,
-        tensors: Mapping[str, Any],
-        *,
-        optimizer: tuple[Any, str],
-        step: object = None,
-        place: Place | None = None,
-        schedulers: Sequence[Mapping[str, Any]] = (),
-        unknown: Iterable[object] = (),
-        callbacks: Iterable[object] = (),
-    ) -> RunState:
-        """The state that these parts make, as far as the caller has not given others. Raises StateMismatch if
-        ``optimizer`` is not an optimizer's state.
+    def renamed(name: str) -> str:
+        return _unwrapped(name).removeprefix(strip_prefix)
 
-        Args:
-            program: its name in messages.
-            tensors: of the model, by their names there. Values that are not tensors are ignored.
-            optimizer: its ``state_dict`` or None, and the part of the source that contains it.
-            step: finished steps, if saved; else the optimizer's own count.
-            place: position in the data, if saved.
-            schedulers: ``state_dict`` of each.
-            unknown: names of other parts.
-            callbacks: names of callbacks with a state.
-        """
-        saved, where = pickles.with_arrays(optimizer)
-        contents = (
-            OptimizerContents.of_state_dict(saved, self.optimizer, self._renamed, where) if saved is not None else None
-        )
-        own = {name: each for name, each in tensors.items() if isinstance(each, torch.Tensor)}
-        own = {name: each.detach() for name, each in own.items() if _unwrapped(name).startswith(self.strip_prefix)}
-        if not own:
-            first = ", ".join(list(tensors)[:3]) or "none"
-            raise ConfigurationError(
-                f"strip_prefix={self.strip_prefix!r}: no tensor has such a name; they are {first} …"
-            )
-        tied = _tied_names(own)
-        place = Place.at(self.epoch) if self.epoch is not None else place or Place()
-        finished = self._step(step, contents)
-        for what, value in ("step", finished), ("epoch", place.epoch), ("batches", place.microbatches or 0):
-            if not (isinstance(value, int) and 0 <= value < _MOST):
-                raise StateMismatch(f"{self.path}: {what}={value!r}; needs a count of at least 0; nothing was imported")
-        return RunState(
-            program=program,
-            step=finished,
-            model={self._renamed(name): each.contiguous() for name, each in own.items() if name not in tied},
-            tied={self._renamed(alias): self._renamed(name) for alias, name in tied.items()},
-            optimizer=contents,
-            schedulers=[pickles.with_arrays(each) for each in schedulers],
-            place=place,
-            left_out={
-                **{str(name): "unknown to a run here" for name in unknown},
-                **{f"callback {name}": _CALLBACK for name in callbacks},
-            },
-        )
+    saved, where = pickles.with_arrays(found.optimizer)
+    contents = None if saved is None else OptimizerContents.of_state_dict(saved, optimizer, renamed, where)
+    own = {name: each for name, each in found.tensors.items() if isinstance(each, torch.Tensor)}
+    own = {name: each.detach() for name, each in own.items() if _unwrapped(name).startswith(strip_prefix)}
+    if not own:
+        first = ", ".join(list(found.tensors)[:3]) or "none"
+        raise ConfigurationError(f"strip_prefix={strip_prefix!r}: no tensor has such a name; they are {first} …")
+    tied = _tied_names(own)
+    place = found.place if epoch is None else Place.at(epoch)
+    finished = _step(found.step, contents, path) if step is None else step
+    for what, value in ("step", finished), ("epoch", place.epoch), ("batches", place.microbatches or 0):
+        if not (isinstance(value, int) and 0 <= value < MOST):
+            raise StateMismatch(f"{path}: {what}={value!r}; needs a count of at least 0; nothing was imported")
+    schedulers = [pickles.with_arrays(each) for each in found.schedulers]
+    if found.processes > 1:
+        counted = finished * found.processes
+        schedulers = [at_step(finished, each) if each.get("last_epoch") == counted else each for each in schedulers]
+    return RunState(
+        program=found.program or program,
+        step=finished,
+        model={renamed(name): each.contiguous() for name, each in own.items() if name not in tied},
+        tied={renamed(alias): renamed(name) for alias, name in tied.items()},
+        optimizer=contents,
+        schedulers=schedulers,
+        place=place,
+        left_out={
+            **{str(name): "unknown to a run here" for name in found.unknown},
+            **{f"callback {name}": "its state has no meaning for a callback here" for name in found.callbacks},
+        },
+    )
 
-    def _step(self, saved: object, optimizer: OptimizerContents | None) -> int:
-        if self.step is not None:
-            return self.step
-        if isinstance(saved, torch.Tensor) and saved.numel() == 1:
-            return int(saved)
-        if type(saved) is int:
-            return saved
-        counted = 0 if optimizer is None else optimizer.steps()
-        if counted is None:
-            raise ConfigurationError(f"{self.path}: does not contain the number of finished steps; pass step= (--step)")
-        return counted
 
-    def _renamed(self, name: str) -> str:
-        return _unwrapped(name).removeprefix(self.strip_prefix)
+def at_step(step: int, schedule: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schedule that was advanced ``step`` times, if it is one of a function."""
+    return {**schedule, "last_epoch": step, "_step_count": step + 1} if "lr_lambdas" in schedule else schedule
+
+
+def _step(saved: object, optimizer: OptimizerContents | None, path: Path) -> int:
+    if isinstance(saved, torch.Tensor) and saved.numel() == 1:
+        return int(saved)
+    if type(saved) is int:
+        return saved
+    counted = 0 if optimizer is None else optimizer.steps()
+    if counted is None:
+        raise ConfigurationError(f"{path}: does not contain the number of finished steps; pass step= (--step)")
+    return counted
 
 
 def _unwrapped(name: str) -> str:
@@ -342,27 +298,3 @@ def _tied_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         if each.numel()
     }
     return {name: other for name, other in names.items() if name != other}
-
-
-Files = tuple[Sequence[Path], Mapping[str, str]]
-"""Written files, and what has no place in them, with the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """The layout of a program's files.
-
-    Attributes:
-        name: in messages.
-        is_at: whether a path is such a checkpoint, by names of files only.
-        read: read everything that a run here can use.
-        write: write what the program resumes from, with a prefix that is added to the names of tensors. The target does
-            not exist, or contains the model as safetensors.
-        has_safetensors: whether the model is in files of safetensors, as ``export_model`` writes them.
-    """
-
-    name: str
-    is_at: Callable[[Path], bool]
-    read: Callable[[Source], RunState]
-    write: Callable[[RunState, Path, str], Files]
-    has_safetensors: bool = False

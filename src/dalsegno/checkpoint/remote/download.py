@@ -81,7 +81,6 @@ def _legs(record: bytes | None) -> set[tuple[Any, ...]]:
 
 
 def _fetch_checkpoint(store: Store, run: Path, step: int) -> None:
-    """Raises DamagedCheckpoint if the store's files do not match its manifest."""
     final = checkpoint_path(run / CHECKPOINTS, step)
     inside = f"{CHECKPOINTS}/{final.name}"
     manifest = store.read(f"{inside}/{MANIFEST}")
@@ -119,7 +118,6 @@ def _fetch_checkpoint(store: Store, run: Path, step: int) -> None:
 
 
 def _receive(store: Store, name: str, target: Path) -> None:
-    """Raises DamagedCheckpoint if the store has no such file."""
     try:
         store.receive(name, target)
     except FileNotFoundError as error:

@@ -53,11 +53,9 @@ class Store:
         self._system.pipe_file(self._path(name), data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a small file that does not exist yet; returns whether this call has.
-
-        Atomic where the filesystem supports exclusive writes (S3: If-None-Match). Elsewhere, of two calls at the same
-        moment the later one counts.
-        """
+        """Write a small file that does not exist yet; returns whether this call has. Atomic where the filesystem
+        supports exclusive writes (S3: If-None-Match). Elsewhere, of two calls at the same moment the later one
+        counts."""
         self._make_parent(name)
         if self.read(name) is not None:
             return False
@@ -87,7 +85,6 @@ class Store:
         return True
 
     def receive(self, name: str, local: Path) -> None:
-        """Download a file."""
         self._system.get_file(self._path(name), str(local))
 
     def delete(self, names: Iterable[str]) -> None:
@@ -99,7 +96,6 @@ class Store:
                 continue
 
     def move(self, name: str, target: str) -> None:
-        """Copy on the remote side, then delete."""
         self._make_parent(target)
         self._system.copy(self._path(name), self._path(target))
         self._system.rm_file(self._path(name))

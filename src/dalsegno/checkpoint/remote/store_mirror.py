@@ -99,14 +99,8 @@ class StoreMirror(Mirror):
 
 
 class UploadThread:
-    """Sends what is new each time it is woken, and retries what failed.
-
-    Args:
-        uploader: decides what to send.
-        lock: nothing is sent once another process has taken it over.
-        step: step that the leg resumes from; None if it starts at step 0.
-        archived: called on the thread when the store has nothing of an abandoned timeline any more.
-    """
+    """Sends what is new each time it is woken, and retries what failed. ``archived`` is called on the thread when the
+    store has nothing any more of a timeline that the leg, which resumes from ``step``, has abandoned."""
 
     def __init__(self, uploader: Uploader, lock: RemoteLock, step: int | None, archived: Callable[[], None]) -> None:
         self._uploader = uploader
@@ -218,8 +212,7 @@ class RemoteLock:
 
     def take(self, *, take_over: bool) -> None:
         """Take the lock; with ``take_over``, also from a process that this one cannot see. Otherwise, waits for such a
-        holder until it renews its lease, or the lease has expired. Raises Locked if another process or this one holds
-        the lock, or one that this process cannot see may hold it."""
+        holder until it renews its lease, or the lease has expired."""
         holder = read_holder(self._store)
         if holder is not None:
             if Lease.is_of_this_process(holder) if holder.is_me() else holder.lives_here():
@@ -231,7 +224,6 @@ class RemoteLock:
         self._lease = lease
 
     def check(self) -> None:
-        """Raises LeaseLost if another process has taken the lock over."""
         if self._lease is not None:
             self._lease.confirm()
 

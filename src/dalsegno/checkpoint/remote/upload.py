@@ -53,12 +53,7 @@ class UploadSet:
 
 class Uploader:
     """Sends a run to its store. Create it before the leg writes: existing files then count as this leg's timeline.
-
-    Args:
-        store: the destination.
-        run: the run's directory.
-        keep: policy for checkpoints that only the store has; None keeps all. What is deleted here is deleted there.
-    """
+    ``keep``: policy for checkpoints that only the store has. What is deleted here is deleted there."""
 
     def __init__(self, store: Store, run: Path, keep: Keep | None) -> None:
         self.url = store.url
@@ -73,10 +68,8 @@ class Uploader:
         self._marks: Marks = {}
 
     def archive_timeline(self, step: int | None) -> None:
-        """Move what the store has beyond ``step`` (None: everything) to ``rewound/``, unless this host had it too.
-
-        Call before anything is sent. Removes what a killed upload left.
-        """
+        """Before anything is sent, move what the store has beyond ``step`` (None: everything) to ``rewound/``, unless
+        this host had it too; and remove what a killed upload left."""
         names = self._store.sizes()
         self._there = self._manifests(names)
         here = self._at_first
@@ -98,10 +91,7 @@ class Uploader:
         self._store.delete(sorted(torn))
 
     def sync(self, moved: Moved | None = None) -> None:
-        """Send new checkpoints, the newest first, then delete those that were deleted here.
-
-        ``moved``: called with the number of bytes of each piece that was sent.
-        """
+        """Send new checkpoints, the newest first, then delete those that were deleted here."""
         while (path := next(self._missing(), None)) is not None:
             try:
                 self._send_checkpoint(path, moved)
@@ -111,11 +101,10 @@ class Uploader:
         self._delete_pruned()
 
     def sync_run_files(self, moved: Moved | None = None) -> None:
-        """Send the files that belong to no checkpoint, as they are now; ``moved`` as for :meth:`sync`."""
+        """Send the files that belong to no checkpoint, as they are now."""
         self._send_run_files(of_run_files(self.run, self._marks), moved)
 
     def missing(self) -> list[str]:
-        """Names of the checkpoints here that the store lacks."""
         return [path.name for path in self._missing()]
 
     # -- sending ----------------------------------------------------------------------------------------------------
@@ -148,8 +137,8 @@ class Uploader:
         discard_staged(self.run)
 
     def _unchanged(self, manifest: Manifest, step: int) -> dict[str, str]:
-        """Files of the checkpoint of ``step`` with the name of the same content in the store by then: in its newest
-        checkpoint, or among the files of this one that are sent before."""
+        """Files of the checkpoint with the name of the same content in the store by then: in its newest checkpoint, or
+        among the files of this one that are sent before."""
         names = {}
         if (newest := max(self._there, default=None)) is not None and (former := _parsed(self._there[newest])):
             names = {record: f"{_prefix_of(newest)}{name}" for name, record in former.files.items()}
@@ -253,14 +242,9 @@ def _parsed(manifest: bytes) -> Manifest | None:
 
 
 def of_run_files(run: Path, known: Marks, checkpoint: Checkpoint | None = None) -> UploadSet:
-    """Changed files that belong to no checkpoint: logs, ``run.json``, files that callbacks wrote.
-
-    Args:
-        run: the run's directory.
-        known: marks of earlier upload sets.
-        checkpoint: logs are cut at their length when it was saved, and ``run.json`` lacks the end of its newest leg,
-            since the last records do. None: as they are now, ``run.json`` last.
-    """
+    """Changed files that belong to no checkpoint: logs, ``run.json``, files that callbacks wrote. With a
+    ``checkpoint``, logs are cut at their length when it was saved, and ``run.json`` lacks the end of its newest leg,
+    since the last records do; without, they are as now, ``run.json`` last."""
     lengths: Mapping[str, int] = {}
     if checkpoint is not None:
         states = [*readable_states(checkpoint).values()]
@@ -289,21 +273,17 @@ def of_checkpoint(run: Path, checkpoint: Checkpoint) -> UploadSet:
 
 
 def run_files(run: Path) -> list[str]:
-    """Names of the files that belong to no checkpoint."""
     return sorted(_run_files(run, run)) if run.is_dir() else []
 
 
 def discard_staged(run: Path) -> None:
-    """Remove the staged files, or what a killed process left of them."""
     filesystem.remove(run / STAGING)
 
 
 def is_run_file(name: str) -> bool:
     """Whether a file at the URL is sent by uploads and belongs neither to a checkpoint nor to an archived timeline; nor
-    to the inbox of commands, where it would be one, or the witness of a process on one host.
-
-    A hostile name could lead out of the run's directory: no part of a name begins with a dot or is empty.
-    """
+    to the inbox of commands or the witness of a process on one host. A hostile name could lead out of the run's
+    directory: no part of a name begins with a dot or is empty."""
     *directories, _ = parts = name.split("/")
     is_odd = any(not part or part.startswith(".") for part in parts)
     return not (is_odd or CHECKPOINTS in directories or name.startswith(("rewound/", f"{INBOX}/", f"{WITNESS}/")))
