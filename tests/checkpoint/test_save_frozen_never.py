@@ -13,7 +13,7 @@ from torch import nn
 
 import dalsegno as ds
 from checkpoint.sameness import assert_same
-from dalsegno.checkpoint import Checkpoint, capture, read_tensors
+from dalsegno.checkpoint import Checkpoint, frozen_checksums, read_tensors
 from dalsegno.cli import main
 from dalsegno.testing import TinyRegression, compare_runs, run_ranks
 from support.listeners import Listener
@@ -72,7 +72,7 @@ def test_each_save_looks_for_changes_and_hashes_again_only_if_there_are(
 ) -> None:
     hashed: list[int] = []
     at_steps: dict[int, int] = {}
-    checksum_of = capture.checksum_of
+    checksum_of = frozen_checksums.checksum_of
 
     def counted(tensor: torch.Tensor) -> str:
         hashed.append(1)
@@ -83,7 +83,7 @@ def test_each_save_looks_for_changes_and_hashes_again_only_if_there_are(
         if ctx.step == 5:
             ctx.model.layers[0].weight.data[2, 1] += 1  # which no version counter shows
 
-    monkeypatch.setattr(capture, "checksum_of", counted)
+    monkeypatch.setattr(frozen_checksums, "checksum_of", counted)
     trainer(tmp_path, 8, Listener({"on_step_end": change}), save_steps=1).train()
     assert at_steps[2] == at_steps[5] < at_steps[7] == at_steps[8]
     assert saved(tmp_path) == {"layers.0.weight", "layers.3.weight", "layers.3.bias"}

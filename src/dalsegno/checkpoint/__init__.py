@@ -1,20 +1,24 @@
 """Checkpoints: complete or absent, verified before use; loading one never runs code.
 
 The files: ``names``, ``manifest``, ``index`` (sharded tensors, cut as ``sharding`` says), ``tensor_files``, and
-``sidecar`` (all other state, encoded by ``codec``). What is saved: ``model_state``, ``optimizer_state`` and
-``callback_tensors``, which keep ``contract``. ``listing``, ``json_view`` and ``difference`` read checkpoints without a
-model. ``export`` and ``weights`` write and read the model as safetensors; ``foreign/`` and ``remote/`` have runs of
-other programs, and a copy of the run at a URL. ``manager`` and ``in_memory``, the checkpoints of a run on disk and in
-shared memory, serve the training engine.
+``sidecar`` (all other state, encoded by ``codec``). What is saved: ``model_state`` and ``optimizer_state``, which keep
+``contract``. ``listing``, ``json_view`` and ``difference`` read checkpoints without a model. ``export`` and ``weights``
+write and read the model as safetensors; ``foreign/`` and ``remote/`` have runs of other programs, and a copy of the run
+at a URL. ``manager`` and ``in_memory``, the checkpoints of a run on disk and in shared memory, serve the training
+engine.
 
-A save: :meth:`CheckpointManager.save_async` → ``snapshot`` has ``capture`` encode the states, and ``plan`` assign the
-tensors to ranks → ``staging`` copies tensors into buffers laid out as the files → ``async_save`` writes ``files`` on a
-thread, and links to ``unchanged_files`` → ``checkpoint_dir`` writes the manifest and publishes by a rename → unkept
+A save: :meth:`CheckpointManager.save_async` → ``snapshot`` encodes the states, and has ``plan`` assign the tensors to
+ranks → ``staging`` copies tensors into buffers laid out as the files → ``async_save`` writes ``files`` on a thread, and
+links to those that are unchanged → ``checkpoint_dir`` writes the manifest and publishes by a rename → unkept
 checkpoints are deleted.
 
 A load: :meth:`CheckpointManager.find` verifies every byte of the newest checkpoint → :meth:`CheckpointManager.load` →
 ``restore`` compares it with the run and prepares all states, or refuses → ``tensor_reader`` reads each rank's shards
 into tensors of ``model_state`` and ``optimizer_state`` → ``restore`` loads all other components from the sidecars.
+
+What reads a checkpoint raises DamagedCheckpoint for a file that is missing, or has content that dalsegno cannot have
+written, and OSError for one that cannot be read, which is not damage. What captures a state raises CannotSave, and what
+loads one StateMismatch, before anything is changed.
 
 Names are imported on first use, so that commands which only read checkpoints need not import torch.
 """
@@ -26,7 +30,7 @@ from typing import TYPE_CHECKING
 from dalsegno.system.imports import lazy_exports
 
 if TYPE_CHECKING:
-    from dalsegno.checkpoint.callback_tensors import CallbackTensors as CallbackTensors
+    from dalsegno.checkpoint.contract import CallbackTensors as CallbackTensors
     from dalsegno.checkpoint.contract import ShardedState as ShardedState
     from dalsegno.checkpoint.export import Exported as Exported
     from dalsegno.checkpoint.export import export_adapters as export_adapters

@@ -18,11 +18,10 @@ from pathlib import Path
 
 from dalsegno.checkpoint import checkpoint_dir, names
 from dalsegno.checkpoint.file_reading import FileRecord
-from dalsegno.checkpoint.files import Advance
+from dalsegno.checkpoint.files import Advance, LinkableFiles
 from dalsegno.checkpoint.free_space import free_disk
 from dalsegno.checkpoint.manifest import Manifest
 from dalsegno.checkpoint.snapshot import Snapshot
-from dalsegno.checkpoint.unchanged_files import LinkableFiles
 from dalsegno.distributed import collectives
 from dalsegno.errors import SaveFailed
 from dalsegno.system import filesystem

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypedDict
@@ -22,14 +22,15 @@ from torch.distributed.tensor import DTensor
 
 from dalsegno.checkpoint import names
 from dalsegno.checkpoint.compatibility import Change
-from dalsegno.checkpoint.contract import ShardedState, Tensors
-from dalsegno.checkpoint.dtensors import box_here
+from dalsegno.checkpoint.contract import Capturable, FrozenNames, ShardedState, Tensors, TensorsByComponent
+from dalsegno.checkpoint.dtensors import box_here, local_part
 from dalsegno.checkpoint.file_reading import read_json
+from dalsegno.checkpoint.files import live_digest
 from dalsegno.checkpoint.index import Index
 from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.checkpoint.model_state import ModelState
 from dalsegno.checkpoint.sharding import Box
-from dalsegno.checkpoint.tensor_files import Shape, as_bytes
+from dalsegno.checkpoint.tensor_files import FileLayout, Shape, TensorChunk, as_bytes
 from dalsegno.checkpoint.tensor_reader import part
 from dalsegno.distributed import collectives
 from dalsegno.distributed.stage_places import is_on_other_stage
@@ -142,3 +143,53 @@ def _differing(tensors: Tensors, fingerprints: dict[str, Sequence[Fingerprint]])
         if not all(each.fits(full) for each in fingerprints[name]):
             names.append(name)
     return names
+
+
+# --- of what is live ------------------------------------------------------------------------------------------------
+
+Checksums = Mapping[str, Mapping[str, str]]
+"""Of this rank's part of each tensor, by component and name."""
+
+
+class FrozenChecksums:
+    """Checksums of the frozen parameters as they are when this is built: before a checkpoint is loaded."""
+
+    def __init__(self, sharded: Sequence[Capturable]) -> None:
+        captured = {each.key: each.capture() for each in sharded}
+        self._checksums: Checksums = {key: _checksums(each.tensors, each.frozen) for key, each in captured.items()}
+        self._unchanged: dict[str, tuple[bytes, dict[str, str]]] = {}  # by component, with the digest at that time
+
+    def unchanged(self, tensors: TensorsByComponent, frozen: FrozenNames) -> Checksums:
+        """Checksums of the frozen parameters whose part on this rank has not changed since."""
+        return {component: self._unchanged_of(component, its, frozen[component]) for component, its in tensors.items()}
+
+    def _unchanged_of(
+        self, component: str, tensors: Mapping[str, torch.Tensor], frozen: Collection[str]
+    ) -> dict[str, str]:
+        digest = _digest(tensors, frozen)
+        known, unchanged = self._unchanged.get(component, (b"", {}))
+        if digest != known:
+            unchanged = dict(_checksums(tensors, frozen).items() & self._checksums.get(component, {}).items())
+            self._unchanged[component] = digest, unchanged
+        return unchanged
+
+
+def unchanged_everywhere(checksums: Checksums) -> dict[str, set[str]]:
+    """By component, the names that all ranks have in ``checksums``. Collective."""
+    of_ranks = collectives.gather({key: {*its} for key, its in checksums.items()}, "what is not saved")
+    return {key: set.intersection(*(each[key] for each in of_ranks)) for key in checksums}
+
+
+def _checksums(tensors: Mapping[str, torch.Tensor], frozen: Collection[str]) -> dict[str, str]:
+    return {name: _checksum(tensors[name]) for name in sorted(frozen)}
+
+
+def _digest(tensors: Mapping[str, torch.Tensor], frozen: Collection[str]) -> bytes:
+    with torch.no_grad():
+        parts = {name: local_part(tensors[name]) for name in sorted(frozen) if not is_on_other_stage(tensors[name])}
+    layout = FileLayout.of([TensorChunk.entire(name, part) for name, part in parts.items()])
+    return live_digest(layout, [*parts.values()])
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    return "" if is_on_other_stage(tensor) else checksum_of(local_part(tensor))

@@ -33,11 +33,11 @@ import numpy as np
 
 from dalsegno.checkpoint import checkpoint_dir, memory_dir, names
 from dalsegno.checkpoint.async_save import AsyncSave, BufferPrefault, NewDirectory, Records, Report, described
-from dalsegno.checkpoint.capture import FrozenChecksums
 from dalsegno.checkpoint.contract import ShardedState
 from dalsegno.checkpoint.file_reading import verify_files
-from dalsegno.checkpoint.files import Advance
+from dalsegno.checkpoint.files import Advance, LinkableFiles, UnchangedFile
 from dalsegno.checkpoint.free_space import available_memory, free_disk
+from dalsegno.checkpoint.frozen_checksums import FrozenChecksums
 from dalsegno.checkpoint.manifest import Checkpoint, Manifest
 from dalsegno.checkpoint.memory_dir import MemoryDir
 from dalsegno.checkpoint.names import MODEL
@@ -45,7 +45,6 @@ from dalsegno.checkpoint.optimizer_state import tensors_per_parameter
 from dalsegno.checkpoint.sidecar import SavedState
 from dalsegno.checkpoint.snapshot import Snapshotter
 from dalsegno.checkpoint.staging import NoRoom, SharedFiles
-from dalsegno.checkpoint.unchanged_files import LinkableFiles, UnchangedFile
 from dalsegno.distributed import collectives
 from dalsegno.distributed.hosts import Hosts, Transfer, transfer
 from dalsegno.distributed.layout import Layout

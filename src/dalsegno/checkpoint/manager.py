@@ -9,17 +9,17 @@ from pathlib import Path
 
 from dalsegno.checkpoint import checkpoint_dir, names
 from dalsegno.checkpoint.async_save import AsyncSave, BufferPrefault, NewDirectory
-from dalsegno.checkpoint.capture import FrozenChecksums
 from dalsegno.checkpoint.compatibility import Value
 from dalsegno.checkpoint.contract import ShardedState
 from dalsegno.checkpoint.export import PretrainedDirectory
 from dalsegno.checkpoint.file_reading import share_of_rank
+from dalsegno.checkpoint.files import LinkableFiles
+from dalsegno.checkpoint.frozen_checksums import FrozenChecksums
 from dalsegno.checkpoint.listing import Summaries
 from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.checkpoint.restore import LoadReport, restore
 from dalsegno.checkpoint.sidecar import SavedState, SavedStates
 from dalsegno.checkpoint.snapshot import Snapshotter
-from dalsegno.checkpoint.unchanged_files import LinkableFiles
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from dalsegno.checkpoint import names
-from dalsegno.checkpoint.contract import TensorsByComponent
+from dalsegno.checkpoint.contract import FrozenNames, TensorsByComponent
 from dalsegno.checkpoint.dtensors import Shardings, describe_uneven, local_part, sharding_of
 from dalsegno.checkpoint.index import IndexWriter
 from dalsegno.checkpoint.sharding import Box, Integers, Sharding
@@ -57,11 +57,6 @@ class Plan:
     absent: Mapping[str, Sequence[TensorChunk]]
     """By component, the chunks that are not saved and whose checksums this rank writes."""
     index: bytes | None
-
-
-FrozenNames = Mapping[str, Collection[str]]
-"""By component, the names of its frozen tensors. They are balanced among the ranks apart from the others, since most
-saves write only these."""
 
 
 def plan(tensors: TensorsByComponent, frozen: FrozenNames, absent: FrozenNames) -> Plan:

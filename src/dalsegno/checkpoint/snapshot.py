@@ -10,37 +10,39 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import xxhash
 
 from dalsegno.checkpoint import names
 from dalsegno.checkpoint import plan as planning
-from dalsegno.checkpoint.capture import (
-    FrozenChecksums,
-    States,
-    digest_of,
-    encode_all,
-    signature_of,
-    unchanged_everywhere,
-    warn_of_differences,
-)
 from dalsegno.checkpoint.contract import Capturable, TensorsByComponent
 from dalsegno.checkpoint.file_reading import FileRecord
-from dalsegno.checkpoint.files import Advance, InlineFile, MappedFile, PendingFile, StagedFile, StreamedFile
+from dalsegno.checkpoint.files import (
+    Advance,
+    InlineFile,
+    LinkableFiles,
+    MappedFile,
+    PendingFile,
+    StagedFile,
+    StreamedFile,
+    UnchangedFile,
+    live_digest,
+)
 from dalsegno.checkpoint.free_space import available_memory, has_memory_for
-from dalsegno.checkpoint.frozen_checksums import Fingerprint, to_bytes
+from dalsegno.checkpoint.frozen_checksums import Checksums, Fingerprint, FrozenChecksums, to_bytes, unchanged_everywhere
 from dalsegno.checkpoint.manifest import ComponentRecord, Manifest
 from dalsegno.checkpoint.names import SHARED, rank_sidecar
 from dalsegno.checkpoint.plan import FilePlan, Plan
 from dalsegno.checkpoint.sharding import Box
-from dalsegno.checkpoint.sidecar import SavedState, sidecar_arrays, sidecar_json
+from dalsegno.checkpoint.sidecar import Encoded, SavedState, sidecar_arrays, sidecar_json
 from dalsegno.checkpoint.staging import Buffer, Copying, Layouts, NoRoom, SharedFiles
 from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk
-from dalsegno.checkpoint.unchanged_files import LinkableFiles, UnchangedFile, live_digest
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import RankFailed
-from dalsegno.stateful.component import Component
+from dalsegno.stateful.component import Component, varying_fields
 from dalsegno.system import filesystem
 from dalsegno.system.progress import format_bytes
 
@@ -360,3 +362,87 @@ def _layouts(files: Iterable[FilePlan | _FileOfTensors]) -> Layouts:
 def _reraise(failure: Exception | None) -> None:
     if failure is not None:
         raise failure
+
+
+# --- the states of all components on this rank ----------------------------------------------------------------------
+
+
+class States(NamedTuple):
+    """Captured states: shared by all ranks; of this rank only; the shared ones to compare across ranks; tensors that
+    are sharded over the ranks; the names of the frozen ones among these; and checksums of those to be left out."""
+
+    shared: dict[str, Encoded]
+    own: dict[str, Encoded]
+    compared: dict[str, Encoded]
+    tensors: TensorsByComponent
+    frozen: dict[str, Collection[str]]
+    base: Checksums
+
+
+def encode_all(
+    sharded: Sequence[Capturable],
+    components: Sequence[Component],
+    carried: Mapping[str, SavedState],
+    base: FrozenChecksums | None,
+) -> tuple[States, Exception | None]:
+    """Every state; or the states before the first one that raised, and its exception. No collective."""
+    states = States({}, {}, {}, {}, {}, {})
+    try:
+        _encode_into(states, sharded, components, carried)
+        return (states if base is None else states._replace(base=base.unchanged(states.tensors, states.frozen))), None
+    except Exception as error:
+        return states, error
+
+
+def _encode_into(
+    states: States, sharded: Sequence[Capturable], components: Sequence[Component], carried: Mapping[str, SavedState]
+) -> None:
+    for each in sharded:
+        states.tensors[each.key], rest, states.frozen[each.key] = each.capture()
+        record = ComponentRecord(each.class_name, 1, "sharded", varying_fields(each))
+        states.shared[each.key] = states.compared[each.key] = Encoded.of(each.key, SavedState(record, [rest]))
+    for component in components:
+        record = ComponentRecord(component.class_name, component.version, component.scope, component.varies)
+        if record.scope == "per_rank":
+            states.own[component.key] = _encoded(component, record)
+        elif (is_compared := component.compared) or collectives.rank() == 0:
+            states.shared[component.key] = _encoded(component, record)
+            if is_compared:
+                states.compared[component.key] = states.shared[component.key]
+    taken = {key for component in components for key in component.keys} | states.tensors.keys()
+    for key, saved in carried.items():
+        if key not in taken:
+            states.shared[key] = Encoded.of(key, saved)
+
+
+def _encoded(component: Component, record: ComponentRecord) -> Encoded:
+    return Encoded.of(component.key, SavedState(record, [component.capture()]))
+
+
+def signature_of(states: States) -> object:
+    """Equal for states that have the same plan."""
+    return planning.signature(states.tensors, states.frozen), {key: {*its} for key, its in states.base.items()}
+
+
+def digest_of(compared: Mapping[str, Encoded]) -> int:
+    """A number below 2**63, equal on two ranks only if their states are equal bit by bit."""
+    if collectives.world_size() == 1:
+        return 0
+    checksum = xxhash.xxh3_64()
+    for key, each in compared.items():
+        checksum.update(f"{key} {each.checksum()} ".encode())
+    return checksum.intdigest() >> 1
+
+
+def warn_of_differences(compared: Mapping[str, Encoded]) -> None:
+    checksums = collectives.gather({key: each.checksum() for key, each in compared.items()}, "states that differ")
+    if collectives.rank() != 0:
+        return
+    for key, first in checksums[0].items():
+        if odd := [number for number, theirs in enumerate(checksums) if theirs.get(key) != first]:
+            logger.warning(
+                "%s: its state is replicated, yet it differs from rank 0's on rank %s; rank 0's is saved. Make it the "
+                'same on all ranks, or set state_scope = "per_rank"',
+                key,
+                ", ".join(map(str, odd)),
+            )

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dalsegno.checkpoint import checkpoint_dir
+from dalsegno.checkpoint.files import LinkableFiles, UnchangedFile
 from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.checkpoint.names import CHECKPOINTS, MANIFEST, checkpoint_path, partial_path
-from dalsegno.checkpoint.unchanged_files import LinkableFiles, UnchangedFile
 from dalsegno.errors import DamagedCheckpoint
 from dalsegno.logs.rewind import free_path
 from dalsegno.system import filesystem
