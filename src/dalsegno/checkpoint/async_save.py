@@ -79,15 +79,8 @@ class NewDirectory:
 
 
 class AsyncSave:
-    """A save in progress, or a finished one.
-
-    Attributes:
-        step: finished steps at capture.
-        path: directory of the checkpoint once it is published.
-        is_best: whether no earlier checkpoint was better.
-        failure: why it was not published; None until the outcome is known, and if it was published.
-        records: of the files that this rank wrote; of all files, once they are published in memory.
-    """
+    """A save in progress, or a finished one. ``failure``: why it was not published, once that is known. ``records``: of
+    the files that this rank wrote; of all files, once they are published in memory."""
 
     def __init__(
         self,
@@ -96,7 +89,8 @@ class AsyncSave:
         *,
         step: int,
         is_best: bool,
-        manifest_of: Callable[[Sequence[Records]], Manifest],
+        metrics: Mapping[str, float],
+        is_finite: bool,
         published: Callable[[], object] | None = None,
         afterwards: Callable[[], object] | None = None,
     ) -> None:
@@ -106,7 +100,6 @@ class AsyncSave:
         Args:
             snapshot: this rank's part.
             destination: of the checkpoint.
-            manifest_of: builds the manifest from all ranks' records; called on rank 0.
             published: called on rank 0 after publication, before the ranks receive the outcome.
             afterwards: called on rank 0 after the ranks have received the outcome.
         """
@@ -115,7 +108,8 @@ class AsyncSave:
         self.records: Records = {}
         self._snapshot = snapshot
         self._destination = destination
-        self._manifest_of, self._published, self._afterwards = manifest_of, published, afterwards
+        self._metrics, self._is_finite = metrics, is_finite
+        self._published, self._afterwards = published, afterwards
         self.group = collectives.background_group()
         self._is_rank_zero = collectives.rank() == 0
         self.progress = Progress()
@@ -233,7 +227,8 @@ class AsyncSave:
         if reasons or self._is_cancelled:
             return "; ".join(reasons) or "it was cancelled"
         try:
-            return self._manifest_of([records for records, _ in reports])
+            records = [records for records, _ in reports]
+            return self._snapshot.manifest(self.step, self._metrics, self.is_best, self._is_finite, records)
         except Exception as error:
             return described(error)
 

@@ -273,7 +273,8 @@ class MemoryCheckpoints:
             publication,
             step=step,
             is_best=False,
-            manifest_of=partial(snapshot.manifest, step, metrics, False, True),
+            metrics=metrics,
+            is_finite=True,
         )
         self._captured = slot, start
 

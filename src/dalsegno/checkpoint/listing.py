@@ -43,13 +43,8 @@ class CheckpointStatus(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """A directory among the checkpoints.
-
-    Attributes:
-        step: from its name; None if the name has none.
-        problem: one sentence; None if there is no problem.
-        checkpoint: None if the manifest cannot be read.
-    """
+    """A directory among the checkpoints. ``step``: from its name, if it has one. ``problem``: one sentence.
+    ``checkpoint``: None if the manifest cannot be read."""
 
     path: Path
     step: int | None

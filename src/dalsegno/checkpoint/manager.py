@@ -31,15 +31,9 @@ logger = logging.getLogger("dalsegno")
 
 
 class CheckpointManager:
-    """The directory ``<output_dir>/checkpoints``.
-
-    Args:
-        output_dir: the run's directory.
-        keep: policy that :meth:`prune` applies; None keeps all checkpoints.
-        layout: which ranks read the same data; None: each its own.
-        locate: returns the path of the checkpoint of a step; None: in ``<output_dir>/checkpoints``. Elsewhere,
-            :meth:`find` needs a path.
-    """
+    """The directory ``<output_dir>/checkpoints``. ``keep``: policy that :meth:`prune` applies; None keeps all
+    checkpoints. ``layout``: which ranks read the same data; None: each its own. ``locate``: returns the path of the
+    checkpoint of a step that is elsewhere; :meth:`find` then needs a path."""
 
     def __init__(
         self,
@@ -75,7 +69,6 @@ class CheckpointManager:
         return self._base
 
     def path_of(self, step: int) -> Path:
-        """Path of the checkpoint of ``step``, whether it exists or not."""
         return self._locate(step)
 
     def save(
@@ -87,8 +80,8 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         is_best: bool = False,
     ) -> Path:
-        """As :meth:`save_async`, but wait until the checkpoint is published, and return its directory. Raises
-        SaveFailed on every rank if it could not be written; then no partial checkpoint remains."""
+        """As :meth:`save_async`, but wait until the checkpoint is published. Raises SaveFailed on every rank if it is
+        not."""
         save = self.save_async(step, sharded, components, metrics=metrics, is_best=is_best, background=False)
         save.join()
         if save.failure is not None:
@@ -109,27 +102,16 @@ class CheckpointManager:
         published: Callable[[], object] | None = None,
         settled: Callable[[], object] | None = None,
     ) -> AsyncSave:
-        """Capture every state and write it in the background; then delete checkpoints that the policy does not keep.
-
-        Waits for the previous save first: one save at a time is in progress.
+        """Capture every state and write it in the background, after the save before; then delete checkpoints that the
+        policy does not keep. Raises ConfigurationError if there is a checkpoint of that step.
 
         Args:
-            step: finished steps; there must be no checkpoint of that step yet.
-            sharded: model and optimizer.
-            components: everything else with a state.
-            metrics: of the evaluation at this step, for policies and users.
-            is_best: whether no earlier checkpoint was better.
             is_finite: whether this rank's weights are not known to contain NaN or infinity.
             background: return once the state is copied. False: return once the checkpoint is published or the save
                 has failed; takes no memory for a copy.
             pretrained: on rank 0, files of :func:`~dalsegno.checkpoint.export.pretrained_files`, for a checkpoint that
                 ``from_pretrained`` loads; None: for none.
-            published: called on rank 0, on another thread, after publication.
-            settled: called on rank 0, on another thread, after the deletions.
-
-        Raises:
-            CannotSave: on every rank, if a state cannot be saved.
-            ConfigurationError: if there is a checkpoint of that step.
+            published, settled: called on rank 0, on another thread, after publication, and after the deletions.
         """
         self.settle()
         final = self.path_of(step)
@@ -138,53 +120,51 @@ class CheckpointManager:
         )
         if exists:
             raise ConfigurationError(f"{final}: there is a checkpoint of this step already; it is not overwritten")
-        if is_nonfinite:
-            self._warn_nonfinite(step)
+        if is_nonfinite and collectives.rank() == 0 and not self._has_warned_nonfinite:
+            self._has_warned_nonfinite = True
+            logger.warning(
+                "step %d: the weights contain NaN or infinity; this checkpoint does not displace a finite one", step
+            )
         if has_no_former:
             self._find_former()
         former = self._former if self._former is not None and self._former.are_beside(final.parent) else None
         snapshot = self._snapshotter.capture(sharded, components, self._carried, copy=background, former=former)
         self._has_saved = True
+
+        def trust() -> None:
+            self._trusted = final.resolve()
+            if published is not None:
+                published()
+
+        def prune() -> None:
+            try:
+                self._delete_unkept()
+            finally:
+                if settled is not None:
+                    settled()
+
         self._unsettled = save = AsyncSave(
             snapshot,
             NewDirectory(final) if pretrained is None else PretrainedDirectory(final, pretrained),
             step=step,
             is_best=is_best,
-            manifest_of=functools.partial(snapshot.manifest, step, metrics or {}, is_best, not is_nonfinite),
-            published=functools.partial(self._published, final, published),
-            afterwards=functools.partial(self._prune_after_save, settled),
+            metrics=metrics or {},
+            is_finite=not is_nonfinite,
+            published=trust,
+            afterwards=prune,
         )
         return save
 
-    def _warn_nonfinite(self, step: int) -> None:
-        if collectives.rank() == 0 and not self._has_warned_nonfinite:
-            self._has_warned_nonfinite = True
-            logger.warning(
-                "step %d: the weights contain NaN or infinity; this checkpoint does not displace a finite one", step
-            )
-
-    def _published(self, final: Path, then: Callable[[], object] | None) -> None:
-        self._trusted = final.resolve()
-        if then is not None:
-            then()
-
-    def _prune_after_save(self, then: Callable[[], object] | None) -> None:
-        try:
-            self._delete_unkept()
-        finally:
-            if then is not None:
-                then()
-
     def leave_out_base(self, sharded: Sequence[ShardedState]) -> None:
         """Save only checksums of the frozen parameters that keep their present values, which the user's script must
-        rebuild: call before anything is loaded. They are compared when a checkpoint is loaded. Collective."""
+        rebuild: call before anything is loaded. They are compared when a checkpoint is loaded."""
         if self._base is None:
             self._base = collectives.run_on_all_ranks(lambda: FrozenChecksums(sharded))
             self._snapshotter.leave_out(self._base)
 
     def prepare(self, sharded: Sequence[ShardedState]) -> None:
         """Allocate the buffers of the first save in the background, so that it takes no longer than the next one. Call
-        once the optimizer has its state. Collective."""
+        once the optimizer has its state."""
         if not self._has_saved and self._prefault is None:
             if self._former is None:
                 self._find_former()
@@ -207,8 +187,7 @@ class CheckpointManager:
         collectives.from_rank_zero(lambda: checkpoint_dir.amend(path, metrics, is_best))
 
     def check_serializable(self, sharded: Sequence[ShardedState], components: Sequence[Component]) -> None:
-        """Capture every state as a save does, but write nothing, to find before training what cannot be saved: raises
-        CannotSave on every rank if a state cannot be saved or the ranks hold different tensors. Collective."""
+        """Capture every state as a save does, but write nothing, to find before training what cannot be saved."""
         self._snapshotter.check_serializable(sharded, components)
 
     def find(
@@ -219,27 +198,18 @@ class CheckpointManager:
         until: int | None = None,
         elsewhere: Callable[[int], Checkpoint | None] | None = None,
     ) -> Checkpoint | None:
-        """The newest checkpoint whose every byte matches its manifest; each rank reads some of the files.
+        """The newest checkpoint whose every byte matches its manifest, or None; each rank reads some of the files.
+        With a ``path``, exactly that checkpoint, of this run or another.
 
         Newer, damaged checkpoints are renamed to ``step-….damaged``, each with a warning that names the damage. That
         happens once a valid one is found. If there is none, nothing is renamed, so that the next attempt finds the
-        same and does not start at step 0; nor does it once only renamed ones are left. With a ``path``, exactly that
-        checkpoint, of this run or another.
+        same and does not start at step 0; nor does it once only renamed ones are left: raises DamagedCheckpoint.
 
         Args:
-            path: of the requested checkpoint.
             strict: raise if the newest checkpoint is damaged, and rename nothing.
             until: search only the checkpoints of this step or before.
             elsewhere: if the newest checkpoint here is damaged, returns a valid one from another place, of a step
                 greater than the argument, or None. It comes before the older ones here. Collective.
-
-        Returns:
-            None if no ``path`` is given and there is no checkpoint.
-
-        Raises:
-            NotFound: if ``path`` does not exist.
-            DamagedCheckpoint: if the one at ``path`` is damaged, or all are, renamed ones included.
-            OSError: if one cannot be read, which is not damage: nothing is renamed.
         """
         self.settle()
         if path is not None:
@@ -276,17 +246,10 @@ class CheckpointManager:
         States that no component claims are kept, and go into every later checkpoint.
 
         Args:
-            checkpoint: the verified checkpoint.
-            sharded: model and optimizer.
-            components: everything else with a state.
             strict_callbacks: refuse a saved state without its callback, and a callback without a saved state.
             settings: the run's present settings, compared with those saved under that key.
             allowed: changes that are not refused: see :data:`dalsegno.checkpoint.compatibility.REFUSED`.
             adapt: by component key, a function applied to the saved state before it is loaded.
-
-        Raises:
-            StateMismatch: before anything is changed, if a state does not fit its component.
-            DamagedCheckpoint: if a file has content that dalsegno cannot have written.
         """
         saved = SavedStates(checkpoint, self._layout)
         carried: dict[str, SavedState] = {}
@@ -304,8 +267,8 @@ class CheckpointManager:
         return report
 
     def newest_published(self, until: int | None = None) -> tuple[Path | None, int]:
-        """The newest published checkpoint of step ``until`` (None: any) or before, verified or not, and its step; None
-        and 0 if there is none."""
+        """The newest published checkpoint of step ``until`` (None: any) or before, verified or not, and its step; else
+        None and 0."""
         newest_first = functools.partial(checkpoint_dir.newest_first, self.directory, until=until)
         paths = collectives.from_rank_zero(newest_first)
         return (paths[0], names.step_of(paths[0]) or 0) if paths else (None, 0)
@@ -315,8 +278,7 @@ class CheckpointManager:
         return collectives.from_rank_zero(lambda: self._summaries.of(self.directory))
 
     def archive_after(self, step: int | None, into: Path) -> list[Path]:
-        """Move the checkpoints later than ``step`` (None: all) to ``into``, newest first: their timeline is abandoned.
-        Returns their new paths."""
+        """Move the checkpoints later than ``step`` (None: all) to ``into``, newest first. Returns their new paths."""
 
         def move() -> list[Path]:
             paths = checkpoint_dir.newest_first(self.directory, after=-1 if step is None else step)
@@ -326,12 +288,8 @@ class CheckpointManager:
         return collectives.from_rank_zero(move)
 
     def prune(self) -> list[Path]:
-        """Delete what the policy does not keep; never the newest, the last verified one, or foreign files. Returns the
-        deleted checkpoints.
-
-        A checkpoint with a missing file or a file of another size stays and does not count: another one is kept in its
-        place.
-        """
+        """Delete what the policy does not keep; never the newest, the last verified one, or foreign files. A checkpoint
+        with a missing file or a file of another size stays and does not count. Returns the deleted checkpoints."""
         self.settle()
         return collectives.from_rank_zero(self._delete_unkept)
 
@@ -353,7 +311,7 @@ class CheckpointManager:
         return [path for path in unkept if path.resolve() != self._trusted and checkpoint_dir.delete(path)]
 
     def _find_former(self) -> None:
-        """For a leg that has neither verified nor written a checkpoint, as one that resumed from memory. Collective."""
+        """For a leg that has neither verified nor written a checkpoint, as one that resumed from memory."""
         newest = collectives.from_rank_zero(functools.partial(LinkableFiles.of_newest, self.directory))
         self._former = self._former or newest
 

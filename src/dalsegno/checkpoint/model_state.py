@@ -152,7 +152,6 @@ class ModelState:
         }
 
     def is_empty(self) -> bool:
-        """Whether there are no tensors and no extra state."""
         return not self._raw()
 
     def held(self) -> set[int]:
@@ -162,7 +161,6 @@ class ModelState:
         return {id(each) for each in raw.values()} | copied
 
     def is_trained(self) -> bool:
-        """Whether any parameter requires a gradient."""
         return any(parameter.requires_grad for parameter in self._model.parameters())
 
     def names(self) -> set[str]:
@@ -171,7 +169,6 @@ class ModelState:
         return {*model.tensors, *model.tied}
 
     def tied_names(self) -> list[list[str]]:
-        """Names of each tied tensor; first the name under which it is saved."""
         return self._sorted().tied_names()
 
     def _raw(self) -> Mapping[str, Any]:

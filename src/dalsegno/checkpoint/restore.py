@@ -274,7 +274,6 @@ class StoredTensors:
 
     @classmethod
     def of(cls, saved: SavedStates) -> StoredTensors:
-        """Read the index and the rests of a verified checkpoint."""
         keys = [key for key in saved if saved.record(key).scope == "sharded"]
         return cls(
             saved.path,

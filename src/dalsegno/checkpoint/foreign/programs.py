@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,13 +179,13 @@ def _write(run: RunState, output_dir: Path) -> Path:
     kept = {
         key: SavedState(ComponentRecord(f"{IMPORTED}.{key}", 1, "replicated"), [state]) for key, state in states.items()
     }
-    snapshot = Snapshotter().capture(sharded, (), kept, copy=False)
     save = AsyncSave(
-        snapshot,
+        Snapshotter().capture(sharded, (), kept, copy=False),
         NewDirectory(names.checkpoint_path(output_dir / names.CHECKPOINTS, run.step)),
         step=run.step,
         is_best=False,
-        manifest_of=partial(snapshot.manifest, run.step, {}, False, True),
+        metrics={},
+        is_finite=True,
     )
     save.join()
     if save.failure is not None:

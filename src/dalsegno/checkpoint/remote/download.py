@@ -28,23 +28,11 @@ _THREADS = 4  # files received at once
 
 
 def fetch_newer(store: Store, run: Path, newest_here: int | None, *, strict: bool = False) -> int | None:
-    """Fetch the newest valid checkpoint of the store, and the logs, if the store is ahead of ``run``.
-
-    The store is ahead if another host continued the run, as ``run.json`` records, or if its checkpoint is newer. Local
-    files of an abandoned timeline are moved to ``rewound/``; nothing is overwritten or deleted.
-
-    Args:
-        store: the source.
-        run: the run's directory, locked by this process.
-        newest_here: step of the newest verified checkpoint here; None if there is none.
-        strict: raise if the newest checkpoint of the store is damaged, instead of fetching the one before.
-
-    Returns:
-        Step of the fetched checkpoint; None if the store is not ahead.
-
-    Raises:
-        DamagedCheckpoint: if it is damaged, and ``strict``.
-    """
+    """Fetch the newest valid checkpoint of the store, and the logs, if the store is ahead of ``run``, which this
+    process has locked: if another host continued the run, as ``run.json`` records, or its checkpoint is newer than
+    ``newest_here``. Local files of an abandoned timeline are moved to ``rewound/``; nothing is overwritten or deleted.
+    ``strict``: raise if the newest is damaged, instead of fetching the one before. Returns the step; None if the store
+    is not ahead."""
     names = store.sizes()
     is_ahead = _is_ahead(store.read("run.json"), run / "run.json")
     for step in steps_in(names):

@@ -9,24 +9,13 @@ class Mirror:
     """Keeps a copy of a run elsewhere. This class, for a run without a URL, keeps none."""
 
     def claim(self, *, take_over: bool) -> None:
-        """Lock the URL until :meth:`end`, so that no other process trains there; with ``take_over``, even if a process
-        of another host holds the lock. Collective. Raises Locked if another process holds the lock, or may hold it on
-        another host; OSError if the lock cannot be read."""
+        """Lock the URL until :meth:`end`; with ``take_over``, even if a process of another host holds the lock. Raises
+        Locked if another process holds the lock, or may hold it on another host. Collective."""
 
     def fetch_newer(self, newest_here: int | None, *, strict: bool) -> bool:
-        """Fetch the newest checkpoint from the URL if it is ahead of step ``newest_here``. Collective.
-
-        Args:
-            newest_here: None if there is no checkpoint here.
-            strict: use no older one if the newest at the URL is damaged.
-
-        Returns:
-            Whether a newer checkpoint was fetched.
-
-        Raises:
-            DamagedCheckpoint: if the newest at the URL is damaged, and ``strict``.
-            OSError: if the URL cannot be read. Training all the same could fork the run.
-        """
+        """Fetch the newest checkpoint from the URL if it is ahead of step ``newest_here`` (None: there is none);
+        ``strict``: no older one. Returns whether it was. An OSError is raised: training all the same could fork the
+        run. Collective."""
         return False
 
     def begin(self, step: int | None, archived: Callable[[], None] = lambda: None) -> None:

@@ -68,7 +68,6 @@ class StoreMirror(Mirror):
     def begin(self, step: int | None, archived: Callable[[], None] = lambda: None) -> None:
         if collectives.rank() == 0:
             self._uploads = UploadThread(Uploader(self._store, self._run, self._keep), self._lock, step, archived)
-            self._uploads.start()
 
     def poll(self) -> None:
         if self._uploads is not None:
@@ -113,8 +112,6 @@ class UploadThread:
         self._failures = 0  # in a row
         self._progress = Progress()
         self._thread = threading.Thread(target=self._run, name="dalsegno-upload", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     def wake(self) -> None:
