@@ -439,13 +439,8 @@ def array_in(
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Values that share memory.
-
-    Attributes:
-        numbers: of the values.
-        offsets: of the first element of each, in bytes from the first byte that belongs to any.
-        memory: a copy; bytes that belong to none are zero.
-    """
+    """Values, by their ``numbers``, that share memory: a copy of it, in which bytes that belong to none are zero, and
+    the ``offsets`` in bytes of each one's first element."""
 
     numbers: Sequence[int]
     offsets: Sequence[int]

@@ -68,14 +68,14 @@ class InlineFile:
 
     @contextlib.contextmanager
     def written_to(self, directory: Path, advance: Advance) -> Iterator[FileRecord]:
-        """Write the file, whose size and checksum this is; it is durable once the context is left."""
+        """Write the file, whose record this is; it is durable once the context is left."""
         advance(self.length)
         with filesystem.written_durably(directory / self.name, [self.data]):
             yield FileRecord(self.length, xxhash.xxh3_128_hexdigest(self.data))
 
 
 def write_hashed(path: Path, pieces: Iterable[filesystem.Buffer], advance: Advance) -> FileRecord:
-    """Write a file durably from ``pieces``, which are produced meanwhile; its size and checksum."""
+    """Write a file durably from ``pieces``, which are produced meanwhile."""
     checksum, size = xxhash.xxh3_128(), 0
 
     def hashed() -> Iterator[filesystem.Buffer]:
@@ -303,15 +303,9 @@ _ROWS = 16  # summed by one call: 4 MB, whose products take 16 MB
 
 
 class LinkableFiles:
-    """Files of a published checkpoint, which later ones may share.
-
-    Args:
-        directory: of the checkpoint.
-        records: of its files.
-        unverified: names of those that this process has neither verified nor written. They are verified when they are
-            needed.
-        digests: by name, of the tensors in those that this process has saved: see :func:`live_digest`.
-    """
+    """Files of a published checkpoint in ``directory``, which later ones may share. ``unverified``: those that this
+    process has neither verified nor written, and verifies when they are needed. ``digests``: of the tensors in those
+    that this process has saved: see :func:`live_digest`."""
 
     def __init__(
         self,

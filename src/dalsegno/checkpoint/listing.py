@@ -158,12 +158,9 @@ def _size_problem(checkpoint: Checkpoint) -> str | None:
 
 
 class Summaries:
-    """Summaries of the valid checkpoints in a directory, which is listed again and again.
-
-    A checkpoint is read twice, and again once its manifest or one of its folders has changed: files appear and
-    disappear there by that. Twice, since the clock of a file system has steps: in the one in which a checkpoint was
-    first read, it may have changed once more.
-    """
+    """Summaries of the valid checkpoints in a directory, which is listed again and again. A checkpoint is read twice,
+    and again once its manifest or one of its folders has changed: files appear and disappear there by that. Twice,
+    since the clock of a file system has steps, in the first of which it may have changed once more."""
 
     def __init__(self) -> None:
         self._known: dict[Path, _Read] = {}

@@ -32,14 +32,9 @@ class ModelRest(TypedDict):
 
 
 class ModelState:
-    """A model's parameters, persistent buffers and extra state. Tied tensors are saved once, wrapped ones in parts.
-
-    Args:
-        model: the module; DistributedDataParallel around it is removed. Under FSDP2 its parameters are DTensors, and
-            each rank saves its shards.
-        key: key of the component.
-        apart_from: a model whose tensors are excluded because it is saved separately.
-    """
+    """A model's parameters, persistent buffers and extra state, without DistributedDataParallel around it. Tied tensors
+    are saved once, wrapped ones in parts; under FSDP2, whose parameters are DTensors, each rank saves its shards.
+    ``apart_from``: a model that is saved separately."""
 
     optimizer = None  # a forward may change buffers
 

@@ -28,16 +28,10 @@ from dalsegno.stateful.component import Component, State
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Outcome of a load for each component.
-
-    Attributes:
-        restored: keys of components that have their saved state again.
-        fresh: keys of components that the checkpoint does not contain; they stay as built.
-        carried: keys of saved states that no component claimed; they go into the next checkpoints.
-        changes: differences between the checkpoint and the present run: first those that ``allow_changes=`` let
-            pass, then those that make the run inexact, then the rest.
-        notes: further sentences for the user.
-    """
+    """Outcome of a load, by the keys of components: ``restored``; ``fresh``, which the checkpoint does not contain and
+    stay as built; ``carried``, which no component claimed and go into the next checkpoints. ``changes``: first those
+    that ``allow_changes=`` let pass, then those that make the run inexact. ``notes``: further sentences for the
+    user."""
 
     restored: list[str] = field(default_factory=list)
     fresh: list[str] = field(default_factory=list)
@@ -256,15 +250,8 @@ def _check_scopes(saved: SavedStates, sharded: Sequence[ShardedState], component
 
 @dataclass(frozen=True, slots=True)
 class StoredTensors:
-    """Stored state of model and optimizer, in a checkpoint or in another library's files.
-
-    Attributes:
-        origin: path of the checkpoint or weights, for messages.
-        files: the files of tensors.
-        index: the tensors.
-        rests: non-tensor state of each component, by its key.
-        classes: class name that each component was saved from, where known.
-    """
+    """Stored state of model and optimizer, in a checkpoint or in another library's files at ``origin``: the non-tensor
+    ``rests`` and the ``classes``, where known, by component."""
 
     origin: Path
     files: Files

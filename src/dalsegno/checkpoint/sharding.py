@@ -77,13 +77,9 @@ class Boxes:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a tensor is distributed.
-
-    Attributes:
-        ranks: of the meshes that each hold the whole tensor, one mesh after the other, each in row-major order.
-        mesh: shape of a mesh.
-        cuts: pairs of a dimension of the mesh and the dimension of the tensor that it cuts, in the order of the cuts.
-    """
+    """How a tensor is distributed over the ``ranks`` of meshes that each hold the whole tensor, one after the other,
+    each in row-major order. ``cuts``: pairs of a dimension of the ``mesh`` and the dimension of the tensor that it
+    cuts, in order."""
 
     ranks: tuple[int, ...]
     mesh: tuple[int, ...]
@@ -167,14 +163,8 @@ class ListedChunks:
 
 @dataclass(frozen=True, slots=True)
 class ShardedChunks:
-    """Chunks as they were on the ranks. None is computed before it is asked for.
-
-    Attributes:
-        component, name, shape: of the tensor.
-        sharding: of the tensor on the ranks that saved it.
-        replica: the column of ``sharding.owners`` with the rank that wrote each box.
-        is_frozen: whether it is in the file of frozen tensors.
-    """
+    """Chunks as they were on the ranks. None is computed before it is asked for. ``replica``: the column of
+    ``sharding.owners`` with the rank that wrote each box."""
 
     component: str
     name: str

@@ -185,21 +185,11 @@ class Snapshotter:
         former: LinkableFiles | None = None,
     ) -> Snapshot:
         """Capture every state, except for the copies of tensors, which are still to be made: see
-        :attr:`Snapshot.copying`. Collective: one small reduction, unless something changed since the last capture.
-
-        Args:
-            sharded: model and optimizer.
-            components: everything else with a state.
-            carried: on rank 0, states of an earlier checkpoint that no component claimed.
-            copy: copy the state, so that training may continue. Where memory is short the state is not copied, and
-                the first time a warning is logged.
-            former: files of the checkpoint before. Files of frozen tensors that it has too are not copied and not
-                written; to find them, the frozen tensors are hashed.
-
-        Raises:
-            CannotSave: on every rank, if a state on any rank cannot be saved.
-            NoRoom: on every rank, if shared files do not fit into memory.
-        """
+        :attr:`Snapshot.copying`. ``carried``: on rank 0, states of an earlier checkpoint that no component claimed.
+        ``copy``: so that training may continue; not where memory is short. ``former``: files of the checkpoint before;
+        to find those of frozen tensors that it has too, which are not written again, the frozen tensors are hashed.
+        Collective: one small reduction, unless something changed since the last capture. Raises NoRoom on every rank,
+        if shared files do not fit into memory."""
         states, failure = encode_all(sharded, components, carried, self._base)
         sidecars = list(_sidecar_files(states))
         signature = signature_of(states)

@@ -115,15 +115,8 @@ class TensorChunk:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Position of each chunk in a file.
-
-    Attributes:
-        header: first bytes of the file.
-        chunks: in the order of the caller.
-        spans: of each, its first byte and the byte after its last, without gaps.
-        order: numbers of the chunks in the order of their positions.
-        length: bytes of the file.
-    """
+    """Position of each chunk in a file: ``spans`` from its first byte to that after its last, without gaps; ``order``:
+    numbers of the chunks in the order of their positions."""
 
     header: bytes
     chunks: Sequence[TensorChunk]

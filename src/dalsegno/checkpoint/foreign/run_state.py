@@ -154,17 +154,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """State of a run after ``step`` optimizer steps. Tensors are full tensors on the CPU.
-
-    Attributes:
-        program: the program whose files these are.
-        model: tensors by FQN, each tied tensor once.
-        tied: further name of a tied tensor to its name in ``model``, as far as known.
-        schedulers: ``state_dict`` of each learning rate schedule.
-        settings: of a run here, by their names in ``TrainingArguments``; for an export.
-        world_size: number of ranks.
-        left_out: parts that are missing in the files, or have no place in a run here, and why.
-    """
+    """State of a run after ``step`` optimizer steps. Tensors are full tensors on the CPU; each tied one is in ``model``
+    once, and ``tied`` has its further names. ``settings``: of a run here, for an export. ``left_out``: parts that are
+    missing in the files, or have no place in a run here, and why."""
 
     program: str
     step: int
@@ -194,19 +186,10 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the files of a program contain.
-
-    Attributes:
-        tensors: of the model, by their names there; values that are not tensors are ignored.
-        optimizer: its ``state_dict``, if saved, and the place of that, for messages.
-        step: finished steps, if saved; else the optimizer's own count is taken.
-        place: position in the data, if saved.
-        schedulers: ``state_dict`` of each.
-        processes: that each advance a schedule of a function once in a step.
-        unknown: names of other parts.
-        callbacks: names of callbacks with a state.
-        program: another one than the files are usually of.
-    """
+    """What the files of a program contain: the model's tensors by their names there, beside values that are not
+    tensors; the ``optimizer``'s ``state_dict`` and its place, for messages; ``step`` and ``place``, if saved.
+    ``processes``: that each advance a schedule of a function once in a step. ``program``: if the files are of another
+    one than usual."""
 
     tensors: Mapping[str, Any]
     optimizer: tuple[Any, str]

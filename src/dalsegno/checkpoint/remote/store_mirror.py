@@ -197,11 +197,9 @@ class UploadThread:
 
 
 class RemoteLock:
-    """One live process at a time at a URL: a file there names it, like the lock in a local directory.
-
-    No kernel holds such a lock: the file of a killed process stays. Where this process would see it (on the same host,
-    in the same pid namespace), it is known to be dead; elsewhere its lease expires, as in a directory that hosts share.
-    """
+    """One live process at a time at a URL: a file there names it, like the lock in a local directory. The file of a
+    killed process stays. Where this process would see it (on the same host, in the same pid namespace), it is known to
+    be dead; elsewhere its lease expires, as in a directory that hosts share."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

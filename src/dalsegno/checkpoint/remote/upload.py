@@ -1,10 +1,10 @@
 """Upload: make the store contain what the run's directory contains. No threads and no retries here.
 
 Each sync compares the two sides. So it makes up for what was missed, because the network failed or the process was
-killed, and follows every change of the directory: saves, deletions, manual edits. What it sends is an
-:class:`UploadSet`: a checkpoint's files, or the logs as they were at its save and the files that identify the run. They
-are staged in ``.uploading`` in the run's directory until they have been sent: hard links to the checkpoint's files,
-which may be deleted meanwhile, and copies of files that are still being written.
+killed, and follows every change of the directory: saves, deletions, manual edits. It sends a checkpoint's files, or the
+logs as they were at its save and the files that identify the run. They are staged in ``.uploading`` in the run's
+directory until they have been sent: hard links to the checkpoint's files, which may be deleted meanwhile, and copies of
+files that are still being written.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -41,14 +40,6 @@ Marks = dict[str, tuple[int, int]]
 """By name in the run: bytes of the file that were sent, and its modification time (ns)."""
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True)
-class UploadSet:
-    """``files``: by name in the run, in upload order, a manifest last."""
-
-    files: dict[str, Path] = field(default_factory=dict)
-    marks: Marks = field(default_factory=dict)
 
 
 class Uploader:
@@ -100,9 +91,29 @@ class Uploader:
                     raise
         self._delete_pruned()
 
-    def sync_run_files(self, moved: Moved | None = None) -> None:
-        """Send the files that belong to no checkpoint, as they are now."""
-        self._send_run_files(of_run_files(self.run, self._marks), moved)
+    def sync_run_files(self, moved: Moved | None = None, checkpoint: Checkpoint | None = None) -> None:
+        """Send changed files that belong to no checkpoint: logs, ``run.json``, files that callbacks wrote. With a
+        ``checkpoint``, logs are cut at their length when it was saved, and ``run.json`` lacks the end of its newest
+        leg, since the last records do; without, they are as now, ``run.json`` last."""
+        lengths: Mapping[str, int] = {}
+        if checkpoint is not None:
+            states = [*readable_states(checkpoint).values()]
+            lengths = {position.path: position.offset for position in _positions_in(states)}
+        staging, files, marks = _fresh(self.run) / "rest", dict[str, Path](), Marks()
+        for name in sorted(run_files(self.run), key=_RUN.__eq__):
+            try:
+                status = (self.run / name).stat()
+                mark = (min(status.st_size, lengths.get(name, status.st_size)), status.st_mtime_ns)
+                if self._marks.get(name) == mark:
+                    continue
+                files[name] = _copied(self.run / name, staging / name, mark[0])
+                if name == _RUN and checkpoint is not None and RunFile(staging).withdraw_end():
+                    continue  # without a mark: the next time it has the end
+                marks[name] = mark
+            except FileNotFoundError:  # moved meanwhile; it is sent the next time
+                continue
+        self._send(files, moved)
+        self._marks |= marks
 
     def missing(self) -> list[str]:
         return [path.name for path in self._missing()]
@@ -114,24 +125,21 @@ class Uploader:
         step = checkpoint.step
         manifest = (path / MANIFEST).read_bytes()
         if step >= max(self._there, default=0):
-            self._send_run_files(of_run_files(self.run, self._marks, checkpoint), moved)
-        files = of_checkpoint(self.run, checkpoint)
+            self.sync_run_files(moved, checkpoint)
+        staging, names = _fresh(self.run), [*checkpoint.manifest.files, MANIFEST]
+        files = {f"{_prefix_of(step)}{name}": _linked(path / name, staging / name) for name in names}
         if step in self._there and _same_files(self._there[step], manifest):  # only the manifest was amended
             name = f"{_prefix_of(step)}{MANIFEST}"
-            files = UploadSet({name: files.files[name]})
+            files = {name: files[name]}
         elif step in self._there:
             self._delete(step)
         self._send(files, moved, self._unchanged(checkpoint.manifest, step))
         self._there[step] = manifest
         self._were_here.add(step)
 
-    def _send_run_files(self, files: UploadSet, moved: Moved | None) -> None:
-        self._send(files, moved)
-        self._marks |= files.marks
-
-    def _send(self, files: UploadSet, moved: Moved | None, unchanged: Mapping[str, str] = _NOTHING) -> None:
-        """``unchanged``: names of files whose content the store has, with its name there."""
-        for name, path in files.files.items():
+    def _send(self, files: Mapping[str, Path], moved: Moved | None, unchanged: Mapping[str, str] = _NOTHING) -> None:
+        """``files``: by name in the run, in order; ``unchanged``: whose content the store has, with its name there."""
+        for name, path in files.items():
             if name not in unchanged or not self._store.copy(unchanged[name], name):
                 self._store.send(path, name, moved)
         discard_staged(self.run)
@@ -239,37 +247,6 @@ def _parsed(manifest: bytes) -> Manifest | None:
         return Manifest.parse(manifest, Path(MANIFEST))
     except (DamagedCheckpoint, StateMismatch):
         return None
-
-
-def of_run_files(run: Path, known: Marks, checkpoint: Checkpoint | None = None) -> UploadSet:
-    """Changed files that belong to no checkpoint: logs, ``run.json``, files that callbacks wrote. With a
-    ``checkpoint``, logs are cut at their length when it was saved, and ``run.json`` lacks the end of its newest leg,
-    since the last records do; without, they are as now, ``run.json`` last."""
-    lengths: Mapping[str, int] = {}
-    if checkpoint is not None:
-        states = [*readable_states(checkpoint).values()]
-        lengths = {position.path: position.offset for position in _positions_in(states)}
-    collected, staging = UploadSet(), _fresh(run) / "rest"
-    for name in sorted(run_files(run), key=_RUN.__eq__):
-        try:
-            status = (run / name).stat()
-            mark = (min(status.st_size, lengths.get(name, status.st_size)), status.st_mtime_ns)
-            if known.get(name) == mark:
-                continue
-            collected.files[name] = _copied(run / name, staging / name, mark[0])
-            if name == _RUN and checkpoint is not None and RunFile(staging).withdraw_end():
-                continue  # without a mark: the next set has the end
-            collected.marks[name] = mark
-        except FileNotFoundError:  # moved meanwhile; the next set has it
-            continue
-    return collected
-
-
-def of_checkpoint(run: Path, checkpoint: Checkpoint) -> UploadSet:
-    """All files of a published checkpoint. Raises FileNotFoundError if the checkpoint was deleted meanwhile."""
-    staging, names = _fresh(run), [*checkpoint.manifest.files, MANIFEST]
-    inside = f"{CHECKPOINTS}/{checkpoint.path.name}"
-    return UploadSet({f"{inside}/{name}": _linked(checkpoint.path / name, staging / name) for name in names})
 
 
 def run_files(run: Path) -> list[str]:
