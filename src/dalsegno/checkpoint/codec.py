@@ -53,7 +53,6 @@ def encode(tree: State, where: str) -> tuple[Json, Arrays]:
 
 
 def inside(where: str, key: object) -> str:
-    """Path of the item ``key`` of the dict at the path ``where``."""
     return f"{where}.{key}" if isinstance(key, str) and key.isidentifier() else f"{where}[{key!r}]"
 
 
@@ -408,14 +407,12 @@ def are_strides(strides: object, shape: Sequence[int]) -> bool:
 
 
 def tensor_with(strides: Sequence[int], values: torch.Tensor) -> torch.Tensor:
-    """A copy of ``values`` with these strides."""
     copy = torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device)
     _fill(copy, values)
     return copy
 
 
 def array_with(strides: Sequence[int], values: Array) -> Array:
-    """A copy of ``values`` with these strides."""
     before, after = _reach(values.shape, strides)
     memory = torch.empty(after - before + values.itemsize, dtype=torch.uint8)
     copy = array_in(memory, -before, values.dtype, values.shape, strides)
@@ -509,7 +506,6 @@ def _reach(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
 
 @torch.no_grad()
 def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy ``values`` into ``tensor``, which may be expanded."""
     for dimension, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor, values = tensor.narrow(dimension, 0, 1), values.narrow(dimension, 0, 1)

@@ -45,8 +45,6 @@ class DatasetValue(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Severity of a change, and its effect in words."""
-
     severity: Severity
     effect: str
     same: Callable[[Value, Value], bool] = lambda saved, now: bool(saved == now)
@@ -54,8 +52,6 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A setting whose value differs from that in the checkpoint."""
-
     setting: str
     saved: str
     now: str
@@ -192,7 +188,6 @@ def _rule(name: str) -> Rule:
 
 
 def _of_plan(plan: Plan) -> str:
-    """What distinguishes a mixture."""
     ends = [*plan["bounds"], 1.0]
     shares = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
     parts = [
@@ -203,7 +198,6 @@ def _of_plan(plan: Plan) -> str:
 
 
 def _shown(value: Value) -> str:
-    """A value on one line."""
     if isinstance(value, dict) and "fingerprint" in value:  # of a dataset
         length = "" if value["length"] is None else f"{value['length']:,} samples of "
         return f"{length}{value['type']}{_of_plan(value['plan']) if 'plan' in value else ''}"

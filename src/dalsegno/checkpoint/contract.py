@@ -52,8 +52,6 @@ class Capturable(Protocol):
 
 
 class ShardedState(Capturable, Protocol):
-    """A component with sharded tensors that can be saved and loaded."""
-
     def check_rest(self, stored: Index, rest: State, where: str) -> None:
         """Raises StateMismatch if a component of this kind cannot have saved ``rest``."""
 
@@ -97,7 +95,6 @@ def is_sharded(value: object, parameter: torch.Tensor) -> bool:
 
 
 def is_shaped_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether an optimizer's value has an element for each of its parameter's."""
     return isinstance(value, DTensor) or (value.dim() > 0 and value.shape == parameter.shape)
 
 

@@ -529,12 +529,10 @@ def _is_of_transformers(model: nn.Module) -> bool:
 
 
 def _settings_in(saved: SavedStates) -> Mapping[str, Any]:
-    """The run's settings in a checkpoint; none, if it has no such state."""
     return saved.state(SETTINGS) if SETTINGS in saved else {}
 
 
 def _adapter_configurations(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Configuration of each adapter, from a run's settings."""
     found: dict[str, dict[str, Any]] = {}
     for setting, value in settings.items():
         if setting.startswith(ADAPTERS):

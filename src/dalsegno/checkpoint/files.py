@@ -42,8 +42,6 @@ _COPIED_BYTES = 2 << 20  # at once: still in the processor's cache when they are
 
 
 class PendingFile(Protocol):
-    """A file of a checkpoint that is ready to be written."""
-
     @property
     def name(self) -> str: ...
 
@@ -57,8 +55,6 @@ class PendingFile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InlineFile:
-    """A small file whose bytes are in memory."""
-
     name: str
     data: bytes
 
@@ -220,7 +216,6 @@ def in_file_order(layout: FileLayout, tensors: Sequence[torch.Tensor]) -> Iterat
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenated bytes of tensors of one dtype on one device."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors]).view(torch.uint8)
 
 
@@ -335,7 +330,6 @@ class LinkableFiles:
         return {record.size for record in self._records.values()}
 
     def moved_to(self, directory: Path) -> LinkableFiles:
-        """The same files, after their directory has been renamed."""
         return LinkableFiles(directory, self._records, unverified=self._unverified, digests=self._digests)
 
     def find(

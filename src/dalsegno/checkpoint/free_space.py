@@ -30,7 +30,6 @@ def available_memory() -> int | None:
 
 
 def free_disk(directory: Path) -> int:
-    """Free bytes, for an ordinary user, on the disk of ``directory``."""
     return shutil.disk_usage(directory).free
 
 
@@ -43,7 +42,6 @@ def _of_host() -> int | None:
 
 
 def _of_process() -> int | None:
-    """Bytes that the process's limit of address space leaves."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])

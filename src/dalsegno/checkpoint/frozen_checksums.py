@@ -49,7 +49,7 @@ class FingerprintEntry(TypedDict):
 
 
 class FingerprintFile(TypedDict):
-    """Content of a file."""
+    """Content."""
 
     format: Literal[1]
     tensors: dict[str, FingerprintEntry]
@@ -57,13 +57,10 @@ class FingerprintFile(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Checksum of a part of a tensor."""
-
     box: Box
     xxh3: str
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether that part of a full tensor has this checksum."""
         return checksum_of(part(tensor, self.box)) == self.xxh3
 
 
@@ -76,7 +73,6 @@ def checksum_of(tensor: torch.Tensor) -> str:
 
 
 def to_bytes(fingerprints: Mapping[str, Fingerprint]) -> bytes:
-    """Content of a file, by the names of the tensors in their component."""
     tensors = {
         name: {"offsets": each.box.offsets, "shape": each.box.shape, "xxh3": each.xxh3}
         for name, each in fingerprints.items()

@@ -91,7 +91,6 @@ class MemoryCheckpoints:
 
     @property
     def name(self) -> str | None:
-        """Name of the leg's directory in the shared memory of each host; None if it has none."""
         return None if self._directory is None else self._directory.name
 
     def path_of(self, step: int) -> Path:

@@ -182,7 +182,6 @@ class CheckpointManager:
                 self._former = save.files
 
     def amend(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
-        """Replace metrics and ``is_best`` in the manifest of the checkpoint of ``step``, which is published."""
         path = self.path_of(step)
         collectives.from_rank_zero(lambda: checkpoint_dir.amend(path, metrics, is_best))
 

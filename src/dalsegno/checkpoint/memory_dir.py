@@ -68,7 +68,6 @@ class MemoryDir:
 
     @property
     def size(self) -> int:
-        """Bytes of memory that its files take."""
         return size_of([self])
 
 

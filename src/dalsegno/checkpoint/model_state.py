@@ -197,7 +197,6 @@ class ModelState:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel or DataParallel."""
     while isinstance(model, DistributedDataParallel | DataParallel):
         model = model.module
     return model
@@ -266,7 +265,6 @@ class NamedTensors:
         return {name: like_parameter(each.detach(), each) for name, each in self.tensors.items()}
 
     def tied_names(self) -> list[list[str]]:
-        """Names of each tied tensor; first the name under which it is saved."""
         names: dict[str, list[str]] = {}
         for alias, name in self.tied.items():
             names.setdefault(name, [name]).append(alias)

@@ -33,8 +33,6 @@ from dalsegno.stateful.schema import Must, check, check_like
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRows:
-    """An optimizer's state by parameter name."""
-
     plain: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Values by kind, for each parameter that has a state, even an empty one."""
     sharded: dict[str, list[str]] = field(default_factory=dict)
@@ -58,7 +56,6 @@ class OptimizerRows:
         return [kind for kind in self.sharded.get(name, ()) if kind not in parts]
 
     def by_kind(self) -> State:
-        """Convert to the form in checkpoints."""
         columns: dict[tuple[Any, ...], tuple[list[str], list[torch.Tensor]]] = {}
         plain: dict[str, dict[str, Any]] = {}
         on_cpu: dict[str, list[str]] = {}
@@ -94,7 +91,6 @@ class OptimizerRows:
 
     @classmethod
     def of(cls, saved: State) -> OptimizerRows:
-        """Convert from the form in checkpoints."""
         rows = cls(
             _copied(saved["state"], dict),
             on_cpu=_copied(saved["on_cpu"], list),
@@ -177,8 +173,6 @@ def _is_count(steps: float) -> bool:
 
 
 class ScalarColumn(TypedDict):
-    """One scalar of a kind for each of these parameters."""
-
     kind: str
     names: list[str]
     values: torch.Tensor
@@ -251,6 +245,5 @@ def _check_accepted(kind: type[torch.optim.Optimizer], group: dict[str, Any], ro
 
 
 def _optional_arguments(kind: type) -> set[str]:
-    """Arguments of a class whose default is None."""
     parameters = inspect.signature(kind).parameters.values()
     return {parameter.name for parameter in parameters if parameter.default is None}

@@ -31,8 +31,6 @@ Groups = Sequence[Sequence[torch.Tensor]]
 
 
 class _Numbered(NamedTuple):
-    """A parameter, its number in the optimizer's ``state_dict``, and its FQN."""
-
     number: int
     parameter: torch.Tensor
     fqn: str
@@ -263,7 +261,6 @@ class OptimizerState:
         return groups
 
     def _set_groups(self, groups: Groups, saved: list[dict[str, Any]]) -> None:
-        """Add the groups that are missing, and remove those that are too many, with their state."""
         own = self.optimizer.param_groups
         for parameter in (each for group in own[len(groups) :] for each in group["params"]):
             self.optimizer.state.pop(parameter, None)
@@ -272,7 +269,6 @@ class OptimizerState:
             self.optimizer.add_param_group({**saved[number], "params": groups[number]})
 
     def _parameters(self) -> Iterator[tuple[torch.Tensor, str]]:
-        """The parameters of model and loss function, and their names."""
         yield from ((each, strip_wrappers(name)) for name, each in self._model.named_parameters())
         for name, each in () if self._loss_fn is None else self._loss_fn.named_parameters():
             yield each, _of_loss(strip_wrappers(name))
@@ -386,7 +382,6 @@ def tensors_per_parameter(optimizer: optim.Optimizer) -> int | None:
 
 
 def positional_name(group: int, position: int) -> str:
-    """Name of the parameter at ``position`` of ``group``."""
     return f"group[{group}].params[{position}]"
 
 

@@ -40,7 +40,6 @@ class LoadReport:
     notes: list[str] = field(default_factory=list)
 
     def table(self) -> str:
-        """The report as lines of text, without empty rows."""
         rows = [
             *(("restored", key) for key in self.restored),
             *(("new", key) for key in self.fresh),
@@ -95,7 +94,6 @@ def prepare_components(
 
 
 def restore_components(saved: SavedStates, prepared: Iterable[tuple[Component, State]], report: LoadReport) -> None:
-    """Load each prepared state into its component."""
     for component, state in prepared:
         with add_context(f"{saved.path}: {component.key}"):
             component.target.load_state_dict(state)
@@ -130,7 +128,6 @@ def add_context(where: str) -> Iterator[None]:
 
 
 def _state_for(component: Component, saved: SavedStates, key: str, report: LoadReport) -> State:
-    """This rank's state of ``component``, upgraded and resharded."""
     version, numbers, layout = saved.record(key).version, saved.of_data_ranks(key), saved.layout
     if key != component.key:
         report.notes.append(f"{component.key}: found under its former key {key}")
@@ -235,7 +232,6 @@ def load_parts(
 
 
 def _check_scopes(saved: SavedStates, sharded: Sequence[ShardedState], components: Sequence[Component]) -> None:
-    """Raises StateMismatch if a state that was saved as sharded is not sharded now, or the other way round."""
     sharded_keys = {each.key for each in sharded}
     for key in [*sharded_keys, *(key for each in components for key in each.keys)]:
         if key in saved and (saved.record(key).scope == "sharded") != (key in sharded_keys):
@@ -312,7 +308,6 @@ class ShardedLoad:
         self._reading = PlannedLoad(tensors, stored.files, stored.index)
 
     def fetch(self) -> None:
-        """Collective."""
         self._reading.fetch()
 
     def run(self) -> None:

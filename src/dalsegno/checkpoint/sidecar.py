@@ -46,7 +46,7 @@ SidecarEntry = TypedDict(
 
 
 class SidecarFile(TypedDict):
-    """Content of the JSON."""
+    """Content."""
 
     format: Literal[1]
     states: dict[str, SidecarEntry]

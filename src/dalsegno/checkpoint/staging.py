@@ -60,7 +60,6 @@ class Buffer:
         self._arrivals: list[torch.Event] = []  # of the newest copies from devices
 
     def missing(self, layout: FileLayout) -> int:
-        """Bytes of fresh memory that ``layout`` needs."""
         return layout.length if layout.length > len(self._memory) else 0
 
     def is_laid_out(self, layout: FileLayout) -> bool:
@@ -292,7 +291,6 @@ class HostCopies:
                 place.copy_(tensor)
 
     def add_small(self, begin: int, places: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-        """Copy small tensors, whose places follow each other from ``begin`` on, by one call."""
         self._pieces.append((begin, partial(torch._foreach_copy_, places, tensors)))
         self._bytes += len(tensors) * tensors[0].nbytes  # about
 
@@ -335,7 +333,6 @@ class CopyProgress:
         self._failure: BaseException | None = None
 
     def advance(self, position: int) -> None:
-        """Everything before ``position`` is copied."""
         with self._copied:
             self._end = max(self._end, position)
             if self._end >= self._awaited:

@@ -107,7 +107,6 @@ def load_weights(path: Path, model: ModelState, *, allowed: Collection[str] = ()
 
 
 def weights_are_at(path: Path) -> bool:
-    """Whether ``path`` contains weights and not a dalsegno checkpoint."""
     there = path.suffix == _SUFFIX or (path / SINGLE_FILE).exists() or (path / SHARD_INDEX).exists()
     return there and not Checkpoint.is_at(path)
 

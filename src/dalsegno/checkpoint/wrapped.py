@@ -76,7 +76,6 @@ def describe_mismatch(saved: Mapping[str, Any] | None, here: Mapping[str, Any] |
 
 
 def is_spec(value: object) -> bool:
-    """Whether ``value``, possibly read from disk, is a spec."""
     if not isinstance(value, dict) or value.keys() != WrapperSpec.__annotations__.keys():
         return False
     parts = value["parts"]
@@ -311,7 +310,6 @@ Stored = Mapping[str, StoredTensor | torch.Tensor]
 
 
 def is_wrapped(value: object, parameter: torch.Tensor) -> bool:
-    """Whether an optimizer's value that is not dense has an element for each of its parameter's."""
     return isinstance(value, torch.Tensor) and is_shaped_like(value, parameter)
 
 

@@ -329,7 +329,6 @@ def _read_dcp(folder: Path) -> Found:
 
 
 def _items_of(folder: Path) -> dict[str, Any]:
-    """Nested dicts of full tensors and other items."""
     with (folder / _METADATA).open("rb") as file:
         metadata = pickles.MetadataUnpickler(file).load()
     if not hasattr(metadata, "state_dict_metadata"):

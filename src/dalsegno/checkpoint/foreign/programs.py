@@ -142,8 +142,6 @@ def _expect_no_run(target: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """A component with tensors, to be saved."""
-
     key: str
     class_name: str
     tensors: dict[str, torch.Tensor]

@@ -61,7 +61,6 @@ class OptimizerContents:
 
     @property
     def names(self) -> list[str]:
-        """Names of all parameters, in the order of the groups."""
         return [name for group in self.groups for name in group["params"]]
 
     def steps(self) -> int | None:
@@ -143,7 +142,6 @@ class Place:
 
     @property
     def is_known(self) -> bool:
-        """Whether the position within the epoch is known."""
         return self.fraction is not None or self.microbatches is not None
 
     @property
@@ -175,7 +173,6 @@ class RunState:
         return {f"{prefix}{name}": self.model[source] for name, source in names.items()}
 
     def expect_optimizer(self, program: str) -> OptimizerContents:
-        """Raises ConfigurationError if there is none."""
         if self.optimizer is None:
             raise ConfigurationError(f"the checkpoint contains no optimizer, without which {program} cannot resume")
         return self.optimizer

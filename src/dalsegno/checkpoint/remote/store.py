@@ -48,7 +48,6 @@ class Store:
             return None
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small file, replacing one of that name."""
         self._make_parent(name)
         self._system.pipe_file(self._path(name), data)
 

@@ -36,10 +36,7 @@ T = TypeVar("T")
 
 
 class StoreMirror(Mirror):
-    """Mirrors the run in a directory to a store."""
-
     def __init__(self, url: str, run: Path, keep: Keep | None) -> None:
-        """Raises ConfigurationError if no filesystem for such a URL is installed."""
         self._store = Store(url)
         self._run = run
         self._keep = keep
@@ -115,7 +112,6 @@ class UploadThread:
         self._thread.start()
 
     def wake(self) -> None:
-        """Send what is new. From any thread."""
         self._awake.set()
 
     def finish(self) -> None:

@@ -178,7 +178,6 @@ class Uploader:
     # -- comparing --------------------------------------------------------------------------------------------------
 
     def _steps_here(self) -> list[int]:
-        """Newest first."""
         return [step for path in checkpoint_dir.newest_first(self._here) if (step := step_of(path)) is not None]
 
     def _missing(self) -> Iterator[Path]:
@@ -202,12 +201,10 @@ class Uploader:
 
 
 def steps_in(names: dict[str, int]) -> list[int]:
-    """Steps of the checkpoints among a store's files, newest first."""
     return sorted(set(_manifests_among(names).values()), reverse=True)
 
 
 def _manifests_among(names: dict[str, int]) -> dict[str, int]:
-    """Manifests among a store's files, each with the step of its checkpoint."""
     steps = {
         name: _step_in(name) for name in names if name.startswith(f"{CHECKPOINTS}/") and name.endswith(f"/{MANIFEST}")
     }
