@@ -122,7 +122,8 @@ def archive(path: Path, into: Path) -> Path:
 def delete(path: Path) -> bool:
     """Delete a checkpoint. One that contains files which its manifest does not name stays, with a warning."""
     own = {path / name for name in Manifest.read(path).files} | {path / names.MANIFEST}
-    if foreign := [found for found in path.rglob("*") if found not in own and not _is_directory(found)]:
+    found = [each for each in path.rglob("*") if each.is_symlink() or not each.is_dir()]
+    if foreign := [each for each in found if each not in own]:
         logger.warning("%s is not deleted: it contains %s, which is not part of it", path.name, foreign[0].name)
         return False
     hidden = names.partial_path(path)
@@ -133,10 +134,6 @@ def delete(path: Path) -> bool:
 
 def _free_path(path: Path) -> Path:
     return filesystem.numbered(path.parent, path.name) if path.exists() else path
-
-
-def _is_directory(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
 
 
 def _children(directory: Path) -> list[Path]:

@@ -185,7 +185,9 @@ def restore(
     def prepare() -> tuple[StoredTensors, list[ShardedState], list[tuple[Component, State]]]:
         stored = StoredTensors.of(saved)
         report.changes.extend(find_mismatches(stored, sharded, any_dtype=any_dtype))
-        report.changes.extend(changed_settings(saved, settings))
+        if settings is not None and SETTINGS in saved:
+            with add_context(f"{saved.path}: {SETTINGS}"):
+                report.changes.extend(compare(saved.state(SETTINGS), settings))
         raise_if_incompatible(report.changes, allowed, saved.path)
         _check_scopes(saved, sharded, components)
         replaced = {change.setting for change in report.changes if change.saved != change.now}  # by another class
@@ -285,14 +287,6 @@ def find_mismatches(stored: StoredTensors, sharded: Sequence[ShardedState], *, a
         elif lines and not found:  # an optimizer of a model that does not fit does not fit either
             found.append(Change.of_part(each.key, now, now, lines))
     return found
-
-
-def changed_settings(saved: SavedStates, now: Mapping[str, Value] | None) -> list[Change]:
-    """Settings of the run that differ from those when the checkpoint was saved; None: they are not compared."""
-    if now is None or SETTINGS not in saved:
-        return []
-    with add_context(f"{saved.path}: {SETTINGS}"):
-        return compare(saved.state(SETTINGS), now)
 
 
 class ShardedLoad:

@@ -378,35 +378,23 @@ def encode_all(
     """Every state; or the states before the first one that raised, and its exception. No collective."""
     states = States({}, {}, {}, {}, {}, {})
     try:
-        _encode_into(states, sharded, components, carried)
+        for each in sharded:
+            states.tensors[each.key], rest, states.frozen[each.key] = each.capture()
+            record = ComponentRecord(each.class_name, 1, "sharded", varying_fields(each))
+            states.shared[each.key] = states.compared[each.key] = Encoded.of(each.key, SavedState(record, [rest]))
+        for component in components:
+            key, is_compared, is_own = component.key, component.compared, component.scope == "per_rank"
+            if is_own or is_compared or collectives.rank() == 0:
+                record = ComponentRecord(component.class_name, component.version, component.scope, component.varies)
+                encoded = Encoded.of(key, SavedState(record, [component.capture()]))
+                (states.own if is_own else states.shared)[key] = encoded
+                if is_compared:
+                    states.compared[key] = encoded
+        taken = {key for component in components for key in component.keys} | states.tensors.keys()
+        states.shared.update({key: Encoded.of(key, saved) for key, saved in carried.items() if key not in taken})
         return (states if base is None else states._replace(base=base.unchanged(states.tensors, states.frozen))), None
     except Exception as error:
         return states, error
-
-
-def _encode_into(
-    states: States, sharded: Sequence[Capturable], components: Sequence[Component], carried: Mapping[str, SavedState]
-) -> None:
-    for each in sharded:
-        states.tensors[each.key], rest, states.frozen[each.key] = each.capture()
-        record = ComponentRecord(each.class_name, 1, "sharded", varying_fields(each))
-        states.shared[each.key] = states.compared[each.key] = Encoded.of(each.key, SavedState(record, [rest]))
-    for component in components:
-        record = ComponentRecord(component.class_name, component.version, component.scope, component.varies)
-        if record.scope == "per_rank":
-            states.own[component.key] = _encoded(component, record)
-        elif (is_compared := component.compared) or collectives.rank() == 0:
-            states.shared[component.key] = _encoded(component, record)
-            if is_compared:
-                states.compared[component.key] = states.shared[component.key]
-    taken = {key for component in components for key in component.keys} | states.tensors.keys()
-    for key, saved in carried.items():
-        if key not in taken:
-            states.shared[key] = Encoded.of(key, saved)
-
-
-def _encoded(component: Component, record: ComponentRecord) -> Encoded:
-    return Encoded.of(component.key, SavedState(record, [component.capture()]))
 
 
 def signature_of(states: States) -> object:

@@ -54,7 +54,9 @@ class Weights:
         files, expected = _files_at(path)
         tensors: dict[str, StoredTensor] = {}
         for name, file in files.items():
-            tensors |= _tensors_in(name, file)
+            for tensor, (dtype, shape) in StoredFile(file).entries().items():
+                chunk = StoredChunk(name, tensor, Box.whole(shape))
+                tensors[tensor] = StoredTensor(dtype, shape, ListedChunks([chunk]))
         if expected is not None and expected != tensors.keys():
             odd = sorted(expected ^ tensors.keys())[0]
             raise DamagedCheckpoint(
@@ -156,10 +158,3 @@ def _weight_map(path: Path) -> dict[str, str]:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DamagedCheckpoint(f"{path}: not an index of safetensors ({error!r})") from error
     return where
-
-
-def _tensors_in(name: str, path: Path) -> dict[str, StoredTensor]:
-    return {
-        tensor: StoredTensor(dtype, shape, ListedChunks([StoredChunk(name, tensor, Box.whole(shape))]))
-        for tensor, (dtype, shape) in StoredFile(path).entries().items()
-    }

@@ -62,7 +62,8 @@ class Uploader:
         """Before anything is sent, move what the store has beyond ``step`` (None: everything) to ``rewound/``, unless
         this host had it too; and remove what a killed upload left."""
         names = self._store.sizes()
-        self._there = self._manifests(names)
+        contents = {each: self._store.read(name) for name, each in _manifests_among(names).items()}
+        self._there = {each: content for each, content in contents.items() if content is not None}
         here = self._at_first
         abandoned = {
             each for each in self._there if (step is None or each > step) and here.get(each) != self._there[each]
@@ -194,10 +195,6 @@ class Uploader:
             return (path / MANIFEST).read_bytes()
         except (OSError, StateMismatch):
             return self._there.get(step)
-
-    def _manifests(self, names: dict[str, int]) -> dict[int, bytes]:
-        contents = {step: self._store.read(name) for name, step in _manifests_among(names).items()}
-        return {step: content for step, content in contents.items() if content is not None}
 
 
 def steps_in(names: dict[str, int]) -> list[int]:
