@@ -122,15 +122,6 @@ class Snapshot:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _FileOfTensors:
-    """A file that this rank writes: its layout and its tensors."""
-
-    name: str
-    layout: FileLayout
-    tensors: Sequence[torch.Tensor]
-
-
 class Snapshotter:
     """Captures snapshots. Keeps its buffers, and the plan of which rank writes what, between saves."""
 
@@ -222,7 +213,7 @@ class Snapshotter:
         files: list[PendingFile]
         if is_short or not copy:
             copying = None
-            files = [StreamedFile(file.name, file.layout, file.tensors) for file in (*changed, *sidecars)]
+            files = [*changed, *sidecars]
         else:
             copying = Copying()
             files = [self._staged(file, copying) for file in (*changed, *sidecars)]
@@ -237,12 +228,12 @@ class Snapshotter:
 
     def _planned(
         self, tensors: TensorsByComponent, former: LinkableFiles | None
-    ) -> tuple[list[UnchangedFile], list[_FileOfTensors], dict[str, bytes]]:
+    ) -> tuple[list[UnchangedFile], list[StreamedFile], dict[str, bytes]]:
         """This rank's planned files: those that ``former`` has too, whose buffers are freed, and all others. Also
         digests of those of frozen tensors."""
-        unchanged, changed, digests = list[UnchangedFile](), list[_FileOfTensors](), dict[str, bytes]()
+        unchanged, changed, digests = list[UnchangedFile](), list[StreamedFile](), dict[str, bytes]()
         for file in self._plan.files:
-            content = _FileOfTensors(file.name, file.layout, file.tensors(tensors))
+            content = StreamedFile(file.name, file.layout, file.tensors(tensors))
             found = None
             if file.is_frozen:
                 digests[file.name] = live_digest(content.layout, content.tensors)
@@ -261,11 +252,11 @@ class Snapshotter:
     def planned(self) -> Sequence[FilePlan]:
         return self._plan.files
 
-    def _is_unready(self, files: Sequence[_FileOfTensors]) -> bool:
+    def _is_unready(self, files: Sequence[StreamedFile]) -> bool:
         return self._shared is not None and not self._shared.are_ready(_layouts(files))
 
     def _with_room(
-        self, shared: SharedFiles, make: Callable[[Layouts], None], files: Iterable[FilePlan | _FileOfTensors]
+        self, shared: SharedFiles, make: Callable[[Layouts], None], files: Iterable[FilePlan | StreamedFile]
     ) -> None:
         """Collective."""
         try:
@@ -281,14 +272,14 @@ class Snapshotter:
         buffer.lay_out(layout)
         return buffer
 
-    def _staged(self, file: _FileOfTensors, copying: Copying) -> PendingFile:
+    def _staged(self, file: StreamedFile, copying: Copying) -> PendingFile:
         if self._shared is not None and file.name in self._shared:
             mapped = self._shared.buffer(file.name)
             return MappedFile(file.name, mapped, copying.add(mapped, file.tensors))
         buffer = self._laid_out(file.name, file.layout)
         return StagedFile(file.name, buffer, copying.add(buffer, file.tensors))
 
-    def _memory_shortage(self, wanted: Iterable[FilePlan | _FileOfTensors]) -> int:
+    def _memory_shortage(self, wanted: Iterable[FilePlan | StreamedFile]) -> int:
         """Bytes of fresh memory that copies of these files need if that much is not available; else 0."""
         if self._shared is not None:  # which reserves it
             return 0
@@ -334,7 +325,7 @@ def _version() -> str:
         return "unknown"
 
 
-def _sidecar_files(states: States) -> Iterator[_FileOfTensors]:
+def _sidecar_files(states: States) -> Iterator[StreamedFile]:
     """Those of tensors that this rank writes."""
     sidecars = {rank_sidecar(collectives.rank()): states.own}
     if collectives.rank() == 0:
@@ -342,10 +333,10 @@ def _sidecar_files(states: States) -> Iterator[_FileOfTensors]:
     for name, encoded in sidecars.items():
         if arrays := sidecar_arrays(encoded):
             layout = FileLayout.of([TensorChunk.entire(array, tensor) for array, tensor in arrays.items()])
-            yield _FileOfTensors(names.sidecar_tensors(name), layout, list(arrays.values()))
+            yield StreamedFile(names.sidecar_tensors(name), layout, list(arrays.values()))
 
 
-def _layouts(files: Iterable[FilePlan | _FileOfTensors]) -> Layouts:
+def _layouts(files: Iterable[FilePlan | StreamedFile]) -> Layouts:
     return {file.name: file.layout for file in files}
 
 
