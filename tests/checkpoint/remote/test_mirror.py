@@ -142,18 +142,18 @@ def test_when_another_host_has_gone_on_its_timeline_counts(tmp_path: Path) -> No
 def test_logs_go_up_to_where_they_were_at_the_checkpoint(tmp_path: Path) -> None:
     jobs.train(tmp_path, None, 6)
     checkpoint = Checkpoint.open(tmp_path / "checkpoints/step-00000004")
-    taken = upload.of_run_files(tmp_path, {}, checkpoint)
+    taken, marks = upload.changed_run_files(tmp_path, {}, checkpoint)
     for name, key in (("logs/train.jsonl", "JsonLogger"), ("logs/array.json", "ArrayLogger")):
         (state,) = saved_states(checkpoint)[f"callbacks.{key}"]
-        assert taken.files[name].read_bytes() == (tmp_path / name).read_bytes()[: state["offset"]]
-        assert training(taken.files[name])[-1]["global_step"] == 4
-    leg = json.loads(taken.files["run.json"].read_bytes())["legs"][0]
+        assert taken[name].read_bytes() == (tmp_path / name).read_bytes()[: state["offset"]]
+        assert training(taken[name])[-1]["global_step"] == 4
+    leg = json.loads(taken["run.json"].read_bytes())["legs"][0]
     assert (leg["last_step"], leg["ended"], leg["reason"], leg["metrics"]) == (6, None, None, {})
-    assert [*upload.of_run_files(tmp_path, taken.marks, checkpoint).files] == ["run.json"]
-    again = upload.of_run_files(tmp_path, taken.marks)
-    assert [*again.files] == ["logs/array.json", "logs/train.jsonl", "run.json"], "what says that all is there is last"
-    assert again.files["run.json"].read_bytes() == (tmp_path / "run.json").read_bytes()
-    assert upload.of_run_files(tmp_path, taken.marks | again.marks).files == {}
+    assert [*upload.changed_run_files(tmp_path, marks, checkpoint)[0]] == ["run.json"]
+    again, further = upload.changed_run_files(tmp_path, marks)
+    assert [*again] == ["logs/array.json", "logs/train.jsonl", "run.json"], "what says that all is there is last"
+    assert again["run.json"].read_bytes() == (tmp_path / "run.json").read_bytes()
+    assert upload.changed_run_files(tmp_path, marks | further)[0] == {}
 
 
 ENDS: dict[str, dict[str, Any] | None] = {

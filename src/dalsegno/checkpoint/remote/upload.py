@@ -93,26 +93,8 @@ class Uploader:
         self._delete_pruned()
 
     def sync_run_files(self, moved: Moved | None = None, checkpoint: Checkpoint | None = None) -> None:
-        """Send changed files that belong to no checkpoint: logs, ``run.json``, files that callbacks wrote. With a
-        ``checkpoint``, logs are cut at their length when it was saved, and ``run.json`` lacks the end of its newest
-        leg, since the last records do; without, they are as now, ``run.json`` last."""
-        lengths: Mapping[str, int] = {}
-        if checkpoint is not None:
-            states = [*readable_states(checkpoint).values()]
-            lengths = {position.path: position.offset for position in _positions_in(states)}
-        staging, files, marks = _fresh(self.run) / "rest", dict[str, Path](), Marks()
-        for name in sorted(run_files(self.run), key=_RUN.__eq__):
-            try:
-                status = (self.run / name).stat()
-                mark = (min(status.st_size, lengths.get(name, status.st_size)), status.st_mtime_ns)
-                if self._marks.get(name) == mark:
-                    continue
-                files[name] = _copied(self.run / name, staging / name, mark[0])
-                if name == _RUN and checkpoint is not None and RunFile(staging).withdraw_end():
-                    continue  # without a mark: the next time it has the end
-                marks[name] = mark
-            except FileNotFoundError:  # moved meanwhile; it is sent the next time
-                continue
+        """Send the files that belong to no checkpoint, as they are now, or were when ``checkpoint`` was saved."""
+        files, marks = changed_run_files(self.run, self._marks, checkpoint)
         self._send(files, moved)
         self._marks |= marks
 
@@ -241,6 +223,30 @@ def _parsed(manifest: bytes) -> Manifest | None:
         return Manifest.parse(manifest, Path(MANIFEST))
     except (DamagedCheckpoint, StateMismatch):
         return None
+
+
+def changed_run_files(run: Path, known: Marks, checkpoint: Checkpoint | None = None) -> tuple[dict[str, Path], Marks]:
+    """Files that belong to no checkpoint and differ from ``known``: logs, ``run.json``, files that callbacks wrote; and
+    the marks of these. With a ``checkpoint``, logs are cut at their length when it was saved, and ``run.json`` lacks
+    the end of its newest leg, since the last records do; without, they are as now, ``run.json`` last."""
+    lengths: Mapping[str, int] = {}
+    if checkpoint is not None:
+        states = [*readable_states(checkpoint).values()]
+        lengths = {position.path: position.offset for position in _positions_in(states)}
+    staging, files, marks = _fresh(run) / "rest", dict[str, Path](), Marks()
+    for name in sorted(run_files(run), key=_RUN.__eq__):
+        try:
+            status = (run / name).stat()
+            mark = (min(status.st_size, lengths.get(name, status.st_size)), status.st_mtime_ns)
+            if known.get(name) == mark:
+                continue
+            files[name] = _copied(run / name, staging / name, mark[0])
+            if name == _RUN and checkpoint is not None and RunFile(staging).withdraw_end():
+                continue  # without a mark: the next time it has the end
+            marks[name] = mark
+        except FileNotFoundError:  # moved meanwhile; it is sent the next time
+            continue
+    return files, marks
 
 
 def run_files(run: Path) -> list[str]:
