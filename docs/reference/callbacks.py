@@ -28,7 +28,9 @@ def pages() -> dict[Path, str]:
     for name in callbacks.__all__:
         if rows := _rows(getattr(callbacks, name)):
             begin = BEGIN.format(name)
-            (path,) = [path for path, text in texts.items() if begin in text]
+            path = next((path for path, text in texts.items() if begin in text), None)
+            if path is None:
+                raise ValueError(f"no page in docs/reference/callbacks has the line {begin!r}")
             before, _, rest = texts[path].partition(begin)
             table = "\n".join(["| argument | default | |", "|---|---|---|", *rows, ""])
             texts[path] = before + begin + table + END + rest.partition(END)[2]
@@ -44,7 +46,7 @@ def _rows(callback: type) -> list[str]:
 
 def _given(parameter: inspect.Parameter) -> str:
     if parameter.kind is parameter.VAR_KEYWORD:
-        return f"`**{parameter.name}` | "
+        return f"`**{parameter.name}` |"
     if parameter.default is parameter.empty:
         return f"`{parameter.name}` | required"
     default = repr(parameter.default).replace("'", '"')
