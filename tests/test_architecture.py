@@ -34,7 +34,7 @@ MOST_FILES = {
     "diloco": 22,
     "distributed": 28,
     "events": 9,
-    "interop": 25,
+    "interop": 24,
     "launcher": 10,
     "logs": 10,
     "policies": 4,

@@ -94,11 +94,6 @@ class Flight:
         submission = self.submission
         return {"fragment": submission.fragment, "samples": submission.samples, "local_steps": self.local_steps}
 
-    @property
-    def is_travelling(self) -> bool:
-        """Whether the transfer has yet to end; False on other ranks than 0."""
-        return self._thread.is_alive()
-
     def is_acknowledged(self) -> bool:
         """Wait until it is known whether the server has the submission on disk; if not, the flight has ended."""
 

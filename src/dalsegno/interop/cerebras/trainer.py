@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.events import contexts
-from dalsegno.interop.stand_in import Progress, StandIn, Values, reads
+from dalsegno.interop.stand_in import Progress, StandIn, Values, batches_in, reads
 from dalsegno.state import TrainerState
 from dalsegno.system import filesystem
 
@@ -456,11 +456,3 @@ class Schedule(StandIn):
             return stage.steps - self.batch_idx - 1
         accumulation = self._args.accumulation.at(stage.start_step)
         return max(0, stage.steps * accumulation - self.batch_idx - 1)
-
-
-def batches_in(loader: Any) -> int | None:
-    """Return the length of a loader; None if it is unknown."""
-    try:
-        return len(loader) if isinstance(loader, Sized) else None
-    except TypeError:
-        return None

@@ -40,6 +40,7 @@ from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.table import Event
 from dalsegno.interop.leg import FELT, INSIDE_THE_STEP, Leg, Unknown, checked, unwrapped_optimizer, wrap
+from dalsegno.interop.stand_in import batches_in
 from dalsegno.interop.states import FOLDER, samples_in, samples_of_steps, states_in
 from dalsegno.logs.repeats import RecordDifference
 from dalsegno.policies.triggers import OnBest
@@ -396,11 +397,8 @@ def due_at_next_step(args: Any, state: Any, loader: Any) -> transformers.Trainer
     """What Hugging Face's own schedule will ask for at the end of the step that begins."""
     flow, due, then = DefaultFlowCallback(), transformers.TrainerControl(), _NextStep(state)
     flow.on_step_end(args, then, due)  # type: ignore[arg-type]
-    try:
-        batches = len(loader)
-    except TypeError:  # of unknown length
-        return due
-    if then.global_step % max(-(-batches // args.gradient_accumulation_steps), 1) == 0:
+    batches = batches_in(loader)
+    if batches is not None and then.global_step % max(-(-batches // args.gradient_accumulation_steps), 1) == 0:
         flow.on_epoch_end(args, then, due)  # type: ignore[arg-type]
     return due
 

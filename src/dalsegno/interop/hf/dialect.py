@@ -37,7 +37,7 @@ from dalsegno.events.adapters import CallbackAdapter
 from dalsegno.events.callback import Answer, Binder, Callback, Name
 from dalsegno.events.dispatcher import number_in_record
 from dalsegno.events.table import Event
-from dalsegno.interop.hf.shared_state import RANK_PEAK_MEM, SharedRecord, SharedState, record_of
+from dalsegno.interop.hf.trainer import RANK_PEAK_MEM, SharedRecord, SharedState, record_of
 from dalsegno.state import Handler
 from dalsegno.stateful.component import State, Stateful
 from dalsegno.stateful.schema import Count, Must

@@ -69,9 +69,7 @@ class Callback:
 
 ROWS = (
     Row(Event.BEFORE_LOAD, "setup", "stage", once="leg"),
-    Row(
-        Event.TRAIN_BEGIN, "setup", "stage", once="leg"
-    ),  # where no checkpoint was looked for, or for a callback added since
+    Row(Event.TRAIN_BEGIN, "setup", "stage", once="leg"),  # of a leg without a checkpoint, or a callback added since
     Row(Event.TRAIN_BEGIN, "on_fit_start"),
     Row(Event.TRAIN_BEGIN, "on_train_start"),
     Row(Event.EPOCH_BEGIN, "on_train_epoch_start"),
@@ -126,16 +124,8 @@ CONDITIONS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 STATE_HOOKS = {"on_save_checkpoint": "checkpoint", "on_load_checkpoint": "checkpoint"}
 
-_OTHER_LOOPS = ("test", "test_epoch", "test_batch", "predict", "predict_epoch", "predict_batch")
-
-SILENT = (
-    *STATE_HOOKS,
-    "on_sanity_check_start",
-    "on_sanity_check_end",
-    *(f"on_{what}_{end}" for what in _OTHER_LOOPS for end in ("start", "end")),
-)
-"""The hooks are called with the checkpoint; the others never, for dalsegno has no such parts."""
-
+_NEVER_RUN = ("sanity_check", "test", "test_epoch", "test_batch", "predict", "predict_epoch", "predict_batch")
+"""Parts of the library's trainer that dalsegno does not have."""
 
 _BY_THE_CLOCK = ("Timer",)
 """Callbacks of the library whose state each rank measures by its own clock."""
@@ -147,7 +137,7 @@ class Lightning(TableAdapter):
     dialect = "lightning"
     packages = ("lightning", "pytorch_lightning", "dalsegno.interop.lightning")
     bases = ("Callback",)
-    silent = SILENT
+    silent = (*STATE_HOOKS, *(f"on_{what}_{end}" for what in _NEVER_RUN for end in ("start", "end")))
     rows = ROWS
     shared_kind = SharedState
     leading = ("trainer", "pl_module")
@@ -187,8 +177,8 @@ class Lightning(TableAdapter):
         """Check all names, since ``setup`` and ``teardown`` do not begin with ``on_``."""
         super()._check_names()
         known = {row.method for row in self.rows} | set(self.silent)
-        theirs = [cls for cls in type(self.__wrapped__).__mro__ if cls is not object and not self._is_theirs(cls)]
-        own = {name for cls in theirs for name, value in vars(cls).items() if callable(value) and name[0] != "_"}
+        users = [cls for cls in type(self.__wrapped__).__mro__ if cls is not object and not self._is_theirs(cls)]
+        own = {name for cls in users for name, value in vars(cls).items() if callable(value) and name[0] != "_"}
         for name in sorted(own - known):
             if difflib.get_close_matches(name, known, n=1, cutoff=0.9):
                 raise UnknownName(f"handler in {type(self.__wrapped__).__name__}:", name, known)

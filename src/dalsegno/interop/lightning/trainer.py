@@ -14,7 +14,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.contexts import Context, LogContext, TrainBeginContext, TrainEndContext
-from dalsegno.interop.stand_in import Progress, StandIn, numbers_of, reads
+from dalsegno.interop.stand_in import Progress, StandIn, batches_in, numbers_of, reads
 from dalsegno.logs import is_wall_clock
 from dalsegno.stateful.schema import Count
 
@@ -284,11 +284,8 @@ class Trainer(OnRanks):
 
 
 def _length(loader: Any) -> float:
-    """Batches of a loader; infinity where their number is unknown."""
-    try:
-        return len(loader)
-    except TypeError:
-        return math.inf
+    batches = batches_in(loader)
+    return math.inf if batches is None else batches
 
 
 class Module(StandIn):
