@@ -30,6 +30,7 @@ NAMES = (
     "commands",
     "control",
     "planning",
+    "ranks",
     "layouts",
     "switches",
     "load",
