@@ -89,15 +89,15 @@ def _manifest(folder: Path, world_size: int) -> Manifest:
     """That of a checkpoint of so many ranks."""
     CheckpointManager(folder).save(1, [ModelState(nn.Linear(8, 8))], [])
     saved = Manifest.read(names.checkpoint_path(folder / names.CHECKPOINTS, 1))
-    record = FileRecord(0, "0" * 32)
-    files = {}
-    for rank in range(world_size):
-        sidecar = names.rank_sidecar(rank)
-        for name in (names.shard("model", rank), names.shard("optimizer", rank)):
-            files[name] = record
-        for name in (names.sidecar_states(sidecar), names.sidecar_tensors(sidecar)):
-            files[name] = record
-    return replace(saved, world_size=world_size, files=files)
+    files = [name for rank in range(world_size) for name in _files_of(rank)]
+    records = {name: FileRecord(0, f"{number:032x}") for number, name in enumerate(files)}
+    return replace(saved, world_size=world_size, files=records)
+
+
+def _files_of(rank: int) -> list[str]:
+    sidecar = names.rank_sidecar(rank)
+    tensors = [names.shard(component, rank) for component in ("model", "optimizer")]
+    return [*tensors, names.sidecar_states(sidecar), names.sidecar_tensors(sidecar)]
 
 
 def _write_files(partial: Path, manifest: Manifest) -> None:
