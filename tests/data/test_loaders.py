@@ -235,7 +235,8 @@ def test_evaluation_begins_at_the_first_sample_each_time() -> None:
         next(iter(feed))
         assert [(m.batch.tolist(), m.samples, m.global_samples) for m in feed] == once
         assert [samples for _, samples, _ in once] == [4, 1]
-        assert feed.lockstep
+        with feed.evaluated() as loader:
+            assert loader.lockstep
     own = resumable_eval_loader(DataLoader(list(range(5)), 2))
     assert [m.samples for m in own] == [m.samples for m in own] == [2, 2, 1]
     assert (own.length(), own.samples_per_epoch()) == (3, None)

@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import dalsegno as ds
 from dalsegno.data import TrainingData, check_same_length
 from dalsegno.data.digests import digest
-from dalsegno.data.generators import OwnGenerators
+from dalsegno.data.generators import OwnStates
 from dalsegno.errors import ConfigurationError
 from dalsegno.testing import TinyRegression, run_ranks, tiny_regression_data
 from support.small import arguments
@@ -180,9 +180,9 @@ def test_looking_changes_nothing() -> None:
     draws, generator = random.Random(3), torch.Generator().manual_seed(4)
     sampler = InPlace()
     loader = DataLoader(Pairs(draws.random), 4, sampler=sampler, generator=generator)
-    before = digest(OwnGenerators(loader=loader).state_dict())
+    before = digest(OwnStates(loader=loader).state_dict())
     TrainingData.of_loader(loader).examine()
-    assert digest(OwnGenerators(loader=loader).state_dict()) == before
+    assert digest(OwnStates(loader=loader).state_dict()) == before
     assert (sampler.order, sampler.passes) == (list(range(16)), 0)
 
 

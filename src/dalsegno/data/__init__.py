@@ -4,14 +4,11 @@ A run iterates a :class:`ResumableLoader` of :class:`Microbatch` es. :func:`trai
 :func:`resumable_loader` from a loader. docs/reference/data.md lists which kinds of data resume exactly, and how.
 """
 
-from dalsegno.data.fingerprint import TrainingData, check_same_length
-from dalsegno.data.loader import to_device
-from dalsegno.data.sources import EvalBatches
-
-from .loader import NOT_EXACT, Microbatch, ResumableLoader, sample_count
+from .fingerprint import TrainingData, check_same_length
+from .loader import NOT_EXACT, Microbatch, ResumableLoader, sample_count, to_device
 from .mixture import Mixture
 from .sampler import ResumableSampler
-from .sources import EvalLoader, eval_loader, resumable_eval_loader, resumable_loader, train_loader
+from .sources import EvalBatches, EvalLoader, eval_loader, resumable_eval_loader, resumable_loader, train_loader
 
 __all__ = [
     "NOT_EXACT",

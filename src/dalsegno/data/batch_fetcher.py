@@ -13,9 +13,9 @@ from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
 
-from dalsegno.data.generators import OwnStates
 from dalsegno.distributed.rng import SAMPLE, WORKER, mix, seed_generators
 
+from .generators import OwnStates
 from .loader import Counted
 from .sampler import IndexBatch
 

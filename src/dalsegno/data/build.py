@@ -109,18 +109,6 @@ def train_loader_from_args(
     if loader is not None:
         return resumable_loader(loader, seed=args.shuffle_seed, world_size=layout.data_size)
     check_same_length("train_dataset", dataset)
-    _expect_divisible(args)
-    return train_loader(
-        dataset,
-        batch_size=args.per_device_train_batch_size,
-        seed=args.shuffle_seed,
-        drop_last=args.dataloader_drop_last,
-        persistent_workers=args.dataloader_persistent_workers,
-        **_reading(args, layout, collator),
-    )
-
-
-def _expect_divisible(args: TrainingArguments) -> None:
     batch, parts = args.per_device_train_batch_size, parts_of_batch(args.parallel)
     if batch % parts:
         fitting = ", ".join(str(number) for number in range(1, batch + 1) if batch % number == 0)
@@ -128,6 +116,14 @@ def _expect_divisible(args: TrainingArguments) -> None:
             f"parallel={args.parallel}: a batch of {batch} samples (per_device_train_batch_size) does not divide into "
             f"{parts} micro-batches; {fitting} fit"
         )
+    return train_loader(
+        dataset,
+        batch_size=batch,
+        seed=args.shuffle_seed,
+        drop_last=args.dataloader_drop_last,
+        persistent_workers=args.dataloader_persistent_workers,
+        **_reading(args, layout, collator),
+    )
 
 
 def evaluation_sets_from_args(
@@ -171,7 +167,6 @@ def eval_batches(sets: Sequence[EvaluationSet], device: torch.device) -> EvalBat
 
 
 def _reading(args: TrainingArguments, layout: Layout, collator: Collator | None) -> dict[str, Any]:
-    """Return the loader arguments that training and evaluation share on this rank."""
     return {
         "rank": layout.data_rank,
         "world_size": layout.data_size,

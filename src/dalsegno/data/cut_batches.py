@@ -1,40 +1,30 @@
-"""Training data whose batches are cut: sequences to the length that applies to the step, batches into micro-batches.
+"""Batches are cut: sequences to the length that applies to the step, batches into the micro-batches of a pipeline.
 
 A batch is cut when its step reads it: before its tokens are counted, its loss is weighted, and it is moved to a device.
+The loader and its state stay as they are.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dalsegno.data.loader import Microbatch, MicrobatchLoader
-from dalsegno.data.step_batch import LoaderView
 from dalsegno.errors import ConfigurationError
 
+from .loader import Microbatch
+from .step_batch import Cut
 
-class ShortenedSequences(LoaderView[MicrobatchLoader]):
-    """The micro-batches of ``loader``, cut to ``length()`` tokens. The loader and its state stay as they are."""
 
-    def __init__(self, loader: MicrobatchLoader, length: Callable[[], int]) -> None:
-        super().__init__(loader)
-        self._length = length
-
-    @property
-    def spare(self) -> Microbatch | None:
-        spare = super().spare
-        return None if spare is None else self._shorten(spare)
-
-    def __iter__(self) -> Iterator[Microbatch]:
-        return map(self._shorten, self._loader)
-
-    def _shorten(self, microbatch: Microbatch) -> Microbatch:
-        return replace(microbatch, batch=shortened(microbatch.batch, self._length()))
+def cut_to(length: Callable[[], int] | None, number: int) -> Cut | None:
+    """Cut batches to ``length()`` tokens, if there is one, then into ``number`` micro-batches. None: leave them."""
+    if length is None:
+        return None if number == 1 else lambda microbatch: split(microbatch, number)
+    return lambda microbatch: split(replace(microbatch, batch=shortened(microbatch.batch, length())), number)
 
 
 def shortened(batch: Any, length: int) -> Any:
@@ -74,30 +64,6 @@ def _described(batch: Any) -> str:
     return f"the batch contains {', '.join(map(str, batch))}"
 
 
-# --- SplitBatches: batches are split into the micro-batches of a pipeline -------------------------------------------
-
-
-class SplitBatches(LoaderView[MicrobatchLoader]):
-    """Yields ``number`` micro-batches for each batch of ``loader``, which stays as it is, and so does its state."""
-
-    def __init__(self, loader: MicrobatchLoader, number: int) -> None:
-        super().__init__(loader)
-        self._number = number
-
-    @property
-    def spare(self) -> Microbatch | None:
-        spare = super().spare
-        return None if spare is None else split(spare, self._number)[0]
-
-    def length(self) -> int | None:
-        batches = super().length()
-        return None if batches is None else batches * self._number
-
-    def __iter__(self) -> Iterator[Microbatch]:
-        for microbatch in self._loader:
-            yield from split(microbatch, self._number)
-
-
 def split(microbatch: Microbatch, number: int) -> list[Microbatch]:
     """Split a batch into ``number`` parts of equal size, along the first dimension of its tensors.
 
@@ -105,6 +71,8 @@ def split(microbatch: Microbatch, number: int) -> list[Microbatch]:
     Tensors without dimensions, and values that are not a list of one element per sample, are in every part. Raises
     ConfigurationError if the batch is not a tensor, or a mapping, tuple or list with tensors, of equal lengths.
     """
+    if number == 1:
+        return [microbatch]
     length = _length(microbatch.batch)
     size = -(-length // number)
     parts = []

@@ -17,15 +17,16 @@ import torch
 import xxhash
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, get_worker_info
 
-from dalsegno.data.digests import digest, parts_of
-from dalsegno.data.generators import OwnStates
-from dalsegno.data.loader import length_of
-from dalsegno.data.mixture import Mixture
-from dalsegno.data.torchdata_loaders import StatefulDataLoader, keeps_its_order
 from dalsegno.distributed import collectives
 from dalsegno.distributed.rng import capture_generators, preserved_generators, seed_generators
 from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.component import Stateful, stateful_behind
+
+from .digests import digest, parts_of
+from .generators import OwnStates
+from .loader import length_of
+from .mixture import Mixture
+from .torchdata_loaders import StatefulDataLoader, keeps_its_order
 
 SAMPLES = 4
 """Number of probed samples, spread over the whole length; of each dataset of a mixture."""
@@ -113,7 +114,6 @@ def probe(data: Any, num_workers: int = 0, collate: Callable[[list[Any]], Any] |
 
 
 def _places(lengths: Iterable[int]) -> Iterator[int]:
-    """Indices of the samples to be probed, of datasets of these lengths in a row."""
     begin = 0
     for length in lengths:
         yield from sorted({begin + number * (length - 1) // (SAMPLES - 1) for number in range(SAMPLES)})

@@ -1,9 +1,10 @@
-"""OwnGenerators: finds, saves and restores the random generators owned by data: samplers, datasets, collate functions.
+"""OwnStates: finds, saves and restores the random generators owned by data: samplers, datasets, collate functions.
 
 Torch's, NumPy's and Python's global generators belong to the process (see :mod:`dalsegno.distributed.rng`). A
 ``self.rng = np.random.default_rng(0)`` belongs to its object. Found are those in attributes of the loader, its
 samplers, its dataset and its collate function, of objects in these attributes, and so on; also in lists, tuples and
-dicts. Nothing is called and no property is read. An object with ``state_dict`` is skipped: it saves its own state.
+dicts. Nothing is called and no property is read. An object with ``state_dict`` is skipped: it saves its own state. Of
+samplers and collate functions, that state is saved here, too.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from dalsegno.data.digests import digest
-from dalsegno.data.loader import CountingCollate
 from dalsegno.distributed import accelerator
 from dalsegno.distributed.rng import GeneratorStates
 from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import Stateful, is_stateful, stateful_behind
+
+from .digests import digest
+from .loader import CountingCollate
 
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState | np.random.BitGenerator
 
@@ -54,8 +56,9 @@ class EpochGenerator(torch.Generator):
     """Lent to a loader, so that its workers' seeds are not drawn from a generator that others use."""
 
 
-class OwnGenerators:
-    """The generators reachable from ``roots``, by their paths: ``sampler.generator``, ``dataset.rng``.
+class OwnStates:
+    """The generators reachable from ``roots``, by their paths: ``sampler.generator``, ``dataset.rng``; and the samplers
+    and the collate function, as far as they have a ``state_dict``: ``batch_sampler``, ``collate_fn``.
 
     Searched anew at each call, since a dataset may create its generator when the first sample is read. ``roots``:
     starting points by name; an empty name adds no prefix to the path."""
@@ -68,24 +71,48 @@ class OwnGenerators:
         """Return each generator once, by its shortest path."""
         return dict(_walk(self._roots))
 
+    def parts(self) -> dict[str, Stateful]:
+        """The samplers and the collate function that have a state, each once."""
+        found: dict[str, Stateful] = {}
+        for name, thing in _handed_in(self._roots):
+            part = stateful_behind(thing)
+            if part is not None and not any(part is each for each in (*found.values(), *_datasets(self._roots))):
+                found[name] = part
+        return found
+
+    def __bool__(self) -> bool:
+        return bool(self.find() or self.parts())
+
     def state_dict(self) -> dict[str, Any]:
-        return {way: _state_of(generator) for way, generator in self.find().items()}
+        states = {way: _state_of(generator) for way, generator in self.find().items()}
+        return {**states, **{name: copy.deepcopy(part.state_dict()) for name, part in self.parts().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore each generator. Raises StateMismatch if one no longer exists, or has another type."""
-        found = self.find() if state else {}
-        for way, saved in state.items():
+        """Restore each generator and part. A part whose state is the saved one already is left alone: a sampler that is
+        being read may take what is loaded for the place where its next iterator begins. Raises StateMismatch if one no
+        longer exists, has another type, or does not take its state."""
+        found, parts = (self.find(), self.parts()) if state else ({}, {})
+        generators = {way: saved for way, saved in state.items() if way not in parts}
+        for way, saved in generators.items():
             if way not in found or not _fits(found[way], saved):
                 now = type(found[way]).__name__ if way in found else "missing"
                 raise StateMismatch(
                     f"the random generator or state {way!r} of the data was saved, and now it is {now}; resume with "
                     "the original dataset, loader and collate function, or start from scratch"
                 )
-        for way, saved in state.items():
+        for way, saved in generators.items():
             try:
                 _set_state(found[way], saved)
             except (RuntimeError, TypeError, ValueError, OverflowError) as error:
                 raise StateMismatch(f"the saved state of the random generator {way!r} of the data: {error}") from error
+        for name, part in parts.items():
+            if name in state and digest(part.state_dict()) != digest(state[name]):
+                try:
+                    part.load_state_dict(copy.deepcopy(state[name]))
+                except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+                    raise StateMismatch(
+                        f"the saved state of the {name} does not fit this {type(part).__name__}: {error!r}"
+                    ) from error
 
     def seed(self, seeds: Iterator[int]) -> None:
         """Seed each generator from ``seeds``. Searches only once, because it is called for every micro-batch."""
@@ -130,7 +157,6 @@ def _is_shared(generator: Generator) -> bool:
 
 
 def _parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the objects inside ``thing`` and their paths from it."""
     if isinstance(thing, dict | list | tuple | deque) and type(thing).__module__ not in ("builtins", "collections"):
         yield from _attributes(thing)
     if isinstance(thing, DataLoader):
@@ -148,7 +174,6 @@ def _parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the object's attributes, then those of its classes."""
     try:
         own = object.__getattribute__(thing, "__dict__")
     except AttributeError:
@@ -201,7 +226,6 @@ def _seed(generator: Generator, seed: int) -> None:
 
 
 def _bit_generator_of(generator: Any) -> Any:
-    """Of a NumPy generator of any kind."""
     if isinstance(generator, np.random.BitGenerator):
         return generator
     return generator._bit_generator if isinstance(generator, np.random.RandomState) else generator.bit_generator
@@ -234,43 +258,7 @@ def _is_in_range(state: Any) -> bool:
     return all(isinstance(place, int) and 0 <= place <= length for place, length in places)
 
 
-# --- the states of samplers and collate functions, too --------------------------------------------------------------
-
-
-class OwnStates(OwnGenerators):
-    """The generators that ``roots`` own; and the samplers and the collate function, as far as they have a
-    ``state_dict``, by the names of the loader's attributes: ``batch_sampler``, ``collate_fn``."""
-
-    def parts(self) -> dict[str, Stateful]:
-        """The samplers and the collate function that have a state, each once."""
-        found: dict[str, Stateful] = {}
-        for name, thing in _handed_in(self._roots):
-            part = stateful_behind(thing)
-            if part is not None and not any(part is each for each in (*found.values(), *_datasets(self._roots))):
-                found[name] = part
-        return found
-
-    def __bool__(self) -> bool:
-        return bool(self.find() or self.parts())
-
-    def state_dict(self) -> dict[str, Any]:
-        states = {name: copy.deepcopy(part.state_dict()) for name, part in self.parts().items()}
-        return {**super().state_dict(), **states}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore each of them. A part whose state is the saved one already is left alone: a sampler that is being read
-        may take what is loaded for the place where its next iterator begins. Raises StateMismatch if one no longer
-        exists, or does not take its state."""
-        parts = self.parts() if state else {}
-        super().load_state_dict({way: saved for way, saved in state.items() if way not in parts})
-        for name, part in parts.items():
-            if name in state and digest(part.state_dict()) != digest(state[name]):
-                try:
-                    part.load_state_dict(copy.deepcopy(state[name]))
-                except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-                    raise StateMismatch(
-                        f"the saved state of the {name} does not fit this {type(part).__name__}: {error!r}"
-                    ) from error
+# --- the samplers and the collate function ---------------------------------------------------------------------------
 
 
 def _handed_in(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Protocol, TypedDict
 
@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from dalsegno.data.skipped_data import Gaps, Place
 from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import Scope
 from dalsegno.stateful.schema import Count, Form, Must
+
+from .skipped_data import Gaps, Place
 
 
 @dataclass(slots=True)
@@ -215,21 +216,19 @@ def length_of(data: Any) -> int | None:
 
 def sample_count(batch: Any) -> int:
     """Return the number of samples in a batch: the first dimension of its first tensor, else its length, else 1."""
-    tensor = _first_tensor(batch)
+    tensor = next(tensors_in(batch), None)
     if tensor is not None:
         return tensor.shape[0] if tensor.dim() else 1
     return len(batch) if isinstance(batch, Sized) else 1
 
 
-def _first_tensor(tree: Any) -> torch.Tensor | None:
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor in a batch or a module's return value, inside nested tuples, lists and mappings too."""
     if isinstance(tree, torch.Tensor):
-        return tree
-    branches: Sequence[Any] = ()
-    if isinstance(tree, Mapping):
-        branches = list(tree.values())
-    elif isinstance(tree, Sequence) and not isinstance(tree, str | bytes):
-        branches = tree
-    return next((found for branch in branches if (found := _first_tensor(branch)) is not None), None)
+        yield tree
+    elif isinstance(tree, (Mapping, list, tuple)):
+        for each in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from tensors_in(each)
 
 
 # --- to the device --------------------------------------------------------------------------------------------------

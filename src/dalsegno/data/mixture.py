@@ -14,12 +14,12 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dalsegno.data.batch_fetcher import takes_seed
 from dalsegno.distributed.rng import MIXTURE, SAMPLE, WORD, mix
 from dalsegno.errors import ConfigurationError, StateMismatch, UnknownName
 from dalsegno.stateful.schema import Count, check
 
-from .generators import OwnGenerators
+from .batch_fetcher import takes_seed
+from .generators import OwnStates
 from .permutation import permute, uniform
 
 logger = logging.getLogger("dalsegno")
@@ -84,7 +84,7 @@ class Mixture(IterableDataset[Any]):
         self.datasets, self.weights = dict(datasets), _checked_weights(datasets, weights)
         self.seed, self.stopping_strategy = seed, stopping_strategy
         self._readers, self._reader = 1, 0
-        self._generators = OwnGenerators(**self.datasets)
+        self._generators = OwnStates(**self.datasets)
         self._names = [*self.datasets]
         self._lengths = {name: len(each) for name, each in self.datasets.items()}
         shares = np.cumsum([*self.weights.values()])
@@ -137,7 +137,6 @@ class Mixture(IterableDataset[Any]):
                 yield self._sample(name, place)
 
     def _next_dataset(self) -> str | None:
-        """Name of the dataset of the next sample; None at the end of the epoch."""
         block, offset = divmod(self._drawn, _BLOCK)
         if self._choices[0] != block:
             drawn = uniform(block * _BLOCK, _BLOCK, mix(MIXTURE, self.seed, self._epoch))
@@ -154,7 +153,6 @@ class Mixture(IterableDataset[Any]):
         return data[index]
 
     def _index(self, name: str, place: int) -> int:
-        """Index of a dataset's sample number ``place`` of this epoch."""
         length = self._lengths[name]
         pass_, within = divmod(place, length)
         block, offset = divmod(within, _BLOCK)

@@ -12,9 +12,6 @@ import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
-from dalsegno.data.digests import add_batch
-from dalsegno.data.generators import EpochGenerators
-from dalsegno.data.splitting import RankShard
 from dalsegno.distributed import collectives
 from dalsegno.distributed.rng import (
     capture_generators,
@@ -24,7 +21,10 @@ from dalsegno.distributed.rng import (
 from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import Stateful
 
+from .digests import add_batch
+from .generators import EpochGenerators
 from .loader import NOT_EXACT, EpochPlace, Microbatch, or_another_kind
+from .splitting import RankShard
 from .user_loader import END, UserLoader
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,9 @@ class ReplayLoader(UserLoader):
                 f"the saved position is {goal} {unit} into the epoch, and reading again stops at {done}; the data is "
                 "shorter now, or the batches (batch_size times ranks) do not divide the position"
             )
-        if self._microbatches == microbatches and _is_another(self._loaded_read, self._contents()):
+        expected = self._loaded_read
+        is_comparable = expected is not None and expected["ranks"] == self._world_size
+        if self._microbatches == microbatches and is_comparable and expected != self._contents():
             log.warning(
                 "%s yields other samples when the epoch is read again, so they differ from those of an uninterrupted "
                 "run, from here on too: its order depends on something that is not saved, such as the time, a count of "
@@ -188,8 +190,3 @@ class ReplayLoader(UserLoader):
             self.own_generators.load_state_dict(state["generators"]["own"])
         self._saved, self._loaded_read = state["generators"], state["read"]
         self._has_loaded_samplers = any(name.endswith("sampler") for name in self.own_generators.parts())
-
-
-def _is_another(expected: ReadContents | None, found: ReadContents) -> bool:
-    """Whether what was read differs although it should be the same."""
-    return expected is not None and expected["ranks"] == found["ranks"] and expected["digest"] != found["digest"]

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, TypedDict
 import numpy as np
 from torch.utils.data import Sampler
 
-from dalsegno.data.skipped_data import EpochGaps, Gaps
 from dalsegno.distributed.rng import ORDER, mix
 from dalsegno.errors import ConfigurationError, EmptyDataset, StateMismatch
 from dalsegno.stateful.schema import Count
 
 from .permutation import Indices, permute
+from .skipped_data import EpochGaps, Gaps
 
 log = logging.getLogger(__name__)
 

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from dalsegno.data.batch_fetcher import Samples, StatefulSamples
-from dalsegno.data.loader import CountingCollate, Microbatch, ResumableLoader, length_of, to_device
-from dalsegno.data.map_loader import MapLoader
-from dalsegno.data.replay_loader import ReplayLoader
-from dalsegno.data.sampler import ResumableSampler
-from dalsegno.data.splitting import RankShard, RestartedStream, StatefulRankShard, keeps_its_place, part_of_rank
-from dalsegno.data.stateful_loader import StatefulLoader
-from dalsegno.data.step_batch import LoaderView
-from dalsegno.data.torchdata_loaders import StatefulDataLoader, keeps_its_order, restore_orders_of_nodes
-from dalsegno.data.user_loader import UserLoader
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.component import Stateful
+
+from .batch_fetcher import Samples, StatefulSamples
+from .loader import CountingCollate, Microbatch, MicrobatchLoader, ResumableLoader, length_of, to_device
+from .map_loader import MapLoader
+from .replay_loader import ReplayLoader
+from .sampler import ResumableSampler
+from .splitting import RankShard, RestartedStream, StatefulRankShard, keeps_its_place, part_of_rank
+from .stateful_loader import StatefulLoader
+from .torchdata_loaders import StatefulDataLoader, keeps_its_order, restore_orders_of_nodes
+from .user_loader import UserLoader
 
 Collate = Callable[[list[Any]], Any]
 
@@ -59,9 +59,10 @@ def train_loader(
     collate = collate_fn or default_collate
     if _is_stream(source):
         part = part_of_rank(source, rank, world_size)
-        stream = _rank_shard(source, part, rank, world_size, batch_size, seed, drop_last)
-        loader = _stream_loader(stream, collate, drop_last, workers)
-        kind = StatefulLoader if isinstance(stream, StatefulRankShard) else ReplayLoader
+        read, is_split = (source, False) if part is None else (part, True)
+        shard, kind = (StatefulRankShard, StatefulLoader) if keeps_its_place(source) else (RankShard, ReplayLoader)
+        stream = shard(read, rank, world_size, batch_size, seed, drop_last, is_split=is_split)
+        loader = _stream_loader(stream, collate, workers)
         if part is not None:
             resumable = kind(loader, seed=seed, world_size=world_size)
             resumable.exchange_lengths()
@@ -98,7 +99,7 @@ def resumable_loader(loader: Iterable[Any], *, seed: int = 0, world_size: int = 
     return resumable
 
 
-class EvalLoader(LoaderView[MapLoader | UserLoader]):
+class EvalLoader:
     """Yields the same micro-batches in each iteration, from the first to the last; has no state.
 
     Generators that the data owns start with their first state in each iteration and are restored afterwards, because
@@ -106,24 +107,27 @@ class EvalLoader(LoaderView[MapLoader | UserLoader]):
     """
 
     def __init__(self, loader: MapLoader | UserLoader) -> None:
-        super().__init__(loader)
+        self._loader = loader
         self._at_first = loader.own_generators.state_dict()
         self._outside: dict[str, Any] = {}
         self.is_evaluated = False
         """Whether an evaluation is running, so that nothing else may read the loader."""
 
     def __iter__(self) -> Iterator[Microbatch]:
+        return iter(self._restarted())
+
+    def _restarted(self) -> MapLoader | UserLoader:
         self._loader.restart()
         self._outside = self._outside or self._loader.own_generators.state_dict()
         self._loader.own_generators.load_state_dict(self._at_first)
-        return iter(self._loader)
+        return self._loader
 
     @contextmanager
-    def evaluated(self) -> Iterator[None]:
-        """Around an evaluation, which may end early: see :attr:`is_evaluated`."""
+    def evaluated(self) -> Iterator[MicrobatchLoader]:
+        """Around an evaluation, which may end early: see :attr:`is_evaluated`. Yields the loader to be read."""
         self.is_evaluated = True
         try:
-            yield
+            yield self._restarted()
         finally:
             self.close()
             self.is_evaluated = False
@@ -133,6 +137,10 @@ class EvalLoader(LoaderView[MapLoader | UserLoader]):
         self._loader.close()
         self._loader.own_generators.load_state_dict(self._outside)
         self._outside = {}
+
+    def length(self) -> int | None:
+        """Return the number of micro-batches on this rank; None if unknown."""
+        return self._loader.length()
 
     def samples_per_epoch(self) -> int | None:
         return self._loader.samples_per_epoch()
@@ -160,7 +168,7 @@ def eval_loader(
         read = source if part is None else part
         rereadable = RestartedStream(read) if isinstance(read, Stateful) else read
         stream = RankShard(rereadable, rank, world_size, batch_size, seed, drop_last=False, is_split=part is not None)
-        loader = _stream_loader(stream, collate, drop_last=False, workers=workers)
+        loader = _stream_loader(stream, collate, workers)
         samples = length_of(source) if part is None else None
         own = UserLoader(loader, seed=seed, world_size=world_size, samples=samples, one_stream=part is None)
         return EvalLoader(own)
@@ -184,16 +192,10 @@ def _map_loader(source: Any, sampler: ResumableSampler, collate: Collate, worker
     return MapLoader(loader, sampler)
 
 
-def _rank_shard(source: Any, part: Any | None, *place: Any) -> RankShard:
-    """``place``: the further arguments of :class:`RankShard`."""
-    kind = StatefulRankShard if keeps_its_place(source) else RankShard
-    return kind(source if part is None else part, *place, is_split=part is not None)
-
-
-def _stream_loader(stream: RankShard, collate: Collate, drop_last: bool, workers: dict[str, Any]) -> DataLoader[Any]:
+def _stream_loader(stream: RankShard, collate: Collate, workers: dict[str, Any]) -> DataLoader[Any]:
     kind = StatefulDataLoader if isinstance(stream, StatefulRankShard) else DataLoader
     counting = CountingCollate(collate)
-    return kind(stream, batch_size=stream.batch_size, collate_fn=counting, drop_last=drop_last, **workers)
+    return kind(stream, batch_size=stream.batch_size, collate_fn=counting, drop_last=stream.drop_last, **workers)
 
 
 def _is_stream(source: Any) -> bool:

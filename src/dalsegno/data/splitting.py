@@ -16,11 +16,12 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dalsegno.data.loader import Counted
 from dalsegno.distributed import collectives
 from dalsegno.distributed.rng import WORKER, mix, seed_generators
 from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.component import Stateful
+
+from .loader import Counted
 
 _LOADERS = {
     ("streaming", "StreamingDataset"): "streaming.StreamingDataLoader(dataset, …)",
@@ -65,21 +66,17 @@ def keeps_its_place(source: Any) -> bool:
 def _part_of_hugging_face(source: Any, rank: int, world_size: int) -> Any | None:
     given = source._distributed
     if given is not None:  # split by the user
-        _expect_ranks(source, world_size, given.world_size)
+        if given.world_size != world_size:
+            raise ConfigurationError(
+                f"the {type(source).__name__} is split for {given.world_size} ranks, and here {world_size} read "
+                "different data; give it no split of its own, or a method split_by_rank(rank, world_size)"
+            )
         return source
     if world_size == 1:
         return None
     from datasets.distributed import split_dataset_by_node
 
     return split_dataset_by_node(source, rank=rank, world_size=world_size)
-
-
-def _expect_ranks(source: Any, world_size: int, its_ranks: int) -> None:
-    if its_ranks != world_size:
-        raise ConfigurationError(
-            f"the {type(source).__name__} is split for {its_ranks} ranks, and here {world_size} read different data; "
-            "give it no split of its own, or a method split_by_rank(rank, world_size)"
-        )
 
 
 def _part_of_webdataset(source: Any, rank: int, world_size: int) -> WebDatasetPart:

@@ -10,14 +10,14 @@ from typing import Any, Literal, TypeGuard
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from dalsegno.data.digests import digest
-from dalsegno.data.splitting import RankShard
 from dalsegno.distributed.rng import capture_generators, preserved_generators, restore_generators
 from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import Stateful
 from dalsegno.stateful.schema import check
 
+from .digests import digest
 from .loader import NOT_EXACT, EpochPlace, Microbatch, or_another_kind, plain_batch
+from .splitting import RankShard
 from .user_loader import END, UserLoader
 from .workers import keep_exhausted_workers
 

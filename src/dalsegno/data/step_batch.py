@@ -14,50 +14,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Generic, TypeVar
+from itertools import chain, islice
+from typing import Any
 
 import torch
 
-from dalsegno.data.digests import digest
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError, EmptyDataset, StateMismatch
 
+from .digests import digest
 from .loader import Microbatch, MicrobatchLoader, plain_batch
 
 LossWeight = Callable[[Any], float]
 """Weight of a batch's mean loss within its step, e.g. its number of tokens."""
 
 
-LoaderT = TypeVar("LoaderT", bound=MicrobatchLoader)
-
-
-class LoaderView(Generic[LoaderT]):
-    """Base of a loader that yields the micro-batches of another one, ``loader``, in its own way."""
-
-    def __init__(self, loader: LoaderT) -> None:
-        self._loader = loader
-
-    @property
-    def lockstep(self) -> bool:
-        return self._loader.lockstep
-
-    @property
-    def position(self) -> float:
-        return self._loader.position
-
-    @property
-    def started(self) -> bool:
-        return self._loader.started
-
-    @property
-    def spare(self) -> Microbatch | None:
-        return self._loader.spare
-
-    def length(self) -> int | None:
-        """Return the number of micro-batches of the epoch on this rank; None if unknown."""
-        return self._loader.length()
+Cut = Callable[[Microbatch], Sequence[Microbatch]]
+"""Makes of a micro-batch that a loader yields those that are trained on, one or several."""
 
 
 @dataclass(slots=True)
@@ -84,12 +58,16 @@ class StepBatch:
 
 
 def iter_steps(
-    loader: MicrobatchLoader, sizes: Iterable[int], layout: Layout, loss_weight: LossWeight | None = None
+    loader: MicrobatchLoader,
+    sizes: Iterable[int],
+    layout: Layout,
+    loss_weight: LossWeight | None = None,
+    cut: Cut | None = None,
 ) -> Iterator[StepBatch]:
     """Yield the rest of the epoch in steps of ``sizes`` micro-batches, endless and read step by step; the last step may
     be smaller. Raises EmptyDataset if one rank has no batch while another has one; ConfigurationError if the first
     batches differ between ranks that should read the same data."""
-    rest = iter(loader)
+    rest = iter(loader) if cut is None else chain.from_iterable(map(cut, loader))
     alone = collectives.world_size() == 1
     known = loader.lockstep and loss_weight is None
     for number, size in enumerate(sizes):
@@ -103,14 +81,13 @@ def iter_steps(
                 return
             yield _weigh(held, loss_weight, seconds, loader.position)
         else:
-            step_batch = _weigh_together(held, loss_weight, seconds, loader, layout)
+            step_batch = _weigh_together(held, loss_weight, seconds, loader, layout, cut)
             if step_batch is None:
                 return
             yield step_batch
 
 
 def _expect_same_data(held: Sequence[Microbatch], layout: Layout) -> None:
-    """Raises ConfigurationError on all ranks, if ranks of the same data rank hold different batches."""
     digests = collectives.gather(digest([plain_batch(each.batch) for each in held]), "the data that ranks share")
     for rank, first in enumerate(layout.of_data_ranks(digests)):
         sharing = [other for other, number in enumerate(layout.data_ranks) if number == rank]
@@ -134,16 +111,24 @@ def _weigh(held: list[Microbatch], loss_weight: LossWeight | None, seconds: floa
 
 
 def _weigh_together(
-    held: list[Microbatch], loss_weight: LossWeight | None, seconds: float, loader: MicrobatchLoader, layout: Layout
+    held: list[Microbatch],
+    loss_weight: LossWeight | None,
+    seconds: float,
+    loader: MicrobatchLoader,
+    layout: Layout,
+    cut: Cut | None,
 ) -> StepBatch | None:
     weights = [_weight(microbatch, loss_weight) for microbatch in held]
     samples = sum(microbatch.samples for microbatch in held)
+    last = held[-1] if held else loader.spare
+    if last is not None and not held and cut is not None:
+        last = cut(last)[0]
     rows = collectives.gather_floats(
         [
             sum(weights),
             samples,
             len(held),
-            bool(held) or loader.spare is not None,
+            last is not None,
             loader.started,
             *_position_and_length(loader),
         ],
@@ -161,7 +146,8 @@ def _weigh_together(
                 "checkpoint is older); resume from another checkpoint, e.g. of an epoch's end"
             )
         raise EmptyDataset(f"rank {empty} has no batch, but others have; give each rank a part of the data")
-    padding = Microbatch((held[-1] if held else loader.spare).batch, 0, None)  # type: ignore[union-attr]
+    assert last is not None, "every rank has a batch"
+    padding = Microbatch(last.batch, 0, None)
     missing = length - len(held)
     rows = layout.of_data_ranks(rows)
     return StepBatch(
@@ -183,7 +169,6 @@ def agreed_position(loader: MicrobatchLoader, layout: Layout) -> float:
 
 
 def _position_and_length(loader: MicrobatchLoader) -> tuple[float, int]:
-    """Return this rank's position, and its length (0 if unknown)."""
     return loader.position, loader.length() or 0
 
 

@@ -15,10 +15,11 @@ from torchdata.nodes import BaseNode, IterableWrapper, Loader, SamplerWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import BatchSampler, RandomSampler, StatefulDistributedSampler
 
-from dalsegno.data.generators import EpochGenerators, OwnGenerators
 from dalsegno.distributed.rng import capture_generators, preserved_generators, restore_generators
 from dalsegno.errors import ConfigurationError, StateMismatch
 from dalsegno.stateful.component import Stateful
+
+from .generators import EpochGenerators, OwnStates
 
 __all__ = ["StatefulDataLoader", "keeps_its_order", "restore_orders_of_nodes"]
 
@@ -76,7 +77,7 @@ class ResumableOrder:
 
     def __init__(self, source: Iterable[Any]) -> None:
         self._source = source
-        self._own = OwnGenerators(source=source)
+        self._own = OwnStates(source=source)
         self._loaded: dict[str, Any] | None = None
         self._began: EpochGenerators | None = None
         self._epoch: int | None = None

@@ -8,15 +8,14 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from dalsegno.data.generators import OwnStates
-from dalsegno.data.skipped_data import Gaps, Place
 from dalsegno.distributed import collectives
 from dalsegno.distributed.rng import LOADER, mix
 from dalsegno.errors import EmptyDataset, StateMismatch
 from dalsegno.stateful.component import Scope
 
-from .generators import EpochGenerator
+from .generators import EpochGenerator, OwnStates
 from .loader import Microbatch, expect_kind, length_of, plain_batch, sample_count
+from .skipped_data import Gaps, Place
 from .torchdata_loaders import StatefulDataLoader
 from .workers import ignore_stop_signals
 
@@ -104,7 +103,6 @@ class UserLoader:
         self._exhausted, self._iterator = True, None
 
     def _open(self) -> Iterator[Any]:
-        """Return an iterator over the rest of the epoch."""
         self._announce_epoch(self.epoch)
         return iter(self._loader)
 
@@ -117,7 +115,6 @@ class UserLoader:
             generator.manual_seed(mix(LOADER, self._seed, epoch))
 
     def _epoch_listeners(self) -> list[Any]:
-        """Return the loader, its samplers and its dataset, as far as they define ``set_epoch``."""
         parts = [self._loader, *(getattr(self._loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
         return [part for part in parts if callable(getattr(part, "set_epoch", None))]
 

@@ -3,15 +3,12 @@
 Start with ``assert_resume_equivalent(factory, kill_at=[...])``.
 """
 
-from dalsegno.testing.thorough_check import BRIEF, THOROUGH, Break, Pattern
-from dalsegno.testing.tiny import DataOrder
-
 from .compare import Row, RunComparison, compare_runs
 from .equivalence import assert_resume_equivalent, check_resume
 from .faults import FaultPlan
 from .processes import Outcome, Ranks, run_ranks, start_ranks
-from .thorough_check import Trial, Verdict, check_resume_thoroughly
-from .tiny import TinyLanguageModel, TinyRegression, tiny_regression_data
+from .thorough_check import BRIEF, THOROUGH, Break, Pattern, Trial, Verdict, check_resume_thoroughly
+from .tiny import DataOrder, TinyLanguageModel, TinyRegression, tiny_regression_data
 
 __all__ = [
     "BRIEF",

@@ -11,11 +11,10 @@ from typing import Protocol, cast
 from dalsegno import config
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs import RunFile
-from dalsegno.testing.faults import EventRecorder, EventTrace
 from dalsegno.training.result import TrainResult
 
 from .compare import RunComparison, compare_runs
-from .faults import FaultPlan
+from .faults import EventRecorder, EventTrace, FaultPlan
 from .processes import start_ranks, values
 
 

@@ -25,10 +25,10 @@ from dalsegno.events.contexts import Context, LoadContext
 from dalsegno.events.registration import register_global_callback
 from dalsegno.logs import RunFile
 from dalsegno.state import ResumeProof
-from dalsegno.testing.faults import EventRecorder, EventTrace
 
 from .compare import RunComparison, compare_runs
 from .equivalence import Factory, build_in
+from .faults import EventRecorder, EventTrace
 from .processes import Outcome, start_ranks, values
 
 How = Literal["kill", "stop"]
@@ -194,8 +194,6 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class _Leg:
-    """Result of a leg, from one of its ranks."""
-
     trace: EventTrace
     refusal: str | None
 
@@ -258,8 +256,6 @@ def worst(trials: Sequence[Trial]) -> Verdict:
 
 @dataclass(slots=True)
 class _Bench:
-    """The uninterrupted run on one number of ranks, and the runs compared with it."""
-
     factory: Factory
     folder: Path
     world_size: int

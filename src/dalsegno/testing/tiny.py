@@ -9,7 +9,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dalsegno.callbacks.watchers.dump_activations import tensors_in
+from dalsegno.data.loader import tensors_in
 from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import MicrobatchBeginContext
 from dalsegno.stateful.schema import Count, Must

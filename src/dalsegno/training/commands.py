@@ -160,7 +160,6 @@ class CommandExecutor:
         self._acted = []
 
     def _accept(self) -> list[JournalEntry]:
-        """On rank 0: record which of the waiting commands act now."""
         acting: list[JournalEntry] = []
         refused: dict[str, str] = {}
         args = self._args
@@ -179,13 +178,11 @@ class CommandExecutor:
         return self.queue.record(acting, self._state.global_step)
 
     def _parsed(self, entry: JournalEntry, args: TrainingArguments) -> Command:
-        """Raises ConfigurationError if the command can no longer be carried out."""
         command = parse_command(entry.command, entry.data, args)
         self._check(command)
         return command
 
     def _check(self, command: Command) -> None:
-        """Raises ConfigurationError for a command that this run cannot carry out."""
         if (command.name == "evaluate" or command.data.get("evaluate")) and not self._evaluates:
             raise ConfigurationError(f"{command.name}: this run has no evaluation set")
         if "eval_steps" in command.data and not self._evaluates:
@@ -196,7 +193,6 @@ class CommandExecutor:
             check_scalable(self._optimizer, self._parts.schedulers)
 
     def _check_rate(self, command: Command) -> None:
-        """Raises ConfigurationError for a learning rate that no factor of the present one gives."""
         rate, present = command.data.get(LEARNING_RATE), present_rate(self._optimizer)
         if isinstance(rate, (int, float)) and (present == 0 or not 0 < rate / present < math.inf):
             raise ConfigurationError(
@@ -233,7 +229,6 @@ class CommandExecutor:
             setattr(self._args, name, value)
 
     def _script_values(self) -> dict[str, Any]:
-        """The script's value of each setting that a command may change, if it has an effect."""
         names = [*SETTINGS, LEARNING_RATE] if self._settings.sets_learning_rate else [*SETTINGS]
         return {name: self._script.get(name, getattr(self._args, name)) for name in names}
 
@@ -271,13 +266,8 @@ class CommandPlan:
 def plan_commands(
     entries: Iterable[JournalEntry], step: int, args: TrainingArguments, script: Mapping[str, Any], parse: Parse
 ) -> CommandPlan:
-    """
-    Args:
-        entries: commands that have taken effect, in this order.
-        step: of the checkpoint that the leg resumes from.
-        args: as the script gives them.
-        script: the script's values of all settings that commands may change, as far as they have an effect.
-    """
+    """What ``entries``, in this order, mean for a leg that resumes from ``step``. ``args`` and ``script``: as the script
+    gives them, as far as they have an effect."""
     plan = CommandPlan()
     for acted in sorted(entries, key=lambda entry: entry.step or 0):
         if not is_repeated(acted):

@@ -50,7 +50,8 @@ class CheckpointContents:
                 saves_frozen = parts.args.save_frozen != "never"
                 expect_pretrained(parts.model, captured, adapter_settings(parts.model), saves_frozen=saves_frozen)
         self._pretrained_files = partial(pretrained_files, parts.model, parts.processing_class)
-        self._loss = _loss_states(parts.loss_fn, parts.model)
+        loss = [] if parts.loss_fn is None else [ModelState(parts.loss_fn, key=LOSS, apart_from=parts.model)]
+        self._loss = [each for each in loss if not each.is_empty()]  # else all its tensors are the model's
         own: dict[str, Stateful] = {
             SETTINGS: settings,
             "trainer": parts.state,
@@ -104,16 +105,7 @@ class CheckpointContents:
         return key
 
 
-def _loss_states(loss_fn: nn.Module | None, model: nn.Module) -> list[ModelState]:
-    """State of the loss function; none if all its tensors are the model's."""
-    if loss_fn is None:
-        return []
-    state = ModelState(loss_fn, key=LOSS, apart_from=model)
-    return [] if state.is_empty() else [state]
-
-
 def _check_saveable(parts: RunParts) -> None:
-    """Raises ConfigurationError if a schedule or the optimizer has no state that can be saved."""
     expect_optimizer(parts.optimizer)
     for each in parts.schedulers:
         if isinstance(each, str):
@@ -130,7 +122,6 @@ def _check_saveable(parts: RunParts) -> None:
 
 
 def _check_state(others: Mapping[str, object], *, reserved: Sequence[str]) -> None:
-    """Raises ConfigurationError if a key is reserved for the run's own state, or an object has no state to save."""
     for name, thing in others.items():
         if not isinstance(name, str) or name in reserved or name.startswith((CALLBACKS, _SCHEDULER)):
             raise ConfigurationError(

@@ -114,7 +114,6 @@ class ControlSync:
         return [float(bits), float(self._steps.fitting())]
 
     def _poll_sources(self, requests: ControlRequests) -> ControlRequests:
-        """Return ``requests`` together with those of the sources."""
         for poll in self._sources:
             if (found := poll()) is not NO_REQUESTS:
                 requests = requests.merge(found)

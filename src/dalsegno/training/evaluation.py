@@ -5,8 +5,7 @@
     for each set: evaluate_begin → its batches → evaluate_end → log_step → log → evaluate
 
 ``EvaluationRunner`` runs the sets. ``LossEvaluation`` and ``UserEvaluation`` measure one set: by its mean loss, or by a
-function of the user's. ``expect_evaluations`` and ``expect_metrics`` check that what callbacks and retention rules need
-is measured. ``evaluation_undo`` undoes an evaluation that is interrupted.
+function of the user's. ``evaluation_undo`` undoes an evaluation that is interrupted.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dalsegno.args import TrainingArguments
 from dalsegno.data import EvalLoader, sample_count, to_device
+from dalsegno.data.loader import MicrobatchLoader
 from dalsegno.data.step_batch import LossWeight, iter_steps
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.inference import evaluating
@@ -163,12 +163,15 @@ class EvaluationRunner:
         return end.fire_all()
 
     def _note_best(self, metrics: Mapping[str, float]) -> None:
-        """Update the best metric; request a save if ``save`` contains ``OnBest()``."""
         args, state, name = self._parts.args, self._state, self._parts.args.best_metric_name
-        if metrics:
-            expect_metrics(args, metrics)
+        if not metrics:
+            return
+        for rule in _best_rules(args):
+            needed = rule.metric or name
+            if not {needed, f"eval_{needed}"} & metrics.keys():
+                raise UnknownName(f"metric in keep={args.keep!r}:", needed, metrics)
         if name not in metrics:
-            if metrics and args.metric_for_best_model is not None:
+            if args.metric_for_best_model is not None:
                 raise UnknownName("metric_for_best_model", name, metrics)
             return
         value, best = float(metrics[name]), state.best_metric
@@ -209,8 +212,8 @@ class LossEvaluation:
     def __call__(self, between_batches: BetweenBatches, kept: list[Any] | None = None) -> dict[str, float]:
         """Run the model over the whole set, in evaluation mode. Collective. ``kept`` gets each batch's outputs."""
         began = time.monotonic()
-        with self.loader.evaluated(), evaluating(*self.forward.modules):
-            loss_sum, weight, samples = self._sums(between_batches, kept)
+        with self.loader.evaluated() as loader, evaluating(*self.forward.modules):
+            loss_sum, weight, samples = self._sums(loader, between_batches, kept)
         seconds = time.monotonic() - began
         (loss_sum,) = self.parts.layout.sum_floats([loss_sum], "the loss of an evaluation")
         return {
@@ -219,11 +222,13 @@ class LossEvaluation:
             f"{self.prefix}_samples_per_second": samples / seconds,
         }
 
-    def _sums(self, between_batches: BetweenBatches, kept: list[Any] | None) -> tuple[float, float, int]:
+    def _sums(
+        self, loader: MicrobatchLoader, between_batches: BetweenBatches, kept: list[Any] | None
+    ) -> tuple[float, float, int]:
         """This rank's weighted sum of losses; the weights and the samples of all ranks."""
         dispatcher, weight, samples = self.parts.dispatcher, 0.0, 0
         losses: list[torch.Tensor] = []
-        for index, step_batch in enumerate(iter_steps(self.loader, repeat(1), self.parts.layout, self.loss_weight)):
+        for index, step_batch in enumerate(iter_steps(loader, repeat(1), self.parts.layout, self.loss_weight)):
             between_batches()
             batch = to_device(step_batch.microbatches[0].batch, self.device)
             loss, outputs = self.forward(batch)
@@ -303,7 +308,6 @@ callbacks."""
 
 
 def _number(value: Any) -> float:
-    """A Python number from a number, or from a tensor or an array of one element."""
     number = value.item() if hasattr(value, "item") else value
     if not isinstance(number, (int, float)):
         raise TypeError(f"{number!r} is not a number")
@@ -344,14 +348,6 @@ def expect_evaluations(args: TrainingArguments, callbacks: Iterable[Callback], *
             args.saving,
             args.evaluation,
         )
-
-
-def expect_metrics(args: TrainingArguments, metrics: Mapping[str, float]) -> None:
-    """Check the metrics of all sets."""
-    for rule in _best_rules(args):
-        name = rule.metric or args.best_metric_name
-        if not {name, f"eval_{name}"} & metrics.keys():
-            raise UnknownName(f"metric in keep={args.keep!r}:", name, metrics)
 
 
 def _never_meet(args: TrainingArguments) -> bool:

@@ -300,7 +300,6 @@ class _Other:
 
 
 def _values(holder: nn.Module | Optimizer, former: Values | None = None) -> Values:
-    """The flags of one module or optimizer."""
     held, found = vars(holder), Values()
     if isinstance(holder, Optimizer):
         for name in held.keys() - _OF_OPTIMIZER:
@@ -361,7 +360,6 @@ def _is_state(before: object, value: object) -> bool:
 
 
 def _is_saved(built: object, value: object) -> bool:
-    """Whether a value, which was ``built``, can be saved and set in the next leg."""
     if isinstance(built, _Small):
         return isinstance(value, _Small)
     return not isinstance(built, _Other) and not isinstance(value, _Other | _Small)
@@ -379,7 +377,6 @@ def _set_tensor(holder: object, name: str, value: torch.Tensor) -> None:
 
 
 def _size_of(value: object) -> str:
-    """In words, of a tensor that is not saved."""
     return f" ({format_bytes(value.size)})" if isinstance(value, _Other) and value.size else ""
 
 

@@ -111,6 +111,11 @@ def schedulers_of(optimizer: Optimizer, schedulers: Iterable[Any]) -> list[Any]:
     return [each for each in schedulers if getattr(each, "optimizer", optimizer) is optimizer]
 
 
+def several(given: Any) -> list[Any]:
+    """One or several, or None, as a list."""
+    return list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+
+
 def _is_composite(scheduler: Any) -> bool:
     return isinstance(scheduler, SequentialLR | ChainedScheduler)
 
@@ -125,7 +130,7 @@ def build_schedulers(given: Any, optimizer: Optimizer, args: TrainingArguments, 
                 "AdafactorSchedule(optimizer), or build the optimizer with a learning rate"
             )
         return [scheduler_from_args(optimizer, args, partial(planned_steps, args, loader))]
-    schedulers = list(given) if isinstance(given, (list, tuple)) else [given]
+    schedulers = several(given)
     for scheduler in schedulers:
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
             raise ConfigurationError("lr_scheduler: it is built on another optimizer than the one that is given")
@@ -316,7 +321,6 @@ def form_check(target: object) -> Callable[[Any, str], None] | None:
 
 
 def _check_form(target: Any, state: Any, where: str) -> None:
-    """Raises StateMismatch if a value has another type than the present one, or would replace a method."""
     present = target.state_dict()
     check(state, dict[str, Any], where)
     forms = _PER_GROUP | _COUNTS

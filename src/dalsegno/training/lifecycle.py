@@ -27,7 +27,6 @@ from dalsegno.policies.recovery import Rollback
 from dalsegno.state import TrainerControl, TrainerState
 from dalsegno.stateful.component import Stateful
 from dalsegno.system import filesystem
-from dalsegno.system.filesystem import make_directory
 from dalsegno.system.lock import DirectoryLock, is_visible
 
 from .chosen_start import ChosenStart, ResumeOptions
@@ -56,12 +55,6 @@ _UNSAVED: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 class RunLifecycle:
     """Shared by the Trainer and a hand-written loop. Lives as long as the user's object; a
     :class:`~dalsegno.training.session.Session` lives for one leg. All methods are collective.
-
-    Args:
-        data: the training data, for its fingerprint.
-        supplied: which parts the user brings along.
-        others: further objects with a state, by the key under which each is saved.
-        loss_weight: weight of a batch's mean loss within its step; None: the number of its samples.
     """
 
     def __init__(
@@ -103,13 +96,16 @@ class RunLifecycle:
         self._session: Session | None = None  # of the newest leg; None if the run was finished before it
         self._result: TrainResult | None = None  # of the previous leg in this process
         self._options = ResumeOptions()  # of the leg
+        self.resumed_from: Path | None = None
+        """The checkpoint that the leg resumed from."""
         self._model_modified = False  # trained, or loaded, in this process
         self._repeats = False  # the leg resumes from a checkpoint of this run, and not to roll back
         self._changed: list[str] = []  # settings, since the checkpoint from which the leg resumes
 
     @contextmanager
-    def lock_run_dir(self) -> Iterator[None]:
-        """Hold the run's directory for this process, and watch for signals and the end of the job.
+    def leg(self, options: ResumeOptions) -> Iterator[Session | TrainResult]:
+        """Hold the run's directory for this process, watch for signals and the end of the job, and restore: see
+        ``Trainer.train``. Yields the session to be entered; or how the run ended, if it is finished already.
 
         At the end, a job that was stopped in time is requeued: no file of the run is open any more.
         """
@@ -118,7 +114,9 @@ class RunLifecycle:
         with self._signals.listening():
             with locked_run_dir(self._parts.args), self._checkpoints.opened():
                 try:
-                    yield
+                    self.resumed_from = self.restore(options)
+                    finished = self._finished_result()
+                    yield self._new_session() if finished is None else finished
                 finally:  # the next leg puts the commands in force again
                     self._commands.undo_settings()
                     self._note_unsaved_weights()
@@ -252,7 +250,12 @@ class RunLifecycle:
             )
             self._continue_from(checkpoint, is_own=is_own)
             if options.chooses:
-                self._archive_after(checkpoint.step if is_own else None, self._chosen.record(checkpoint.path), report)
+                place = self._chosen.record(checkpoint.path)  # of what comes later; all of it, if it is another run's
+                moved = self._checkpoints.archive_after(checkpoint.step if is_own else None, place / "checkpoints")
+                if not is_own:
+                    self._rollbacks.archive(place)
+                if moved:
+                    report.notes.append(f"{len(moved)} later checkpoint(s) are now in {place / 'checkpoints'}")
                 self._rollbacks.drop("the user has chosen another beginning")
             self._rollbacks.complete()
         if options.chooses:
@@ -278,15 +281,6 @@ class RunLifecycle:
             state.best_metric, state.best_global_step, state.best_model_checkpoint = None, 0, None
             state.given_up = None
 
-    def _archive_after(self, step: int | None, place: Path, report: LoadReport) -> None:
-        """Keep one timeline: move the checkpoints after a chosen one's step away; all of them, if it is another run's
-        (None)."""
-        moved = self._checkpoints.archive_after(step, place / "checkpoints")
-        if step is None:
-            self._rollbacks.archive(place)
-        if moved:
-            report.notes.append(f"{len(moved)} later checkpoint(s) are now in {place / 'checkpoints'}")
-
     def _report(self, path: Path, step: int, report: LoadReport) -> None:
         """Warn about changes since the save, then fire on_load."""
         self._changed = [str(change) for change in report.changes]
@@ -296,9 +290,8 @@ class RunLifecycle:
         self._parts.dispatcher.load.fire_with(path, step, report)
 
     def _roll_back(self, rollback: Rollback) -> None:
-        """Go back within the leg, as it was decided: archive the later checkpoints, restore everything from the chosen
-        one, and fire on_rollback. Raises NotFound or DamagedCheckpoint, if that was removed or damaged since the
-        decision; the next leg then goes back to the one before."""
+        """Go back within the leg. If the checkpoint was removed or damaged since the decision, this raises, and the
+        next leg goes back to the one before."""
         parts, state = self._parts, self._parts.state
         step = state.global_step
         checkpoint = self._checkpoints.verified(self._checkpoints.manager.path_of(rollback.to_step))
@@ -322,7 +315,7 @@ class RunLifecycle:
 
     # -- the leg ------------------------------------------------------------------------------------------------
 
-    def finished_result(self) -> TrainResult | None:
+    def _finished_result(self) -> TrainResult | None:
         """The result of the leg that ended this run, unless none did or the user asks for more.
 
         None also if that leg was killed on its way out: then ``state.given_up`` remains, and the next one only ends.
@@ -343,12 +336,12 @@ class RunLifecycle:
             self._checkpoints.load_best_model()
         return result
 
-    def mark_started(self) -> None:
-        """Note that a leg begins: from now on, memory may hold the middle of a step. Raises CannotSave if the first
-        checkpoint would fail, because a state contains what cannot be saved."""
+    def _new_session(self) -> Session:
+        """A leg from the present state: from now on, memory may hold the middle of a step. Raises CannotSave if the
+        first checkpoint would fail, because a state contains what cannot be saved."""
         self._saves.check_serializable()
         self._saves.make_room_in_memory()
-        is_finite = are_finite(self._parts.model)
+        is_finite = are_finite(self._parts.model)  # collective
         if not is_finite and self._parts.state.is_world_process_zero:
             logger.warning(
                 "the model's weights contain NaN or infinity as training begins at step %d; to resume from before, "
@@ -357,9 +350,6 @@ class RunLifecycle:
             )
         self._requeue.begin_leg()
         self._result, self._model_modified = None, True
-
-    def session(self, resumed_from: Path | None) -> Session:
-        """A leg from the present state."""
         recorder = LegRecorder(self._parts, self._run_file, self._checkpoints.memory.name, self._changed)
         self._session = Session(
             self._parts,
@@ -369,7 +359,7 @@ class RunLifecycle:
             begin_witness=partial(self._begin_witness, recorder),
             roll_back=self._roll_back,
             loss_weight=self._loss_weight,
-            resumed_from=resumed_from,
+            resumed_from=self.resumed_from,
         )
         return self._session
 
@@ -392,7 +382,7 @@ def locked_run_dir(args: TrainingArguments) -> Iterator[None]:
     lock = DirectoryLock(directory, take_over=args.take_over_lock)
 
     def open_directory() -> str:
-        make_directory(directory)
+        filesystem.make_directory(directory)
         return lock.acquire()
 
     try:

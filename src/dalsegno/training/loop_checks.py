@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -208,7 +208,6 @@ _KINDS = (LRScheduler, GradScaler, AveragedModel)
 
 
 def _progress(thing: Any) -> Any:
-    """What changes when it is used."""
     if isinstance(thing, LRScheduler):
         return thing.last_epoch
     return int(thing.n_averaged) if isinstance(thing, AveragedModel) else thing.state_dict()
@@ -231,10 +230,6 @@ def _held(roots: Iterable[object]) -> dict[int, object]:
     return held
 
 
-def _trains(thing: object) -> TypeGuard[nn.Module]:
-    return isinstance(thing, nn.Module) and not isinstance(thing, AveragedModel)
-
-
 _LEFT_TO_THE_LOOP = (
     "bf16",
     "fp16",
@@ -251,12 +246,12 @@ def warn_of_the_forgotten(parts: RunParts, others: Mapping[str, Stateful]) -> No
     optimizers: list[Any] = [each for each in held if hasattr(each, "param_groups")]
     warnings = []
     stepped = {id(each) for optimizer in optimizers for each in _parameters(optimizer)}
-    modules = {f"{name}.": each for name, each in others.items() if _trains(each)}
+    modules = {f"{name}.": each for name, each in others.items() if isinstance(each, nn.Module)}
     names = [
         f"{prefix}{name}"
         for prefix, module in {"": parts.model, **modules}.items()
         for name, each in module.named_parameters()
-        if each.requires_grad and id(each) not in stepped
+        if each.requires_grad and id(each) not in stepped and not isinstance(module, AveragedModel)
     ]
     if names:
         more = f" and {len(names) - 1} more" if names[1:] else ""

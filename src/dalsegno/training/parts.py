@@ -7,7 +7,6 @@ import inspect
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from itertools import chain, islice
 from typing import Any
@@ -51,94 +50,74 @@ class Comparison(Enum):
     """Nothing is known to average anything."""
 
 
-@dataclass(frozen=True, slots=True)
 class RunParts:
     """Lives as long as the user's ``Trainer`` or ``Run``, over all legs in this process."""
 
-    args: TrainingArguments
-    layout: Layout
-    """Which ranks read the same data."""
-    model: nn.Module
-    """The user's own module, without DDP's or the compiler's wrapper."""
-    processing_class: Any
-    """The tokenizer or processor; None if there is none."""
-    loss_fn: nn.Module | None
-    """The loss function, if it is a module."""
-    optimizer: Optimizer
-    schedulers: Sequence[Any]
-    loader: ResumableLoader
-    state: TrainerState
-    control: TrainerControl
-    metrics: MetricAccumulator
-    random_state: RandomState
-    buffers: SharedBuffers
-    flags: Flags
-    dispatcher: Dispatcher
-    callbacks: CallbackSet
-    rollback_effects: RollbackEffects
-    witness: Witness
-    comparison: Comparison
-    """When the ranks' copies of the model are compared."""
-
-
-def build_parts(
-    args: TrainingArguments,
-    *,
-    layout: Layout,
-    model: nn.Module,
-    loss_fn: nn.Module | None = None,
-    optimizer: Optimizer,
-    schedulers: Sequence[Any],
-    loader: ResumableLoader,
-    callbacks: Iterable[object],
-    core: Sequence[Callback] = (),
-    context_fields: Mapping[str, Any],
-    unsupported_events: Mapping[Event, str] | None = None,
-    comparison: Comparison = Comparison.NEVER,
-) -> RunParts:
-    """
-    Args:
-        model: on its device already, and sharded if it is to be.
-        core: the engine's own callbacks; they are called first.
-        context_fields: the fields of every event's context that are not in ``RunParts``.
-        unsupported_events: events that this loop cannot fire, each with the reason and the remedy.
-    """
-    is_rank_zero = collectives.rank() == 0
-    state = TrainerState(is_local_process_zero=collectives.local_rank() == 0, is_world_process_zero=is_rank_zero)
-    control = TrainerControl(can_roll_back=args.recovery is not None)
-
-    common = {
-        "args": args,
-        "layout": layout,
-        "state": state,
-        "control": control,
-        "model": model,
-        "optimizer": optimizer,
-        "lr_scheduler": schedulers[0] if len(schedulers) == 1 else schedulers,
-        **context_fields,
-    }
-    dispatcher = Dispatcher(common, is_rank_zero=is_rank_zero, unsupported_events=unsupported_events)
-    return RunParts(
-        args=args,
-        layout=layout,
-        model=model,
-        processing_class=context_fields.get("processing_class"),
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        schedulers=schedulers,
-        loader=loader,
-        state=state,
-        control=control,
-        metrics=MetricAccumulator(layout, device_of(model)),
-        random_state=RandomState(args.seed, layout, lambda: state.global_step),
-        buffers=SharedBuffers([model] if loss_fn is None else [model, loss_fn]),
-        flags=Flags({"model": model} if loss_fn is None else {"model": model, "loss_fn": loss_fn}, optimizer),
-        dispatcher=dispatcher,
-        callbacks=CallbackSet(dispatcher, model, callbacks, core=core, report_to=args.report_to),
-        rollback_effects=RollbackEffects(optimizer, loader),
-        witness=Witness(args.directory, device_of(model), args.on_resume),
-        comparison=comparison,
-    )
+    def __init__(
+        self,
+        args: TrainingArguments,
+        *,
+        layout: Layout,
+        model: nn.Module,
+        loss_fn: nn.Module | None = None,
+        optimizer: Optimizer,
+        schedulers: Sequence[Any],
+        loader: ResumableLoader,
+        callbacks: Iterable[object],
+        core: Sequence[Callback] = (),
+        trainer: Any,
+        train_dataloader: Any,
+        eval_dataloader: Any = None,
+        processing_class: Any = None,
+        unsupported_events: Mapping[Event, str] | None = None,
+        comparison: Comparison,
+    ) -> None:
+        """
+        Args:
+            layout: which ranks read the same data.
+            model: the user's own module, without DDP's or the compiler's wrapper; on its device already, and sharded if
+                it is to be.
+            loss_fn: the loss function, if it is a module.
+            core: the engine's own callbacks; they are called first.
+            unsupported_events: events that this loop cannot fire, each with the reason and the remedy.
+            comparison: when the ranks' copies of the model are compared.
+        """
+        is_rank_zero = collectives.rank() == 0
+        self.args = args
+        self.layout = layout
+        self.model = model
+        self.loss_fn = loss_fn
+        self.modules = {"model": model} if loss_fn is None else {"model": model, "loss_fn": loss_fn}
+        self.optimizer = optimizer
+        self.schedulers = schedulers
+        self.loader = loader
+        self.processing_class = processing_class
+        self.comparison = comparison
+        self.state = TrainerState(
+            is_local_process_zero=collectives.local_rank() == 0, is_world_process_zero=is_rank_zero
+        )
+        self.control = TrainerControl(can_roll_back=args.recovery is not None)
+        self.metrics = MetricAccumulator(layout, device_of(model))
+        self.random_state = RandomState(args.seed, layout, lambda: self.state.global_step)
+        self.buffers = SharedBuffers([*self.modules.values()])
+        self.flags = Flags(self.modules, optimizer)
+        self.rollback_effects = RollbackEffects(optimizer, loader)
+        self.witness = Witness(args.directory, device_of(model), args.on_resume)
+        common = {
+            "args": args,
+            "layout": layout,
+            "state": self.state,
+            "control": self.control,
+            "model": model,
+            "optimizer": optimizer,
+            "lr_scheduler": schedulers[0] if len(schedulers) == 1 else schedulers,
+            "processing_class": processing_class,
+            "train_dataloader": train_dataloader,
+            "eval_dataloader": eval_dataloader,
+            "trainer": trainer,
+        }
+        self.dispatcher = Dispatcher(common, is_rank_zero=is_rank_zero, unsupported_events=unsupported_events)
+        self.callbacks = CallbackSet(self.dispatcher, model, callbacks, core=core, report_to=args.report_to)
 
 
 class CallbackSet:

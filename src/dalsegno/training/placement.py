@@ -105,8 +105,6 @@ def _move(module: nn.Module, device: torch.device) -> None:
 
 
 def _check_sharded(optimizer: Optimizer) -> None:
-    """Raises ConfigurationError if the optimizer would fail in its first step on parameters that are sharded: a fused
-    one on split and whole parameters in one kernel, Adafactor on any."""
     for group in optimizer.param_groups:
         are_sharded = {isinstance(each, DTensor) for each in group["params"] if not is_on_other_stage(each)}
         if group.get("fused") and len(are_sharded) > 1:

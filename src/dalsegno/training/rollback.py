@@ -31,9 +31,10 @@ from dalsegno.policies.recovery import RecoveryPolicy, Rollback, RollbackRequest
 from dalsegno.state import ControlRequests
 from dalsegno.stateful.schema import Count, Must
 from dalsegno.system import filesystem
-from dalsegno.training.parts import RunParts
-from dalsegno.training.rollback_effects import check_has_rates
-from dalsegno.training.run_checkpoints import RunCheckpoints
+
+from .parts import RunParts
+from .rollback_effects import check_has_rates
+from .run_checkpoints import RunCheckpoints
 
 logger = logging.getLogger("dalsegno")
 

@@ -56,10 +56,10 @@ from dalsegno.system.tracebacks import short_traceback
 
 from .chosen_start import ResumeOptions
 from .evaluation import UserEvaluation
-from .learning_rate import copied
+from .learning_rate import copied, several
 from .lifecycle import OfRun, RunLifecycle
 from .loop_checks import LoopChecks, warn_of_the_forgotten
-from .parts import Comparison, build_parts
+from .parts import Comparison, RunParts
 from .result import TrainResult
 from .session import Session
 from .settings import UserSupplied
@@ -138,14 +138,12 @@ class Run(OfRun):
         continue_stopped: bool = False,
     ) -> None:
         check_materialized(model)
-        schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler] if lr_scheduler else []
         self.args = args
-        self.resumed_from: Path | None = None
-        """The checkpoint that this leg resumed from."""
         self._model = model
-        optimizers = (
-            [optimizer] if isinstance(optimizer, Optimizer) or not isinstance(optimizer, Sequence) else optimizer
+        self._options = ResumeOptions(
+            resume_from_checkpoint, strict, strict_callbacks, allow_changes, load_components, continue_stopped
         )
+        optimizers = several(optimizer)
         if not optimizers:
             raise ConfigurationError("optimizer=[]: give one or several")
         self._optimizer = optimizers[0]
@@ -153,25 +151,18 @@ class Run(OfRun):
         for number, each in enumerate(optimizers[1:], 1):
             if self._others.setdefault(name := f"optimizer_{number}", each) is not each:
                 raise ConfigurationError(f"state={{{name!r}: …}}: choose another name; the optimizers' list takes it")
-        self._options = ResumeOptions(
-            resume_from_checkpoint, strict, strict_callbacks, allow_changes, load_components, continue_stopped
-        )
         layout = layout_of_own_loop(args.parallel)
         is_averaged = any(isinstance(each, DistributedDataParallel) for each in model.modules())
-        self._parts = build_parts(
+        self._parts = RunParts(
             args,
             layout=layout,
             model=unwrapped(model),
             optimizer=self._optimizer,
-            schedulers=schedulers,
+            schedulers=several(lr_scheduler),
             loader=resumable_loader(loader, seed=args.shuffle_seed, world_size=layout.data_size),
             callbacks=instances(callbacks),
-            context_fields={
-                "processing_class": None,
-                "train_dataloader": loader,
-                "eval_dataloader": None,
-                "trainer": self,
-            },
+            trainer=self,
+            train_dataloader=loader,
             unsupported_events=UNSUPPORTED_EVENTS,
             comparison=Comparison.NEVER if is_averaged else Comparison.AT_SAVES,
         )
@@ -184,15 +175,19 @@ class Run(OfRun):
             others=self._others,
         )
         self._data_size = layout.data_size
-        self._is_inside = False  # the ``with`` block
         self._session: Session | None = None  # of the newest leg; None if the run was finished before it
         self._finished: TrainResult | None = None
         self._index = 0  # of the current micro-batch in its step
         self._lr: float | torch.Tensor | None = None  # that the newest update used
-        self._held = ExitStack()
+        self._held: ExitStack | None = None  # inside the ``with`` block
         self._update = ExitStack()  # around the optimizer's own step
         warn_of_the_forgotten(self._parts, self._others)
         self._dispatcher.init_end.fire_with()
+
+    @property
+    def resumed_from(self) -> Path | None:
+        """The checkpoint that this leg resumed from."""
+        return self._lifecycle.resumed_from
 
     @property
     def result(self) -> TrainResult | None:
@@ -201,15 +196,10 @@ class Run(OfRun):
 
     @short_traceback
     def __enter__(self) -> Self:
-        lifecycle = self._lifecycle
         with ExitStack() as held:
-            held.enter_context(lifecycle.lock_run_dir())
-            self._session = None
-            self.resumed_from = lifecycle.restore(self._options)
-            self._finished = lifecycle.finished_result()
-            if self._finished is None:
-                lifecycle.mark_started()
-                self._session = lifecycle.session(self.resumed_from)
+            begun = held.enter_context(self._lifecycle.leg(self._options))
+            self._session, self._finished = (None, begun) if isinstance(begun, TrainResult) else (begun, None)
+            if self._session is not None:
                 held.enter_context(self._session)
                 self._expect_other_rounding()
                 self._checks = LoopChecks(self._parts, self._model, self._others)
@@ -219,7 +209,6 @@ class Run(OfRun):
                 held.callback(self._optimizer.register_step_pre_hook(self._before_update).remove)
                 held.callback(self._optimizer.register_step_post_hook(self._after_update).remove)
             self._held = held.pop_all()
-        self._is_inside = True
         return self
 
     def _expect_other_rounding(self) -> None:
@@ -235,8 +224,9 @@ class Run(OfRun):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._is_inside = False
-        self._held.__exit__(kind, error, trace)
+        held, self._held = self._held, None
+        assert held is not None, "left only once it was entered"
+        held.__exit__(kind, error, trace)
 
     def batches(self) -> Iterator[Any]:
         """The batches of all remaining steps. :meth:`step_end` must be called after each step's last batch.
@@ -244,7 +234,7 @@ class Run(OfRun):
         Raises:
             ConfigurationError: outside of ``with``; or if :meth:`step_end` was not called after a step's last batch.
         """
-        if not self._is_inside:
+        if self._held is None:
             raise ConfigurationError(
                 "ds.Run restores the run when its with block begins, and saves it when the block ends: with ds.Run(…) "
                 "as run: for batch in run.batches(): …"
@@ -369,10 +359,7 @@ class Run(OfRun):
         self.control.should_save = True
 
     def skip_samples(self, samples: int) -> int:
-        """Read and drop this many samples, over all ranks, of the epoch that begins, in whole batches.
-
-        To be called in on_epoch_begin, on all ranks. Returns the number of samples skipped.
-        """
+        """As :meth:`Trainer.skip_samples`; reads and drops whole batches of the epoch that begins. Collective."""
         return self._parts.loader.skip(samples)
 
     def between_batches(self) -> None:

@@ -34,10 +34,11 @@ from dalsegno.state import NO_REQUESTS, ControlRequests, SavedTrainerState
 from dalsegno.stateful.schema import check
 from dalsegno.system.lease import Lease
 from dalsegno.system.lock import DirectoryLock
-from dalsegno.training.chosen_start import ChosenStart
-from dalsegno.training.contents import PROGRESS, CheckpointContents
-from dalsegno.training.parts import RunParts
-from dalsegno.training.settings import RecordedSettings
+
+from .chosen_start import ChosenStart
+from .contents import PROGRESS, CheckpointContents
+from .parts import RunParts
+from .settings import RecordedSettings
 
 logger = logging.getLogger("dalsegno")
 
@@ -50,10 +51,6 @@ class RunCheckpoints:
 
     A checkpoint in memory serves one purpose: a leg resumes from it if it is newer than every valid one on disk. A
     path, retention, a rollback and the best model select from those on disk only.
-
-    Args:
-        run_file: names the directory in shared memory of the newest leg.
-        chosen: tells whether the URL follows an earlier choice of the user.
     """
 
     def __init__(
@@ -138,7 +135,6 @@ class RunCheckpoints:
             raise
 
     def _newest_in_memory(self, after: int) -> Checkpoint | None:
-        """The newest checkpoint in memory that verifies, of a step greater than ``after``; None if there is none."""
         return self.memory.find(collectives.from_rank_zero(self._memory_candidates), after=after)
 
     def _memory_candidates(self) -> dict[str, int | None]:
@@ -217,11 +213,7 @@ class RunCheckpoints:
         """Restore every state from ``checkpoint``, which is verified.
 
         Raises StateMismatch or DamagedCheckpoint, before anything is changed, if a saved state does not fit its object
-        here, or a required one is missing.
-
-        Args:
-            strict_callbacks: whether a saved callback that is missing here, or the reverse, raises.
-            allowed: changes since the save that do not raise.
+        here, or a required one is missing. ``allowed``: changes since the save that do not raise.
         """
         _expect_whole_run(checkpoint)
         parts = self._parts
@@ -254,12 +246,8 @@ class RunCheckpoints:
 
     def component_load(self, path: Path, names: Collection[str], allowed: Collection[str]) -> Callable[[], LoadReport]:
         """Verify ``path``, and return a function that loads only these components from it into a new run. Raises
-        UnknownName for a name that this run, or the checkpoint, does not have.
-
-        Args:
-            path: a checkpoint of any run or, for the model, safetensors.
-            allowed: differences that do not raise.
-        """
+        UnknownName for a name that this run, or the checkpoint, does not have. Of the
+        model, ``path`` may be safetensors."""
         contents = self._contents
         keys = {contents.key_of(name) for name in names}
         if collectives.from_rank_zero(lambda: Checkpoint.is_at(path)):
@@ -315,7 +303,6 @@ def _expect_whole_run(checkpoint: Checkpoint) -> None:
 
 
 def _at_step(checkpoint: Checkpoint, state: SavedTrainerState) -> SavedTrainerState:
-    """Raises DamagedCheckpoint if the saved state is that of another step than the checkpoint."""
     if state["global_step"] != checkpoint.step:
         raise DamagedCheckpoint(
             f"{checkpoint.path}: trainer.global_step is {state['global_step']}; must be {checkpoint.step}, its step"
@@ -379,7 +366,6 @@ def _jump(scheduler: Any) -> str | None:
 
 
 def _consumed(place: ImportedPlace, loader: ResumableLoader) -> int | None:
-    """Samples of the epoch that are consumed, if its micro-batches have the size of those here; None if unknown."""
     whole, batch = _samples_per_epoch(loader), loader.samples_per_microbatch()
     if place["fraction"] == 0:
         return 0

@@ -14,7 +14,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.modes import text_of
 from dalsegno.errors import SaveFailed
 from dalsegno.logs import Leg, PreviousLeg, RunFile
-from dalsegno.state import GivenUp, ResumeProof, TrainerState
+from dalsegno.state import ResumeProof, TrainerState
 
 from .chosen_start import name_in
 from .parts import RunParts
@@ -27,11 +27,6 @@ class LegRecorder:
     """Writes on rank 0 only. Every method raises SaveFailed if ``run.json`` cannot be written, say on a full disk."""
 
     def __init__(self, parts: RunParts, run_file: RunFile, memory: str | None, changed: Sequence[str]) -> None:
-        """
-        Args:
-            memory: name of the directory of its memory checkpoints.
-            changed: settings that differ from those of the checkpoint, in words.
-        """
         self._memory = memory
         self._changed = changed
         self._parts = parts
@@ -52,7 +47,7 @@ class LegRecorder:
                     parallel=text_of(self._args.parallel),
                     mesh=self._parts.layout.dimensions,
                     memory=self._memory,
-                    goal_given_up=_goal(self._state.given_up),
+                    goal_given_up=self._state.given_up and self._state.given_up["goal"],
                     changed=self._changed,
                 )
 
@@ -83,7 +78,7 @@ class LegRecorder:
                 result.global_step,
                 result.metrics,
                 result.why,
-                _goal(given_up),
+                given_up and given_up["goal"],
                 diverged=result.diverged,
             )
 
@@ -95,10 +90,6 @@ class LegRecorder:
             raise SaveFailed(
                 f"{self._run_file.path} could not be written: {error}; {consequence}; make room first"
             ) from error
-
-
-def _goal(given_up: GivenUp | None) -> dict[str, float] | None:
-    return None if given_up is None else given_up["goal"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,10 +50,6 @@ class SaveCoordinator:
 
     Methods are collective, unless their text says otherwise. Those that capture raise CannotSave on every rank, if a
     state contains what cannot be saved, or the ranks' models differ.
-
-    Args:
-        run_file: records the step of each published checkpoint.
-        time_limit: allows for the duration of each save.
     """
 
     def __init__(
@@ -205,7 +201,6 @@ class SaveCoordinator:
         return NO_REQUESTS
 
     def _is_for_pretrained(self, is_best: bool) -> bool:
-        """Whether ``save_pretrained`` chooses this step's checkpoint, or that is the run's last."""
         when, state = self._args.saving_pretrained, self._state
         is_last = state.global_step >= state.max_steps or state.given_up is not None
         ends_epoch = state.epoch % 1 == 0 and when.at_epoch(int(state.epoch))

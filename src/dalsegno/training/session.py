@@ -22,8 +22,7 @@ from typing import Any, Self
 
 import torch
 
-from dalsegno.data.cut_batches import ShortenedSequences, SplitBatches
-from dalsegno.data.loader import MicrobatchLoader
+from dalsegno.data.cut_batches import cut_to
 from dalsegno.data.step_batch import LossWeight, StepBatch, agreed_position, iter_steps
 from dalsegno.distributed import collectives
 from dalsegno.distributed.modes import parts_of_batch
@@ -217,7 +216,10 @@ class Session:
             if self._boundary.leaving or self._ends_inside_epoch():
                 return
             if not loader.started:
-                self._end_of_data()
+                if self._state.global_step == 0:
+                    raise EmptyDataset("the training data contains no batch; look at the dataset, or at drop_last")
+                self._data_is_exhausted = True
+                self._boundary.run_due_actions(DueActions(save=bool(self._args.saving)))
                 return
             self._dispatcher.epoch_end.fire_with(loader.epoch)
             due = self._due_at_epoch_end(self._state.global_step)
@@ -229,7 +231,10 @@ class Session:
         if self._state.epoch_is_cut:  # by the step that the leg resumes from
             return
         step_begin = self._dispatcher.step_begin
-        for step_batch in iter_steps(self._data(), self._step_sizes(), self._layout, self._loss_weight):
+        lengths = self._args.sequence_lengths
+        length = None if lengths is None else lambda: lengths.at(self._state.global_step)
+        cut = cut_to(length, self._parts_of_batch)
+        for step_batch in iter_steps(self._loader, self._step_sizes(), self._layout, self._loss_weight, cut):
             if 0 < self._args.max_steps <= self._state.global_step:  # the loader yields more than its length
                 return
             self._plan_step(step_batch)
@@ -253,16 +258,7 @@ class Session:
             if self._boundary.leaving or self._state.epoch_is_cut or self._ends_inside_epoch():
                 return
 
-    def _data(self) -> MicrobatchLoader:
-        """The loader, with sequences cut to the length that applies to each step, and batches split for a pipeline."""
-        lengths, data = self._args.sequence_lengths, self._loader
-        source: MicrobatchLoader = (
-            data if lengths is None else ShortenedSequences(data, lambda: lengths.at(self._state.global_step))
-        )
-        return source if self._parts_of_batch == 1 else SplitBatches(source, self._parts_of_batch)
-
     def _step_sizes(self) -> Iterator[int]:
-        """Micro-batches of each step from here on, read step by step."""
         accumulation, state, parts = self._args.accumulation, self._state, self._parts_of_batch
         changing = (accumulation.at(done) * parts for done in range(state.global_step, accumulation.last_change))
         return chain(changing, repeat(accumulation.at(accumulation.last_change) * parts))
@@ -310,19 +306,11 @@ class Session:
         state.will_evaluate |= self._args.eval_on_save and state.will_save
 
     def _replan(self) -> DueActions:
-        """What the present step's end does by the settings that commands have changed."""
         self._schedule = ActionSchedule(self._args)
         return self._schedule.at_step(self._state.global_step, self._position, ends_epoch=self._ends_epoch)
 
     def _due_at_epoch_end(self, step: int) -> DueActions:
         return self._schedule.at_epoch_end(self._loader.epoch + 1, step)
-
-    def _end_of_data(self) -> None:
-        """End the run: the loader yielded no batch in this epoch."""
-        if self._state.global_step == 0:
-            raise EmptyDataset("the training data contains no batch; look at the dataset, or at drop_last")
-        self._data_is_exhausted = True
-        self._boundary.run_due_actions(self._schedule.at_data_end())
 
     def _ends_inside_epoch(self) -> bool:
         """Whether the run ends here, within an epoch, so that on_epoch_end does not fire."""
@@ -339,7 +327,6 @@ class Session:
 
 
 def _failures(work: Callable[[], object]) -> list[BaseException]:
-    """Call ``work``; the exception that it raises, if any."""
     try:
         work()
     except BaseException as error:

@@ -204,7 +204,7 @@ class RecordedSettings:
 
 def _order(parts: RunParts) -> str:
     """The order of the optimizer's parameters, in which the squares of their gradients are added."""
-    modules = [parts.model, *([] if parts.loss_fn is None else [parts.loss_fn])]
+    modules = parts.modules.values()
     names = {id(each): strip_wrappers(name) for module in modules for name, each in module.named_parameters()}
     order = [names.get(id(each), "") for group in parts.optimizer.param_groups for each in group["params"]]
     return f"{order[0]} … {order[-1]} ({digest(order)[:8]})"

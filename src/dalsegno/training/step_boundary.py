@@ -137,7 +137,8 @@ class StepBoundary:
             requests = requests.merge(control_sync.after_record())
         if requests.roll_back:
             requests = self._recover(requests)
-        is_due = due.evaluate or requests.evaluate or ((due.save or requests.save) and self._lacks_evaluation())
+        lacks_evaluation = self._args.eval_on_save and not self.evaluations.metrics()
+        is_due = due.evaluate or requests.evaluate or ((due.save or requests.save) and lacks_evaluation)
         if self.rollback is None and is_due:
             if self.evaluations.evaluate_step(control_sync.stop_requested_at_batch):
                 self.saves.amend(self.evaluations.metrics())
@@ -164,9 +165,6 @@ class StepBoundary:
             self.saves.prepare()
             if due.save_in_memory and not epoch_ends:
                 self._unless_called_off(self.saves.save_in_memory)
-
-    def _lacks_evaluation(self) -> bool:
-        return self._args.eval_on_save and not self.evaluations.metrics()
 
     def _recover(self, requests: ControlRequests, *, may_save: bool = True) -> ControlRequests:
         """Decide about a request to go back, collectively if there is one. Returns the other requests; those to end the
@@ -273,7 +271,3 @@ class ActionSchedule:
             save=bool(self._saving) and (self.is_last(step, epochs) or self._saving.at_epoch(epochs)),
             save_in_memory=self._saving_in_memory.at_epoch(epochs) or self._saving_in_memory.at_step(step),
         )
-
-    def at_data_end(self) -> DueActions:
-        """Actions due when the data ends before the run does."""
-        return DueActions(save=bool(self._saving))

@@ -108,7 +108,6 @@ class StepLog:
         return metrics
 
     def _check_loss(self, loss: float) -> None:
-        """Warn of the first record whose loss is not finite, unless the run ends because of it."""
         if math.isfinite(loss):
             self._broken_since = None
         elif self._broken_since is None:
@@ -119,7 +118,6 @@ class StepLog:
                 )
 
     def _check_final_loss(self, loss: float) -> None:
-        """Warn if ``loss``, the mean over the run, is not finite and the run ends by itself."""
         if math.isfinite(loss) or self._control.should_training_stop:
             return
         if self._broken_since is not None:

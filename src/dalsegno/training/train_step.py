@@ -15,7 +15,7 @@ import inspect
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,10 +27,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dalsegno.data import to_device
-from dalsegno.data.loader import Microbatch
+from dalsegno.data.loader import tensors_in
 from dalsegno.data.step_batch import StepBatch
 from dalsegno.distributed import collectives
-from dalsegno.distributed.layout import Layout
 from dalsegno.distributed.parallel import Parallel
 from dalsegno.distributed.parallel.pipeline import Pipelined
 from dalsegno.distributed.pipeline.runner import PipelineRunner
@@ -47,8 +46,6 @@ logger = logging.getLogger("dalsegno")
 
 
 class StepResult(NamedTuple):
-    """Outcome of one step."""
-
     loss: torch.Tensor
     """This rank's share of the step's loss, which is the sum over all ranks. 0-dim."""
     grad_norm: torch.Tensor | None
@@ -67,7 +64,6 @@ class GradNormDemand:
         self._listens_to_metrics = False
 
     def begin_leg(self) -> None:
-        """Look whether a callback on any rank handles on_train_metrics."""
         self._listens_to_metrics = self._dispatcher.listens_anywhere(Event.TRAIN_METRICS)
 
     def __call__(self) -> bool:
@@ -75,13 +71,7 @@ class GradNormDemand:
 
 
 class TrainStep:
-    """Runs one step at each call.
-
-    Args:
-        parts: of the run. A ``ReduceLROnPlateau`` among the schedulers is not stepped here.
-        parallel: of the model; knows how to clip its gradients, and which rank has its loss.
-        wants_norm: whether this step needs their total norm.
-    """
+    """Runs one step at each call. A ``ReduceLROnPlateau`` among the schedulers is not stepped here."""
 
     def __init__(
         self,
@@ -107,7 +97,6 @@ class TrainStep:
 
     @property
     def stateful(self) -> dict[str, Stateful]:
-        """Objects of this step that a checkpoint must contain, by key."""
         return {} if self._scaler is None else {"scaler": self._scaler}
 
     @contextmanager
@@ -156,14 +145,12 @@ class TrainStep:
         return StepResult(loss, grad_norm, lr)
 
     def _follow_groups(self) -> None:
-        """Clip the gradients, and schedule the rates, of the groups that the optimizer has now."""
         groups = self._optimizer.param_groups
         self._groups = len(groups)
         self._totals = self._parallel.totals([parameter for group in groups for parameter in group["params"]])
         follow_groups(self._optimizer, self._schedulers)
 
     def _update(self) -> tuple[float | torch.Tensor, bool]:
-        """Step the optimizer. Returns the learning rate that it used, and whether the weights were changed."""
         lr = self._optimizer.param_groups[0]["lr"]
         lr = lr.clone() if isinstance(lr, torch.Tensor) else lr  # without a call: each step comes here
         if self._scaler is None:
@@ -235,7 +222,6 @@ class MicrobatchAccumulation:
         return total
 
     def _backward(self, loss: torch.Tensor, outputs: Outputs, share: float) -> torch.Tensor:
-        """Add this micro-batch's gradients; its share of the step's loss, detached."""
         dispatcher = self.dispatcher
         if dispatcher.before_backward:
             dispatcher.before_backward.fill(loss.detach(), outputs)
@@ -283,18 +269,13 @@ class PipelinedAccumulation:
         losses = runner.train(batches, [self._factor(share) for share in shares], self.forward)
         self.parallel.finish_backward()
         if dispatcher.listens_anywhere(Event.MICROBATCH_END):  # the loss of the step reaches all ranks with the norm
-            self._end_microbatches(batches, microbatches, runner.share(losses))
+            shared, event, last = runner.share(losses).unbind(), dispatcher.microbatch_end, len(batches) - 1
+            for index, (batch, microbatch, loss) in enumerate(zip(batches, microbatches, shared, strict=True)):
+                if event:
+                    event.fill(loss, {"loss": loss}, batch, index, microbatch.samples, index == last)
+                    event.fire()
         counted = [loss * share for loss, share in zip(losses.unbind(), shares, strict=True) if share]
         return torch.stack(counted).sum() if counted else losses.new_zeros(())
-
-    def _end_microbatches(
-        self, batches: Sequence[Any], microbatches: Sequence[Microbatch], losses: torch.Tensor
-    ) -> None:
-        event, last = self.dispatcher.microbatch_end, len(batches) - 1
-        for index, (batch, microbatch, loss) in enumerate(zip(batches, microbatches, losses.unbind(), strict=True)):
-            if event:
-                event.fill(loss, {"loss": loss}, batch, index, microbatch.samples, index == last)
-                event.fire()
 
     def _factor(self, share: float) -> float | torch.Tensor:
         factor = share * self.data_size
@@ -481,15 +462,9 @@ def keep_batch_size_static(batch: Any) -> None:
     With dynamic shapes, the kernels that compute a batch, and so the rounding of its sums, depend on the sizes that
     this process has seen before: a process that resumes at an epoch's last, smaller batch sees that size first.
     """
-    if isinstance(batch, torch.Tensor):
-        if batch.dim():
-            torch._dynamo.mark_static(batch, 0)
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            keep_batch_size_static(value)
-    elif isinstance(batch, (tuple, list)):
-        for value in batch:
-            keep_batch_size_static(value)
+    for tensor in tensors_in(batch):
+        if tensor.dim():
+            torch._dynamo.mark_static(tensor, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,11 +495,6 @@ class PipelinedForward:
 EvaluationForward = ForwardPass | PipelinedForward
 """Computes a batch's mean loss, a 0-dim tensor, and the outputs with the loss under ``"loss"``; ``modules`` are to be
 in evaluation mode meanwhile."""
-
-
-def grad_scaler(layout: Layout, device: torch.device) -> torch.amp.GradScaler:
-    """The scaler that suits the layout."""
-    return AgreedGradScaler(device.type) if layout.sharing > 1 else torch.amp.GradScaler(device.type)
 
 
 class AgreedGradScaler(torch.amp.GradScaler):

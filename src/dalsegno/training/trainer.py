@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -43,12 +44,13 @@ from .chosen_start import ResumeOptions
 from .evaluation import LossEvaluation, joined_outputs
 from .learning_rate import PlateauStep, build_schedulers
 from .lifecycle import OfRun, RunLifecycle, check_writable
-from .parts import Comparison, RunParts, build_parts
+from .parts import Comparison, RunParts
 from .placement import PlacedModel, place
 from .result import Prediction, TrainResult
 from .settings import UserSupplied
 from .train_step import (
     Accumulation,
+    AgreedGradScaler,
     BatchSignature,
     EvaluationForward,
     ForwardPass,
@@ -58,7 +60,6 @@ from .train_step import (
     PipelinedAccumulation,
     PipelinedForward,
     TrainStep,
-    grad_scaler,
 )
 
 
@@ -136,7 +137,8 @@ class Trainer(OfRun):
             "trainer": self,
         }
         self._parts = _build_parts(args, placed, schedulers, loader, callbacks, context_fields)
-        handed_in = _with_state(loss_fn=None if placed.loss_module else loss_fn, loss_weight=loss_weight)
+        functions = {"loss_fn": None if placed.loss_module else loss_fn, "loss_weight": loss_weight}
+        handed_in = {name: each for name in functions if (each := stateful_behind(functions[name])) is not None}
         self._train_step, self._evaluation = build_step(self._parts, placed, loss_weight, [*handed_in.values()])
         self._lifecycle = RunLifecycle(
             self._parts,
@@ -198,15 +200,11 @@ class Trainer(OfRun):
         options = ResumeOptions(
             resume_from_checkpoint, strict, strict_callbacks, allow_changes, load_components, continue_stopped
         )
-        lifecycle = self._lifecycle
-        with lifecycle.lock_run_dir():
-            resumed_from = lifecycle.restore(options)
-            finished = lifecycle.finished_result()
-            if finished is not None:
-                return finished
-            lifecycle.mark_started()
+        with self._lifecycle.leg(options) as begun:
+            if isinstance(begun, TrainResult):
+                return begun
             with self._train_step.leg():
-                return loop.train(lifecycle.session(resumed_from), self._train_step)
+                return loop.train(begun, self._train_step)
 
     @short_traceback
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
@@ -300,7 +298,6 @@ class Trainer(OfRun):
 
 
 def _check_arguments(model: object, args: object, callbacks: Sequence[object]) -> None:
-    """Raises ConfigurationError if model and args are swapped or of another kind, or a callback is not valid."""
     if not (isinstance(model, nn.Module) and isinstance(args, TrainingArguments)):
         raise ConfigurationError(
             f"Trainer({type(model).__name__}, {type(args).__name__}, …); it takes the model, a torch.nn.Module, "
@@ -311,7 +308,6 @@ def _check_arguments(model: object, args: object, callbacks: Sequence[object]) -
 
 
 def _check_best(args: TrainingArguments, sets: Sequence[str]) -> None:
-    """Raises ConfigurationError if no evaluation decides which model is the best."""
     if not args.load_best_model_at_end or args.metric_for_best_model is not None:
         return
     if not sets:
@@ -331,7 +327,7 @@ def _build_parts(
 ) -> RunParts:
     has_plateau = any(isinstance(each, ReduceLROnPlateau) for each in schedulers)
     unsupported = _UNSUPPORTED_IF_FUSED if args.fuse_optim_with_backward else {}
-    return build_parts(
+    return RunParts(
         args,
         layout=placed.layout,
         model=placed.model,
@@ -341,16 +337,10 @@ def _build_parts(
         loader=loader,
         callbacks=callbacks,
         core=[PlateauStep(schedulers, args.best_metric_name)] if has_plateau else [],
-        context_fields=context_fields,
+        **context_fields,
         unsupported_events=_UNSUPPORTED_IF_PIPELINED if isinstance(placed.parallel, Pipelined) else unsupported,
         comparison=Comparison.NEVER if modes_of(args.parallel) else Comparison.FROM_FIRST_STEP,
     )
-
-
-def _with_state(**functions: object) -> dict[str, Stateful]:
-    """Those of the user's functions that are objects with a state, by argument."""
-    found = {name: stateful_behind(each) for name, each in functions.items()}
-    return {name: each for name, each in found.items() if each is not None}
 
 
 _ELSEWHERE = {
@@ -400,7 +390,9 @@ def build_step(
         args.torch_compile,
         BatchSignature(parts.model, placed.loss_module or placed.loss_fn),
     )
-    scaler = grad_scaler(placed.layout, device) if args.fp16 else None
+    scaler = None
+    if args.fp16:
+        scaler = (AgreedGradScaler if placed.layout.sharing > 1 else torch.amp.GradScaler)(device.type)
     accumulate: Accumulation
     evaluated: EvaluationForward = forward
     size = parts.layout.data_size

@@ -109,11 +109,9 @@ class WitnessRows:
             os.close(descriptor)
 
     def _files(self) -> list[tuple[int, Path]]:
-        """This rank's files with their first steps, in this order."""
         return sorted((step, path) for step, rank, path in self._all_files() if rank == self._rank)
 
     def _all_files(self) -> list[tuple[int, int, Path]]:
-        """The files of all ranks, each with its first step and its rank."""
         paths = [*self._directory.iterdir()] if self._directory.is_dir() else []
         named = [(_NAME.fullmatch(path.name), path) for path in paths]
         return [(int(match[1]), int(match[2]), path) for match, path in named if match is not None]

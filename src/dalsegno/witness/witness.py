@@ -32,9 +32,8 @@ from dalsegno.logs import RecordLog
 from dalsegno.logs.repeats import RecordDifference
 from dalsegno.logs.values import Record, decode, encode
 from dalsegno.state import CAUSES, ResumeProof
-from dalsegno.witness.rows import GENERATORS, BatchDigest, generator_digests, gradient_sum
 
-from .rows import SETTINGS, WitnessRows
+from .rows import GENERATORS, SETTINGS, BatchDigest, WitnessRows, generator_digests, gradient_sum
 
 logger = logging.getLogger("dalsegno")
 

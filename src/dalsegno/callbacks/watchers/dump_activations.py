@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dalsegno.callbacks.argument_checks import folder, pattern, whole
+from dalsegno.data.loader import tensors_in
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import dense, strip_wrappers
 from dalsegno.distributed.stage_places import expect_whole
@@ -104,15 +104,3 @@ class DumpActivations(FlaglessCallback):
         save_file(self._kept, temporary)
         temporary.replace(path)
         self._kept, self._steps = {}, []
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Yield every tensor in a module's return value or a batch, inside nested tuples, lists and mappings too."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for each in tree.values():
-            yield from tensors_in(each)
-    elif isinstance(tree, (list, tuple)):
-        for each in tree:
-            yield from tensors_in(each)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from dalsegno.callbacks.argument_checks import pattern, whole
-from dalsegno.callbacks.watchers.dump_activations import tensors_in
+from dalsegno.data.loader import tensors_in
 from dalsegno.distributed import collectives
 from dalsegno.distributed.pipeline.stage import running_microbatch
 from dalsegno.distributed.sharded_tensors import device_of, strip_wrappers

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dalsegno.callbacks.argument_checks import flag, one_of
 from dalsegno.callbacks.control.divergence import DivergenceCallback
-from dalsegno.callbacks.watchers.dump_activations import tensors_in
+from dalsegno.data.loader import tensors_in
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import dense, local_gradients, named_parameters, strip_wrappers
 from dalsegno.errors import ConfigurationError
