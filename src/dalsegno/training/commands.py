@@ -266,8 +266,8 @@ class CommandPlan:
 def plan_commands(
     entries: Iterable[JournalEntry], step: int, args: TrainingArguments, script: Mapping[str, Any], parse: Parse
 ) -> CommandPlan:
-    """What ``entries``, in this order, mean for a leg that resumes from ``step``. ``args`` and ``script``: as the script
-    gives them, as far as they have an effect."""
+    """What ``entries``, in this order, mean for a leg that resumes from ``step``; ``args`` and ``script`` are as the
+    script gives them, as far as they have an effect."""
     plan = CommandPlan()
     for acted in sorted(entries, key=lambda entry: entry.step or 0):
         if not is_repeated(acted):
