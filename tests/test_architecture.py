@@ -30,7 +30,7 @@ MOST_FILES = {
     "cli": 23,
     "config": 5,
     "control": 11,
-    "data": 21,
+    "data": 20,
     "diloco": 22,
     "distributed": 28,
     "events": 9,

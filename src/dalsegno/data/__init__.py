@@ -4,26 +4,18 @@ A run iterates a :class:`ResumableLoader` of :class:`Microbatch` es. :func:`trai
 :func:`resumable_loader` from a loader. docs/reference/data.md lists which kinds of data resume exactly, and how.
 """
 
-from .fingerprint import TrainingData, check_same_length
-from .loader import NOT_EXACT, Microbatch, ResumableLoader, sample_count, to_device
-from .mixture import Mixture
-from .sampler import ResumableSampler
-from .sources import EvalBatches, EvalLoader, eval_loader, resumable_eval_loader, resumable_loader, train_loader
-
-__all__ = [
-    "NOT_EXACT",
-    "EvalBatches",
-    "EvalLoader",
-    "Microbatch",
-    "Mixture",
-    "ResumableLoader",
-    "ResumableSampler",
-    "TrainingData",
-    "check_same_length",
-    "eval_loader",
-    "resumable_eval_loader",
-    "resumable_loader",
-    "sample_count",
-    "to_device",
-    "train_loader",
-]
+from .fingerprint import TrainingData as TrainingData
+from .fingerprint import check_same_length as check_same_length
+from .loader import NOT_EXACT as NOT_EXACT
+from .loader import Microbatch as Microbatch
+from .loader import ResumableLoader as ResumableLoader
+from .loader import sample_count as sample_count
+from .loader import to_device as to_device
+from .mixture import Mixture as Mixture
+from .sampler import ResumableSampler as ResumableSampler
+from .sources import EvalBatches as EvalBatches
+from .sources import EvalLoader as EvalLoader
+from .sources import eval_loader as eval_loader
+from .sources import resumable_eval_loader as resumable_eval_loader
+from .sources import resumable_loader as resumable_loader
+from .sources import train_loader as train_loader

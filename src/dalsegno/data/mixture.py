@@ -18,8 +18,8 @@ from dalsegno.distributed.rng import MIXTURE, SAMPLE, WORD, mix
 from dalsegno.errors import ConfigurationError, StateMismatch, UnknownName
 from dalsegno.stateful.schema import Count, check
 
-from .batch_fetcher import takes_seed
 from .generators import OwnStates
+from .map_loader import takes_seed
 from .permutation import permute, uniform
 
 logger = logging.getLogger("dalsegno")

@@ -13,9 +13,8 @@ from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.component import Stateful
 
-from .batch_fetcher import Samples, StatefulSamples
 from .loader import CountingCollate, Microbatch, MicrobatchLoader, ResumableLoader, length_of, to_device
-from .map_loader import MapLoader
+from .map_loader import MapLoader, Samples, StatefulSamples
 from .replay_loader import ReplayLoader
 from .sampler import ResumableSampler
 from .splitting import RankShard, RestartedStream, StatefulRankShard, keeps_its_place, part_of_rank

@@ -190,8 +190,8 @@ class RankShard(IterableDataset[Counted]):
             self._iterator.load_state_dict(self._iterator_state)
         self._iterator_state = None
         while not self._ended:
-            if self._groups % self.batch_size == 0:
-                self._seed_worker()
+            if self._groups % self.batch_size == 0 and (worker := get_worker_info()) is not None:
+                seed_generators(mix(WORKER, self.seed, self.epoch, worker.id, self._groups, self.rank))
             group = self._next_group(self._iterator)
             self._groups += 1
             if self.is_split and group:
@@ -210,11 +210,6 @@ class RankShard(IterableDataset[Counted]):
             self._ended = True
             return [] if self.drop_last else group
         return group
-
-    def _seed_worker(self) -> None:
-        worker = get_worker_info()
-        if worker is not None:
-            seed_generators(mix(WORKER, self.seed, self.epoch, worker.id, self._groups, self.rank))
 
 
 class StatefulRankShard(RankShard):

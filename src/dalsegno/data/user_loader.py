@@ -182,7 +182,11 @@ class UserLoader:
         return state
 
     def _place(self, kind: str) -> dict[str, Any]:
-        spare = plain_batch(self.spare.batch) if self.spare is not None and self._may_wait_for_others() else None
+        length = self.length()
+        is_through = self._exhausted or (length is not None and self._microbatches >= length)  # as far as known
+        others_end_here = self._lengths is not None and None not in self._lengths and len({*self._lengths}) == 1
+        is_owed = is_through and not others_end_here  # other ranks may not have finished the epoch
+        spare = plain_batch(self.spare.batch) if self.spare is not None and is_owed else None
         return {
             **({} if spare is None else {"spare": spare}),
             "kind": kind,
@@ -193,13 +197,6 @@ class UserLoader:
             "exhausted": self._exhausted,
             "own_generators": self.own_generators.state_dict(),
         }
-
-    def _may_wait_for_others(self) -> bool:
-        """Whether this rank has finished the epoch, as far as known, and another one may not have."""
-        length = self.length()
-        is_through = self._exhausted or (length is not None and self._microbatches >= length)
-        are_equal = self._lengths is not None and None not in self._lengths and len({*self._lengths}) == 1
-        return is_through and not are_equal
 
     def _set_position(self, state: dict[str, Any], kind: str) -> None:
         expect_kind(state, kind)

@@ -112,10 +112,12 @@ class EventTrace:
         """
         chance = random.Random(seed)
         plans, steps_done = [], 0
-        if between := self._between_saves() or range(1, self.steps):
+        saves = sorted(self.writes)
+        lossy = [step for step in range(saves[0], saves[-1]) if step not in self.writes] if saves else []
+        if between := lossy or range(1, self.steps):
             steps_done = chance.choice(between)
             plans.append(FaultPlan(event=Event.STEP_BEGIN, count=steps_done + 1))
-        if ahead := sorted(step for step in self.writes if step > steps_done):
+        if ahead := [step for step in saves if step > steps_done]:
             step = chance.choice(ahead)
             count = chance.randint(1, self.writes[step])
             plans.append(FaultPlan(operation="write", path=_partial(step), count=count))
@@ -124,11 +126,6 @@ class EventTrace:
     def interrupted_save(self, plan: FaultPlan) -> int:
         """The step whose save a plan of :meth:`random_kills` interrupts; training may be steps ahead of it."""
         return next(step for step in self.writes if plan.path == _partial(step))
-
-    def _between_saves(self) -> list[int]:
-        """Steps at which a kill loses work: after the first checkpoint, before the last, and not at one."""
-        saves = sorted(self.writes)
-        return [step for step in range(saves[0], saves[-1]) if step not in self.writes] if saves else []
 
 
 def _partial(step: int) -> str:

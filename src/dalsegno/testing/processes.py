@@ -91,27 +91,24 @@ class Ranks:
             RankFailed: after ``timeout`` seconds; the ranks are killed.
         """
         try:
-            return self._outcomes(timeout)
+            deadline = time.monotonic() + timeout
+            outcomes: dict[int, Outcome] = {}
+            while len(outcomes) < len(self._processes):
+                left = deadline - time.monotonic()
+                waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in outcomes]
+                ready = wait(waiting, max(0.0, left))
+                if not ready:
+                    raise RankFailed(
+                        f"timeout after {timeout:g} s; ended: ranks {sorted(outcomes)} of {len(self._processes)}"
+                    )
+                for pipe in ready:
+                    rank = self._pipes.index(cast(Connection, pipe))
+                    outcomes[rank] = self._outcome(rank)
+                    if outcomes[rank].exit_code != 0:
+                        deadline = min(deadline, time.monotonic() + _GRACE)
+            return [outcomes[rank] for rank in sorted(outcomes)]
         finally:
             self._end()
-
-    def _outcomes(self, timeout: float) -> list[Outcome]:
-        deadline = time.monotonic() + timeout
-        outcomes: dict[int, Outcome] = {}
-        while len(outcomes) < len(self._processes):
-            left = deadline - time.monotonic()
-            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in outcomes]
-            ready = wait(waiting, max(0.0, left))
-            if not ready:
-                raise RankFailed(
-                    f"timeout after {timeout:g} s; ended: ranks {sorted(outcomes)} of {len(self._processes)}"
-                )
-            for pipe in ready:
-                rank = self._pipes.index(cast(Connection, pipe))
-                outcomes[rank] = self._outcome(rank)
-                if outcomes[rank].exit_code != 0:
-                    deadline = min(deadline, time.monotonic() + _GRACE)
-        return [outcomes[rank] for rank in sorted(outcomes)]
 
     def _outcome(self, rank: int) -> Outcome:
         value, error = None, None

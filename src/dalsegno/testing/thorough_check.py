@@ -24,12 +24,11 @@ from dalsegno.events.callback import Callback, FlaglessCallback
 from dalsegno.events.contexts import Context, LoadContext
 from dalsegno.events.registration import register_global_callback
 from dalsegno.logs import RunFile
-from dalsegno.state import ResumeProof
 
 from .compare import RunComparison, compare_runs
 from .equivalence import Factory, build_in
 from .faults import EventRecorder, EventTrace
-from .processes import Outcome, start_ranks, values
+from .processes import start_ranks, values
 
 How = Literal["kill", "stop"]
 """``kill``: SIGKILL, once the checkpoint is published and three more steps are done, or at the next save; ``stop``:
@@ -113,10 +112,6 @@ class Milestones(Callback):
         self._steps = {each.step for each in breaks if each.moment != "end"}
         self._epochs = {each.epoch for each in breaks if each.moment == "end"}
         self._break = breaks_off
-
-    def start(self) -> None:
-        """Register in this process."""
-        register_global_callback(self)
 
     def on_step_end(self, ctx: Any) -> None:
         step = ctx.state.global_step
@@ -243,12 +238,6 @@ def _warnings_file(output_dir: Path) -> Path:
     return output_dir.with_suffix(".said")
 
 
-def resume_proofs(output_dir: Path) -> list[ResumeProof | None]:
-    """The proof of each leg of a run but the first."""
-    run = RunFile(output_dir).load()
-    return [] if run is None else [leg.resumed for leg in run.legs[1:]]
-
-
 def worst(trials: Sequence[Trial]) -> Verdict:
     """The worst verdict of several trials."""
     return max((trial.verdict for trial in trials), key=list(Verdict).index)
@@ -296,7 +285,7 @@ class _Bench:
         except RankFailed as error:
             return trial(Verdict.DIFFERENT, f"a leg failed: {error}")
         comparison = compare_runs(self.folder / "reference", self.folder / name, ignoring=_OF_EXTRA_SAVES)
-        proofs = resume_proofs(self.folder / name)
+        proofs = [leg.resumed for leg in RunFile(self.folder / name).legs()[1:]]
         for proof in proofs:
             if proof is not None and proof.verdict in ("differs", "changed"):
                 return trial(Verdict.SAID, proof.line, comparison)
@@ -315,18 +304,14 @@ class _Bench:
         outcomes = start_ranks(_train, self.world_size, *args).wait(self.timeout)
         if breaks_off is not None and outcomes[0].was_killed:
             return None
-        return _refused(outcomes) or cast(_Leg, values(outcomes)[0])
-
-
-def _refused(outcomes: Sequence[Outcome]) -> _Leg | None:
-    """The result of a rank that was refused; other ranks may have failed because they lost it."""
-    legs = [cast(_Leg, each.value) for each in outcomes if each.value is not None]
-    return next((leg for leg in legs if leg.refusal is not None), None)
+        legs = [cast(_Leg, each.value) for each in outcomes if each.value is not None]
+        # Other ranks may have failed because they lost one that was refused.
+        return next((leg for leg in legs if leg.refusal is not None), None) or cast(_Leg, values(outcomes)[0])
 
 
 def _train(factory: Factory, output_dir: Path, breaks: Sequence[Break], breaks_off: Break | None) -> _Leg:
     recorder, beginning = EventRecorder(), _Beginning(_warnings_file(output_dir))
-    Milestones(breaks, breaks_off).start()
+    register_global_callback(Milestones(breaks, breaks_off))
     recorder.start()
     beginning.start()
     refusal = None

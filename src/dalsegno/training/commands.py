@@ -166,7 +166,12 @@ class CommandExecutor:
         for entry in self.queue.waiting():
             try:
                 command = self._parsed(entry, args)
-                self._check_rate(command)
+                rate, present = command.data.get(LEARNING_RATE), present_rate(self._optimizer)
+                if isinstance(rate, (int, float)) and (present == 0 or not 0 < rate / present < math.inf):
+                    raise ConfigurationError(
+                        f"{LEARNING_RATE}={rate:g}: after step {self._state.global_step} the schedule's value is "
+                        f"{present:g}; a command scales the schedule by a factor, and none gives this rate"
+                    )
             except ConfigurationError as error:
                 refused[entry.id] = str(error)
                 continue
@@ -191,14 +196,6 @@ class CommandExecutor:
             self._dispatcher.check_observes(command.data["callback"])
         if LEARNING_RATE in command.data:
             check_scalable(self._optimizer, self._parts.schedulers)
-
-    def _check_rate(self, command: Command) -> None:
-        rate, present = command.data.get(LEARNING_RATE), present_rate(self._optimizer)
-        if isinstance(rate, (int, float)) and (present == 0 or not 0 < rate / present < math.inf):
-            raise ConfigurationError(
-                f"{LEARNING_RATE}={rate:g}: after step {self._state.global_step} the schedule's value is {present:g}; "
-                "a command scales the schedule by a factor, and none gives this rate"
-            )
 
     def _carry_out(self, entry: JournalEntry, why: str) -> ControlRequests:
         name, data = entry.command, entry.data

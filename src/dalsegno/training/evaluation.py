@@ -14,8 +14,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import repeat, zip_longest
 from typing import Any
@@ -64,7 +63,6 @@ class EvaluationRunner:
 
     @property
     def has_sets(self) -> bool:
-        """Whether there is anything to evaluate on."""
         return bool(self._evaluations)
 
     def metrics(self) -> dict[str, float]:
@@ -128,13 +126,23 @@ class EvaluationRunner:
     ) -> dict[str, float]:
         """``earlier``: metrics of the sets before this one."""
         dispatcher = self._dispatcher
-        with self._announced(evaluation) as evaluated_weights:
+        begin, end = dispatcher.evaluate_begin, dispatcher.evaluate_end
+        try:
+            begin.fill(evaluation.name, evaluation.batches)
+            begin.fire()
+            evaluated_weights = begin.context.evaluated_weights  # as callbacks have put them into the model
             outer, self._stop_requested = self._stop_requested, stop_requested
-            self._observers, self._batches = dispatcher.evaluate_begin.context.between_batches, 0
+            self._observers, self._batches = begin.context.between_batches, 0
             try:
                 metrics = evaluation(self.between_batches)
             finally:
                 self._stop_requested, self._observers = outer, []
+        except BaseException as error:
+            end.fill(evaluation.name)
+            note_failures(error, end.fire_all())
+            raise
+        end.fill(evaluation.name)
+        raise_first(end.fire_all())
         dispatcher.fire_record(metrics, "eval", evaluated_weights)
         if dispatcher.evaluate:
             dispatcher.evaluate.fill(
@@ -142,25 +150,6 @@ class EvaluationRunner:
             )
             dispatcher.evaluate.fire()
         return metrics
-
-    @contextmanager
-    def _announced(self, evaluation: Evaluation) -> Iterator[str | None]:
-        """Between on_evaluate_begin and on_evaluate_end, which fires in any case. Yields the name of the weights that
-        callbacks have put into the model, None if they are its own."""
-        begin = self._dispatcher.evaluate_begin
-        try:
-            begin.fill(evaluation.name, evaluation.batches)
-            begin.fire()
-            yield begin.context.evaluated_weights
-        except BaseException as error:
-            note_failures(error, self._announce_end(evaluation))
-            raise
-        raise_first(self._announce_end(evaluation))
-
-    def _announce_end(self, evaluation: Evaluation) -> list[BaseException]:
-        end = self._dispatcher.evaluate_end
-        end.fill(evaluation.name)
-        return end.fire_all()
 
     def _note_best(self, metrics: Mapping[str, float]) -> None:
         args, state, name = self._parts.args, self._state, self._parts.args.best_metric_name

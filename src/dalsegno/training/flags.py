@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, cast
 
@@ -276,27 +276,17 @@ class _Small:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Small) and self.copy.dtype == other.copy.dtype and torch.equal(self.copy, other.copy)
 
-    __hash__ = None  # type: ignore[assignment]
 
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class _Other:
-    """Anything else, which is not saved. ``contents``: the sum of a tensor's bytes; ``size``: their number, else 0."""
+    """Anything else, which is not saved."""
 
-    identity: int
-    version: int = 0
-    contents: int = 0
+    contents: int
+    """The sum of a tensor's bytes; of another object, its identity."""
     size: int = 0
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Other) or self.size != other.size:
-            return False
-        return self.contents == other.contents if self.size else self.identity == other.identity
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def is_of(self, tensor: torch.Tensor) -> bool:
-        return (self.identity, self.version) == (id(tensor), _version(tensor))
+    """Bytes of a tensor."""
+    read: tuple[int, int] | None = field(default=None, compare=False)
+    """Identity and version of a tensor, when it was read."""
 
 
 def _values(holder: nn.Module | Optimizer, former: Values | None = None) -> Values:
@@ -333,13 +323,10 @@ def _read_value(value: Any, former: Values | None, name: str) -> Any:
     if value.nbytes <= LARGEST:
         return _Small(value)
     before = None if former is None else former.get(name)
-    if isinstance(before, _Other) and before.is_of(value):
+    read = id(value), 0 if value.is_inference() else value._version
+    if isinstance(before, _Other) and before.read == read:
         return before
-    return _Other(id(value), _version(value), int(sum_of_bytes(value)), value.nbytes)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return _Other(int(sum_of_bytes(value)), value.nbytes, read)
 
 
 def _value_of(holder: object, name: str) -> Any:

@@ -317,22 +317,24 @@ def form_check(target: object) -> Callable[[Any, str], None] | None:
 
     ``load_state_dict`` of torch's schedules checks nothing: it sets attributes, and would replace methods too.
     """
-    return partial(_check_form, target) if isinstance(target, LRScheduler | torch.amp.GradScaler) else None
+    if not isinstance(target, LRScheduler | torch.amp.GradScaler):
+        return None
 
+    def check_form(state: Any, where: str) -> None:
+        present = target.state_dict()
+        check(state, dict[str, Any], where)
+        forms = _PER_GROUP | _COUNTS
+        check_like({name: value for name, value in state.items() if name not in forms}, present, where)
+        for name in state:
+            if name in forms:
+                check(state[name], forms[name], f"{where}.{name}")
+            elif name not in present and hasattr(target, str(name)):
+                raise StateMismatch(f"{where}: contains {name!r}, which {type(target).__name__} does not save")
+        lengths = {name: len(state[name]) for name in _PER_GROUP if name in state}
+        if len({*lengths.values()}) > 1:
+            raise StateMismatch(f"{where}: must be equally long, one item for each parameter group: {lengths}")
 
-def _check_form(target: Any, state: Any, where: str) -> None:
-    present = target.state_dict()
-    check(state, dict[str, Any], where)
-    forms = _PER_GROUP | _COUNTS
-    check_like({name: value for name, value in state.items() if name not in forms}, present, where)
-    for name in state:
-        if name in forms:
-            check(state[name], forms[name], f"{where}.{name}")
-        elif name not in present and hasattr(target, str(name)):
-            raise StateMismatch(f"{where}: contains {name!r}, which {type(target).__name__} does not save")
-    lengths = {name: len(state[name]) for name in _PER_GROUP if name in state}
-    if len({*lengths.values()}) > 1:
-        raise StateMismatch(f"{where}: must be equally long, one item for each parameter group: {lengths}")
+    return check_form
 
 
 _Rate = Annotated[Any, Must("a learning rate", lambda rate: not isinstance(rate, str) and [float(rate)])]

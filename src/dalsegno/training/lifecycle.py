@@ -109,28 +109,24 @@ class RunLifecycle:
 
         At the end, a job that was stopped in time is requeued: no file of the run is open any more.
         """
-        self._session = None
+        parts, self._session = self._parts, None
         self._time_limit.start()
         with self._signals.listening():
-            with locked_run_dir(self._parts.args), self._checkpoints.opened():
+            with locked_run_dir(parts.args), self._checkpoints.opened():
                 try:
                     self.resumed_from = self.restore(options)
                     finished = self._finished_result()
                     yield self._new_session() if finished is None else finished
                 finally:  # the next leg puts the commands in force again
                     self._commands.undo_settings()
-                    self._note_unsaved_weights()
+                    if self._session is not None:
+                        _UNSAVED.pop(parts.model, None)
+                        if not self._saves.is_on_disk():
+                            step, folder = parts.state.global_step, parts.args.output_dir
+                            _UNSAVED[parts.model] = f"step {step} of the run in {folder}"
             if self._session is not None and self._session.result is not None:
                 self._result = self._session.result  # without an exception: the next leg may start from memory
                 self._requeue.end_leg(self._result)
-
-    def _note_unsaved_weights(self) -> None:
-        if self._session is None:
-            return
-        _UNSAVED.pop(self._parts.model, None)
-        if not self._saves.is_on_disk():
-            step, folder = self._parts.state.global_step, self._parts.args.output_dir
-            _UNSAVED[self._parts.model] = f"step {step} of the run in {folder}"
 
     # -- restore ------------------------------------------------------------------------------------------------
 
@@ -155,7 +151,12 @@ class RunLifecycle:
             options = self._options = self._chosen.completed(options)
             is_in_memory = former is not None and self._is_in_memory(former)
             if not is_in_memory:
-                self._continue_rollback()
+                self._rollbacks.begin_leg()
+                pending = parts.rollback_effects.pending  # decided in an earlier leg, which ended before it was done
+                if pending is not None and options.chooses:
+                    self._rollbacks.set_aside()
+                elif pending is not None:
+                    self._archive_rolled_back(pending)
                 checkpoint = self._select_checkpoint()
         if former is not None and is_in_memory:
             self._commands.restore(parts.state.global_step)
@@ -196,17 +197,6 @@ class RunLifecycle:
         if result.reason != "aborted":
             return True
         return not options.continue_stopped and LastLeg.read(self._run_file, args).ended_run
-
-    def _continue_rollback(self) -> None:
-        """Continue a rollback that was decided in an earlier leg, which ended before it was done."""
-        self._rollbacks.begin_leg()
-        pending = self._parts.rollback_effects.pending
-        if pending is None:
-            return
-        if self._options.chooses:
-            self._rollbacks.set_aside()
-        else:
-            self._archive_rolled_back(pending)
 
     def _select_checkpoint(self) -> Checkpoint | None:
         """The verified checkpoint that the leg resumes from; None: it begins at step 0.

@@ -83,7 +83,6 @@ class LoopChecks:
             self._watch_gradients()
 
     def close(self, kind: type[BaseException] | None, *_: object) -> None:
-        """At the end of the ``with`` block."""
         if kind is None:
             self.end_pause()
 
@@ -115,7 +114,6 @@ class LoopChecks:
             self._foreign[optimizer] = self._foreign.get(optimizer, (self._step,))[0], self._step
 
     def before_update(self) -> None:
-        """The run's optimizer is about to step."""
         carried, self._carried = self._carried, None
         if carried is not None and carried[0].grad is carried[1]:
             self._warn(

@@ -251,16 +251,13 @@ class RecoveryFile:
         return [*found.values()]
 
     def decide(self, rollback: Rollback) -> None:
-        """Record that all ranks have agreed to go back."""
         values = {name: getattr(rollback, name) for name in _Decided.__annotations__}
         self._file.append([{"kind": "decided", **values}])
 
     def complete(self, rollback: Rollback) -> None:
-        """Record that the checkpoint is restored."""
         self._append("done", rollback, to_step=rollback.to_step, since=rollback.since)
 
     def drop(self, rollback: Rollback, error: str) -> None:
-        """Record that a rollback which was decided does not take place."""
         self._append("dropped", rollback, error=error)
 
     def _append(self, kind: str, rollback: Rollback, **values: Any) -> None:

@@ -34,7 +34,6 @@ class RollbackEffects:
 
     @property
     def pending(self) -> Rollback | None:
-        """The rollback that was decided, and is not done."""
         return next((each for each in self.rollbacks if not each.is_done), None)
 
     def set(self, rollbacks: Sequence[Rollback]) -> None:
@@ -66,7 +65,6 @@ class RollbackEffects:
 
 
 def check_has_rates(optimizer: Optimizer) -> None:
-    """Raises ConfigurationError if the optimizer makes its own learning rates."""
     if any(group.get("lr") is None for group in optimizer.param_groups):
         raise ConfigurationError(
             f"RecoveryPolicy(lr_factor=…): {type(optimizer).__name__} makes its own learning rate; leave lr_factor out"

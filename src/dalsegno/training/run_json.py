@@ -36,7 +36,6 @@ class LegRecorder:
         self._writes = collectives.rank() == 0
 
     def begin(self, resumed_from: Path | None) -> None:
-        """Record that a leg begins at the present step."""
         if self._writes:
             with self._writing("nothing is trained, and what was there before is as it was"):
                 self._run_file.begin(

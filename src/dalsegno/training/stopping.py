@@ -122,7 +122,6 @@ class TimeLimit:
         self._why: str | None = None
 
     def start(self) -> None:
-        """Start the clock of a leg."""
         self._why = None
         self._started = self._polled = time.monotonic()
         left = _seconds_left()

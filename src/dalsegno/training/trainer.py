@@ -378,7 +378,14 @@ def build_step(
     args, device, parallel = parts.args, placed.device, placed.parallel
     wants_norm = GradNormDemand(parts)
     if isinstance(parallel, Pipelined):
-        _expect_pipelinable(args, parallel)
+        for accumulated in sorted({*args.accumulation.values.values()}):
+            parallel.runner.check(accumulated * parts_of_batch(args.parallel))
+        for name in ("torch_compile", "fuse_optim_with_backward"):
+            if getattr(args, name):
+                raise ConfigurationError(
+                    f"{name}=True does not work with parallel={args.parallel}: no rank has the whole model; set it to "
+                    "False"
+                )
     if args.fuse_optim_with_backward:
         parallel = FusedBackward(parallel, parts.model, parts.optimizer, wants_norm)
     forward = ForwardPass(
@@ -405,14 +412,3 @@ def build_step(
         LossEvaluation, parts=parts, forward=evaluated, device=device, loss_weight=loss_weight, affected=affected
     )
     return TrainStep(parts, accumulate, parallel, wants_norm, scaler=scaler), evaluation
-
-
-def _expect_pipelinable(args: TrainingArguments, parallel: Pipelined) -> None:
-    parts = parts_of_batch(args.parallel)
-    for accumulated in sorted({*args.accumulation.values.values()}):
-        parallel.runner.check(accumulated * parts)
-    for name in ("torch_compile", "fuse_optim_with_backward"):
-        if getattr(args, name):
-            raise ConfigurationError(
-                f"{name}=True does not work with parallel={args.parallel}: no rank has the whole model; set it to False"
-            )
