@@ -233,6 +233,8 @@ class ControlRequests(NamedTuple):
     roll_back: bool = False
     lease_lost: bool = False
     """Another process has taken the run over: nothing more may be written."""
+    save_in_memory: bool = False
+    """By its schedule only."""
 
     def merge(self, others: ControlRequests) -> ControlRequests:
         if self is NO_REQUESTS or others is NO_REQUESTS:

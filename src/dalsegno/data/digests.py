@@ -48,9 +48,6 @@ def parts_of(value: Any, depth: int = 0) -> Iterator[bytes | np.ndarray]:
         yield to_bytes()
 
 
-# --- batches: cheap enough for every micro-batch, and nothing waits for a device ------------------------------------
-
-
 LARGE = 524_288
 """Bytes of a tensor that are read at most; of a larger one so many in pieces, spread evenly."""
 

@@ -191,9 +191,6 @@ def _summary(sample: Any) -> tuple[str, float, float]:
     return text.hexdigest(), total / max(count, 1.0), squares / max(count, 1.0)
 
 
-# --- of a run ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class TrainingData:
     """A dataset, or the user's own loader."""

@@ -122,9 +122,6 @@ class OwnStates:
             _seed(generator, seed)
 
 
-# -- the walk --------------------------------------------------------------------------------------------------------
-
-
 def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Generator]]:
     waiting = deque(roots.items())
     seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
@@ -192,9 +189,6 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
             yield f".{name}", value
 
 
-# -- one generator ---------------------------------------------------------------------------------------------------
-
-
 def _state_of(generator: Generator) -> Any:
     """Return a state that the codec supports. For NumPy, a dict with the name of the bit generator."""
     if isinstance(generator, torch.Generator):
@@ -256,9 +250,6 @@ def _is_in_range(state: Any) -> bool:
     if "buffer_pos" in state:
         places.append((state["buffer_pos"], len(state["buffer"])))
     return all(isinstance(place, int) and 0 <= place <= length for place, length in places)
-
-
-# --- the samplers and the collate function ---------------------------------------------------------------------------
 
 
 def _handed_in(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

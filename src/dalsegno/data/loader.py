@@ -231,9 +231,6 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(each)
 
 
-# --- to the device --------------------------------------------------------------------------------------------------
-
-
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move every tensor in a batch to ``device``; containers are rebuilt only if there is something to move."""
     if device.type == "cpu":

@@ -233,9 +233,6 @@ def _iterable(loader: Any) -> Iterable[Any]:
     return loader
 
 
-# --- an evaluation set as callbacks see it --------------------------------------------------------------------------
-
-
 class EvalBatches:
     """An evaluation set for callbacks: this rank's batches, from the first on, on the model's device.
 

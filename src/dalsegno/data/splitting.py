@@ -123,9 +123,6 @@ class WebDatasetPart:
         return iter(self._pipeline)
 
 
-# --- RankShard: each rank reads its own part, or all and keeps every W-th sample ------------------------------------
-
-
 class RankShard(IterableDataset[Counted]):
     """Reads the stream in groups of ``world_size`` samples and keeps sample number ``rank`` of each.
 

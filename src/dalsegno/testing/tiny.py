@@ -94,9 +94,6 @@ class TinyLanguageModel(nn.Module):
         return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
-# --- a callback that digests every training batch, in order ---------------------------------------------------------
-
-
 class DataOrderState(TypedDict):
     batches: Count
     digest: Annotated[str, Must("a hexadecimal number", lambda digest: not digest or int(digest, 16))]

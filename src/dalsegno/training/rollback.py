@@ -178,9 +178,6 @@ class RollbackDecisions:
         collectives.from_rank_zero(on_rank_zero)
 
 
-# --- their record ---------------------------------------------------------------------------------------------------
-
-
 RECOVERIES = "recoveries.jsonl"
 
 DataPlace = Annotated[list[Count], Must("an epoch and a count", lambda place: len(place) == 2)]

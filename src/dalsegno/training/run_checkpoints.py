@@ -316,9 +316,6 @@ def _check_all_exist(keys: Collection[str], saved: Collection[str], path: Path) 
             raise UnknownName(f"component in {path}:", key, saved)
 
 
-# --- what the first leg after an import does besides loading the checkpoint of another program ----------------------
-
-
 class ImportedRun:
     """Moves the data to where the other program was, and compares the schedule with its.
 

@@ -29,12 +29,13 @@ from dalsegno.distributed.modes import parts_of_batch
 from dalsegno.errors import ConfigurationError, EmptyDataset, LeaseLost
 from dalsegno.events.dispatcher import note_failures, raise_first
 from dalsegno.policies.recovery import Rollback
+from dalsegno.state import NO_REQUESTS, ControlRequests
 
 from .parts import RunParts
 from .result import TrainResult, reason_of
 from .run_checkpoints import RunCheckpoints
 from .run_json import LegRecorder
-from .step_boundary import NOTHING_DUE, ActionSchedule, DueActions, StepBoundary
+from .step_boundary import ActionSchedule, StepBoundary
 
 logger = logging.getLogger("dalsegno")
 
@@ -88,7 +89,7 @@ class Session:
         self._parts_of_batch = parts_of_batch(parts.args.parallel)
         self._position = parts.loader.position  # after the step in progress, in epochs; the same on all ranks
         self._ends_epoch = False  # whether the step in progress is its epoch's last, if the length of the data is known
-        self._due = NOTHING_DUE
+        self._due = NO_REQUESTS
         self._data_is_exhausted = False
         self._serializability_checked = False
         self._is_first_step = True  # of the leg
@@ -194,7 +195,7 @@ class Session:
     def _roll_back(self, rollback: Rollback) -> None:
         self._restore(rollback)
         self._schedule = ActionSchedule(self._args)
-        self._due, self._ends_epoch, self._data_is_exhausted = NOTHING_DUE, False, False
+        self._due, self._ends_epoch, self._data_is_exhausted = NO_REQUESTS, False, False
 
     def _steps(self) -> Iterator[StepBatch]:
         loader = self._loader
@@ -205,7 +206,7 @@ class Session:
         if self._args.recovery is not None and self._state.global_step == 0:
             self._boundary.save()  # to which a rollback before the first regular save goes back
         if self._state.evaluations_owed:
-            self._boundary.run_due_actions(DueActions(evaluate=True), ends_step=loader.started)
+            self._boundary.run_due_actions(ControlRequests(evaluate=True), ends_step=loader.started)
         if not (self._args.save_in_background or self._epoch_is_used_up()):
             self._saves.finalize()  # of the checkpoint that the leg resumes from
         while not self._is_over():
@@ -219,7 +220,7 @@ class Session:
                 if self._state.global_step == 0:
                     raise EmptyDataset("the training data contains no batch; look at the dataset, or at drop_last")
                 self._data_is_exhausted = True
-                self._boundary.run_due_actions(DueActions(save=bool(self._args.saving)))
+                self._boundary.run_due_actions(ControlRequests(save=bool(self._args.saving)))
                 return
             self._dispatcher.epoch_end.fire_with(loader.epoch)
             due = self._due_at_epoch_end(self._state.global_step)
@@ -298,18 +299,18 @@ class Session:
         self._position, state.data_seconds = step_batch.place, step_batch.seconds
         self._ends_epoch = ends_epoch = self._position >= self._loader.epoch + 1
         self._due = due = self._schedule.at_step(step, self._position, ends_epoch=ends_epoch)
-        later = self._due_at_epoch_end(step) if ends_epoch else NOTHING_DUE
+        later = self._due_at_epoch_end(step) if ends_epoch else NO_REQUESTS
         # A request of this rank alone counts only once the others know of it: collectives depend on these flags.
         state.will_log = due.log or later.log or (self._alone and control.should_log)
         state.will_save = due.save or later.save or (self._alone and control.should_save)
         state.will_evaluate = due.evaluate or later.evaluate or (self._alone and control.should_evaluate)
         state.will_evaluate |= self._args.eval_on_save and state.will_save
 
-    def _replan(self) -> DueActions:
+    def _replan(self) -> ControlRequests:
         self._schedule = ActionSchedule(self._args)
         return self._schedule.at_step(self._state.global_step, self._position, ends_epoch=self._ends_epoch)
 
-    def _due_at_epoch_end(self, step: int) -> DueActions:
+    def _due_at_epoch_end(self, step: int) -> ControlRequests:
         return self._schedule.at_epoch_end(self._loader.epoch + 1, step)
 
     def _ends_inside_epoch(self) -> bool:

@@ -20,7 +20,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from dalsegno.args import TrainingArguments
 from dalsegno.distributed import collectives
@@ -106,10 +105,10 @@ class StepBoundary:
 
     def run_due_actions(
         self,
-        due: DueActions,
+        due: ControlRequests,
         *,
         epoch_ends: bool = False,
-        replan: Callable[[], DueActions] | None = None,
+        replan: Callable[[], ControlRequests] | None = None,
         ends_step: bool = False,
     ) -> None:
         """Run what is ``due``, and what callbacks request as far as the ranks agree on it here. Collective.
@@ -132,13 +131,14 @@ class StepBoundary:
             due = replan()
             if not due.log:
                 self.recorder.forget_gathered()
-        if due.log or requests.log:
+        requests = requests.merge(due)
+        if requests.log:
             self.recorder.log_training()
             requests = requests.merge(control_sync.after_record())
         if requests.roll_back:
             requests = self._recover(requests)
         lacks_evaluation = self._args.eval_on_save and not self.evaluations.metrics()
-        is_due = due.evaluate or requests.evaluate or ((due.save or requests.save) and lacks_evaluation)
+        is_due = requests.evaluate or (requests.save and lacks_evaluation)
         if self.rollback is None and is_due:
             if self.evaluations.evaluate_step(control_sync.stop_requested_at_batch):
                 self.saves.amend(self.evaluations.metrics())
@@ -156,14 +156,14 @@ class StepBoundary:
             self._state.epoch_is_cut = True
         if requests.save_done:
             self.saves.finalize()
-        is_planned = due.save or requests.save or self._save_is_held
+        is_planned = requests.save or self._save_is_held
         save = is_planned or self.stopping
         self._save_is_held = save and epoch_ends and not self.stopping
         if save and not self._save_is_held and not requests.abort:
             self.save(is_planned=is_planned)
         elif not self.stopping:
             self.saves.prepare()
-            if due.save_in_memory and not epoch_ends:
+            if requests.save_in_memory and not epoch_ends:
                 self._unless_called_off(self.saves.save_in_memory)
 
     def _recover(self, requests: ControlRequests, *, may_save: bool = True) -> ControlRequests:
@@ -219,18 +219,6 @@ class StepBoundary:
         return ControlRequests(save=True) if is_time else NO_REQUESTS
 
 
-class DueActions(NamedTuple):
-    """Actions that the schedules in ``TrainingArguments`` ask for."""
-
-    log: bool = False
-    evaluate: bool = False
-    save: bool = False
-    save_in_memory: bool = False
-
-
-NOTHING_DUE = DueActions()
-
-
 class ActionSchedule:
     """The logging, evaluation and saving schedules of one leg. ``position`` is a place in the data, in epochs.
 
@@ -248,24 +236,24 @@ class ActionSchedule:
         args = self._args
         return step >= args.max_steps if args.max_steps > 0 else position >= args.num_train_epochs
 
-    def at_step(self, step: int, position: float, *, ends_epoch: bool) -> DueActions:
+    def at_step(self, step: int, position: float, *, ends_epoch: bool) -> ControlRequests:
         """Actions due at the end of ``step``. If the step ends its epoch, the run's last save is left to
         :meth:`at_epoch_end`."""
         is_final = not ends_epoch and self.is_last(step, position)
         if self._idle_after < step < self._idle_before and not is_final:
-            return NOTHING_DUE
+            return NO_REQUESTS
         schedules = self._logging, self._evaluation, self._saving, self._saving_in_memory
         self._idle_after, self._idle_before = step, min(each.next_step(step) for each in schedules)
-        return DueActions(
+        return ControlRequests(
             log=self._logging.at_step(step) or (step == 1 and self._args.logging_first_step and bool(self._logging)),
             evaluate=self._evaluation.at_step(step),
             save=bool(self._saving) and (is_final or self._saving.at_step(step)),
             save_in_memory=self._saving_in_memory.at_step(step),
         )
 
-    def at_epoch_end(self, epochs: int, step: int) -> DueActions:
+    def at_epoch_end(self, epochs: int, step: int) -> ControlRequests:
         """Actions due once ``epochs`` epochs are done, the last of them with ``step``."""
-        return DueActions(
+        return ControlRequests(
             log=self._logging.at_epoch(epochs),
             evaluate=self._evaluation.at_epoch(epochs),
             save=bool(self._saving) and (self.is_last(step, epochs) or self._saving.at_epoch(epochs)),
