@@ -80,15 +80,13 @@ class StatefulLoader(UserLoader):
         self.own_generators.load_state_dict(self._loaded_own)
         if cut:
             self._drop_one(iterator)
-        if cut or self._epoch_listeners() or self._loaded_own or self._starts_workers():
+        # Each iterator starts new workers, with the dataset as it is in this process, and draws a seed.
+        has_workers = getattr(loader, "num_workers", 0) > 0 and not getattr(loader, "persistent_workers", False)
+        if cut or self._epoch_listeners() or self._loaded_own or has_workers:
             # Again: the loaded state contains another epoch, and the first iterator drew from the loader's generator.
             self._announce_epoch(self.epoch)
             iterator = iter(loader)
         return iterator if cut else self._begun(iterator)
-
-    def _starts_workers(self) -> bool:
-        """Whether each iterator starts new workers, with the dataset as it is in this process, and draws a seed."""
-        return getattr(self._loader, "num_workers", 0) > 0 and not getattr(self._loader, "persistent_workers", False)
 
     def _begun(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Fetch the first micro-batch; if the iterator only contains the previous epoch's end, create a new one."""

@@ -123,7 +123,6 @@ class Trainer(OfRun):
         _check_arguments(model, args, callbacks)
         self.model, self.args, self._collator = model, args, data_collator or PaddedRows(processing_class)
         device = init_distributed(args.use_cpu)
-        check_writable(args.directory)
         layout = build_layout(args.parallel, device)
         loader = train_loader_from_args(args, layout, train_dataset, train_dataloader, self._collator)
         placed = place(model, loss_fn, optimizer, args, device, layout)
@@ -305,6 +304,7 @@ def _check_arguments(model: object, args: object, callbacks: Sequence[object]) -
         )
     check_callbacks(callbacks)
     check_materialized(model)
+    check_writable(args.directory)
 
 
 def _check_best(args: TrainingArguments, sets: Sequence[str]) -> None:
