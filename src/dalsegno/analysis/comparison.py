@@ -60,23 +60,16 @@ def diff_records(first: Iterable[Record], second: Iterable[Record]) -> Iterator[
     Records match if they have the same ``global_step`` and ``kind``. Wall-clock fields are ignored (see
     :func:`~dalsegno.logs.is_wall_clock`); numbers must have the same type and bits, and NaN equals NaN.
     """
-    ours, theirs = (groupby(records, key=_step) for records in (first, second))
-    mine, yours = _next(ours), _next(theirs)
-    while mine is not None or yours is not None:
-        first_alone = yours is None or (mine is not None and mine[0] < yours[0])
-        second_alone = mine is None or (yours is not None and yours[0] < mine[0])
-        yield from _in_step(
-            mine[1] if mine is not None and not second_alone else [],
-            yours[1] if yours is not None and not first_alone else [],
-        )
-        if not second_alone:
-            mine = _next(ours)
-        if not first_alone:
-            yours = _next(theirs)
+    groups = [groupby(records, key=_step) for records in (first, second)]
+    heads = [_next(each) for each in groups]
+    while (step := min(step for step, _ in heads)) < math.inf:
+        yield from _in_step(*(records if at == step else [] for at, records in heads))
+        heads = [_next(each) if head[0] == step else head for each, head in zip(groups, heads, strict=True)]
 
 
-def _next(groups: Iterator[tuple[int, Iterator[Record]]]) -> tuple[int, list[Record]] | None:
-    return next(((step, list(records)) for step, records in groups), None)
+def _next(groups: Iterator[tuple[int, Iterator[Record]]]) -> tuple[float, list[Record]]:
+    """The next step and its records; infinity behind the last."""
+    return next(((step, list(records)) for step, records in groups), (math.inf, []))
 
 
 def _in_step(first: list[Record], second: list[Record]) -> Iterator[RecordDifference]:

@@ -49,8 +49,7 @@ _FEWEST = 5  # observations after which the usual step is known
 class DetectorSettings:
     """Settings of the detection rule, with the names and defaults of ``DivergenceDetector``.
 
-    Raises:
-        ConfigurationError: for an invalid value.
+    Raises ConfigurationError for an invalid value.
     """
 
     smoothing: float = 0.3
@@ -280,10 +279,7 @@ def sweep_settings(good: Sequence[Series], bad: Sequence[Series], *, mode: Mode 
     distance from its best that lasted ``patience`` observations: the detector fires if and only if its threshold is at
     most that. So there is no grid of thresholds: the best one is midway between the distances shown by the worst good
     run and the least bad run. Distances come from the detector's own rule, and the best candidates are then replayed
-    with the detector itself.
-
-    Raises:
-        ConfigurationError: without a run of either kind.
+    with the detector itself. Raises ConfigurationError without a run of either kind.
     """
     if not good or not bad:
         raise ConfigurationError("a sweep needs both good and bad runs")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal, get_args
 
 from dalsegno.errors import ConfigurationError
-from dalsegno.logs.values import Record, is_number, to_json
+from dalsegno.logs.reader import JSON_ARRAY
+from dalsegno.logs.values import Record, encode, is_number
 from dalsegno.system import filesystem
 from dalsegno.system.imports import require_extra
 
@@ -41,29 +41,27 @@ def export_log(log: TrainingLog, to: Target, path: Path | BinaryIO) -> None:
             raise ConfigurationError("TensorBoard reads directories: pass the path of one")
         _write_events(log.records(), path)
     elif not isinstance(path, Path):
-        _WRITERS[to](log, path)
+        _write(log, to, path)
     else:
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             with temporary.open("wb") as file:
-                _WRITERS[to](log, file)
+                _write(log, to, file)
             filesystem.rename(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
 
 
-def _write_json(log: TrainingLog, file: BinaryIO) -> None:
-    file.write(b"[")
-    for number, record in enumerate(log.records()):
-        file.write((b",\n" if number else b"\n") + json.dumps(to_json(record), allow_nan=False).encode())
-    file.write(b"\n]\n")
-
-
-_WRITERS: Mapping[str, Callable[[TrainingLog, BinaryIO], None]] = {
-    "csv": lambda log, file: log.frame().write_csv(file),
-    "parquet": lambda log, file: log.frame().write_parquet(file),
-    "json": _write_json,
-}
+def _write(log: TrainingLog, to: Target, file: BinaryIO) -> None:
+    if to == "csv":
+        log.frame().write_csv(file)
+    elif to == "parquet":
+        log.frame().write_parquet(file)
+    else:
+        file.write(JSON_ARRAY.head)
+        for number, record in enumerate(log.records()):
+            file.write(JSON_ARRAY.append(encode(record), first=number == 0))
+        file.write(JSON_ARRAY.foot)
 
 
 def _write_events(records: Iterator[Record], folder: Path) -> None:
@@ -87,9 +85,9 @@ def _write_events(records: Iterator[Record], folder: Path) -> None:
     writer.close()
 
 
-def _tagged(record: Mapping[str, object]) -> dict[str, float]:
+def _tagged(record: Record) -> dict[str, float]:
     """``loss`` becomes ``train/loss``, ``eval_loss`` becomes ``eval/loss``."""
-    metrics = {name: value for name, value in record.items() if name not in BOOKKEEPING[:3] and is_number(value)}
+    metrics = {name: float(value) for name, value in record.items() if name not in BOOKKEEPING[:3] and is_number(value)}
     if record["kind"] == "eval":
-        return {f"eval/{name.removeprefix('eval_')}": float(value) for name, value in metrics.items()}  # type: ignore[arg-type]
-    return {name if "/" in name else f"train/{name}": float(value) for name, value in metrics.items()}  # type: ignore[arg-type]
+        return {f"eval/{name.removeprefix('eval_')}": value for name, value in metrics.items()}
+    return {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}

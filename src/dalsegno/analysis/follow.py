@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import xxhash
@@ -95,7 +96,8 @@ class _Lines:
         with self.source.path.open("rb") as file:
             self._end = _begin_of_last_lines(file.fileno(), count)
             found = list(self._read(file.fileno()))
-        return _last(count, [record for record in found if record["kind"] != HEADER])
+        records = [record for record in found if record["kind"] != HEADER]
+        return records[max(0, len(records) - count) :]
 
     def new(self) -> list[Record | Cut]:
         try:
@@ -144,7 +146,7 @@ class _Whole:
 
     def last(self, count: int) -> list[Record]:
         self.new()
-        return _last(count, self._records)
+        return self._records[max(0, len(self._records) - count) :]
 
     def new(self) -> list[Record | Cut]:
         try:
@@ -153,16 +155,10 @@ class _Whole:
             records = [record for record in self.source.records(Skipped()) if record["kind"] != HEADER]
         except FileNotFoundError:
             return []
-        known = self._records
-        pairs = enumerate(zip(known, records, strict=False))
-        same = next((number for number, (old, now) in pairs if old != now), min(len(known), len(records)))
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._records, records, strict=False)))
+        cut = [Cut(records[same - 1]["global_step"] if same else None)] if same < len(self._records) else []
         self._stamp, self._records = stamp, records
-        cut = [Cut(records[same - 1]["global_step"] if same else None)] if same < len(known) else []
         return [*cut, *records[same:]]
-
-
-def _last(count: int, records: list[Record]) -> list[Record]:
-    return records[max(0, len(records) - count) :]
 
 
 def _begin_of_last_lines(descriptor: int, count: int) -> int:

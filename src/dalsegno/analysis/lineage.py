@@ -100,23 +100,15 @@ def find_interventions(output_dir: Path, legs: Sequence[Leg]) -> list[Interventi
 def read_tails(log: Path) -> list[Tail]:
     """The archived tails of a log file, oldest first, after those of the files that the log continues
     (``train.jsonl`` for ``train-2.jsonl``). Tails without a record with a step are left out."""
-    tails = []
-    for path in _archived(log):
-        records = list(own_records(path, Skipped()))
-        if records:
-            tails.append(Tail(path, tuple(records)))
-    return tails
-
-
-def _archived(log: Path) -> list[Path]:
     stem, number = numbered(log.stem)
-    found = []
+    archived = []
     for path in (log.parent / "rewound").glob(f"*{log.suffix}.*"):
         name, _, place = path.name.rpartition(".")
         its_stem, its_number = numbered(name.removesuffix(log.suffix))
         if its_stem == stem and its_number <= number:
-            found.append((its_number, place, path))
-    return [path for *_, path in sorted(found)]
+            archived.append((its_number, place, path))
+    tails = [Tail(path, tuple(own_records(path, Skipped()))) for *_, path in sorted(archived)]
+    return [tail for tail in tails if tail.records]
 
 
 def find_restarts(legs: Sequence[Leg], tails: Sequence[Tail]) -> list[Restart]:
@@ -130,24 +122,23 @@ def find_restarts(legs: Sequence[Leg], tails: Sequence[Tail]) -> list[Restart]:
     restarts = []
     for index, leg in enumerate(legs):
         following = legs[index + 1] if index + 1 < len(legs) else None
-        until = following.started if following is not None else float("inf")
+        until = following.started if following else float("inf")
         own = [tail for tail in tails if leg.started <= tail.timestamp < until]
-        rolled_back = leg.rollbacks[-1]["timestamp"] if leg.rollbacks else 0.0
-        went_back = (
-            own
-            and following is not None
-            and following.first_step <= own[-1].first_step
-            and own[-1].timestamp > rolled_back
-        )
-        cut_by_restart = own.pop() if went_back else None
+        reached = 0
+        if own and following and following.first_step <= own[-1].first_step and own[-1].timestamp > _rolled_back(leg):
+            reached = own.pop().last_step
         recorded = [Restart(each["to_step"], each["from_step"], None, each["reason"]) for each in leg.rollbacks]
         restarts += recorded or [Restart(max(0, tail.first_step - 1), tail.last_step, None) for tail in own]
-        if following is not None:
-            step = following.first_step
-            reached = max(step, _repeated_until(following), cut_by_restart.last_step if cut_by_restart else step)
+        if following:
+            reached = max(reached, following.first_step, _repeated_until(following))
             why = leg.cause or leg.why
-            restarts.append(Restart(step, reached, following.leg, why.splitlines()[0] if why else None))
+            restarts.append(Restart(following.first_step, reached, following.leg, why.splitlines()[0] if why else None))
     return restarts
+
+
+def _rolled_back(leg: Leg) -> float:
+    """UTC seconds of its last rollback; 0 without one."""
+    return leg.rollbacks[-1]["timestamp"] if leg.rollbacks else 0.0
 
 
 def _repeated_until(leg: Leg) -> int:
@@ -211,13 +202,12 @@ def summarize_legs(
         own = (times >= leg.started) & (times < next_start)
         last_record = max(leg.started, float(times[own].max(initial=0)))
         alive = running and leg is run.legs[-1]
-        rolled_back = leg.rollbacks[-1]["timestamp"] if leg.rollbacks else 0.0
         legs.append(
             LegSummary(
                 leg=leg,
                 parent=_parent(leg, legs),
                 last_step=max(leg.last_step, int(steps[own].max(initial=0))),
-                end_step=max(leg.last_step, int(steps[own & (times > rolled_back)].max(initial=0))),
+                end_step=max(leg.last_step, int(steps[own & (times > _rolled_back(leg))].max(initial=0))),
                 ended=last_record if leg.ended is None else leg.ended,
                 reason=leg.reason or (None if alive else "died"),
                 cut_off=tuple(tail for tail in tails if previous_start <= tail.timestamp < leg.started),

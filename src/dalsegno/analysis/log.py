@@ -119,8 +119,7 @@ class TrainingLog:
     def metric(self, name: str, kind: str | None = None) -> Series:
         """One metric, in the records of one kind or in all.
 
-        Raises:
-            UnknownName: if no record has it; suggests the nearest.
+        Raises UnknownName if no record has it; suggests the nearest.
         """
         return self.series([name], kind)[name]
 
@@ -143,8 +142,7 @@ class TrainingLog:
     def frame(self) -> pl.DataFrame:
         """The whole log: one row per record, one column per name.
 
-        Raises:
-            ConfigurationError: if Polars is not installed; ``dalsegno[analysis]`` includes it.
+        Raises ConfigurationError if Polars is not installed; ``dalsegno[analysis]`` includes it.
         """
         require_extra("analysis", "polars", "frame()")
         self.skipped = Skipped()
@@ -160,8 +158,7 @@ class TrainingLog:
     def lineage(self) -> list[LegSummary]:
         """The legs of the run, each with what became of its work; empty without a ``run.json``.
 
-        Raises:
-            StateMismatch: if that file is damaged, or of a newer format.
+        Raises StateMismatch if that file is damaged, or of a newer format.
         """
         if self.output_dir is None:
             return []
@@ -189,9 +186,7 @@ class TrainingLog:
     def parameters(self, metric: str) -> ParameterSeries:
         """``grad_norm``, ``norm`` or ``spectral_norm`` of each parameter, from this log itself or those beside it.
 
-        Raises:
-            UnknownName: for another metric.
-            NotFound: if there is no such log.
+        Raises UnknownName for another metric; NotFound if there is no such log.
         """
         return read_parameters(self.source.path, self.name, metric, self.skipped)
 
@@ -220,24 +215,14 @@ class TrainingLog:
     ) -> Picture:
         """Plot metrics, one panel each; default: the loss. Needs ``dalsegno[analysis]``.
 
-        The options are those of :class:`View`; the result displays itself in a notebook and has ``save(path)``.
-        A directory of runs draws all its runs in the same panels.
-
-        Raises:
-            UnknownName: for a metric that is not logged.
-            ConfigurationError: if matplotlib is not installed, or for an invalid value.
+        The options are those of :class:`View`; the result displays itself in a notebook and has ``save(path)``. A
+        directory of runs draws all its runs in the same panels. Raises UnknownName for a metric that is not logged;
+        ConfigurationError if matplotlib is not installed, or for an invalid value.
         """
         from .plotting.plot import plot_logs
 
-        view = View(
-            x=x,
-            smooth=smooth,
-            log=log,
-            perplexity=perplexity,
-            xlim=xlim,
-            ylim=ylim,
-            ignore_outliers=ignore_outliers,
-        )
+        ranges = {"xlim": xlim, "ylim": ylim}
+        view = View(x=x, smooth=smooth, log=log, perplexity=perplexity, ignore_outliers=ignore_outliers, **ranges)
         return plot_logs(list(self), metrics, view, compare=True)
 
     def __repr__(self) -> str:

@@ -43,7 +43,7 @@ def _row(log: Log) -> str:
 
 
 def _loss(log: Log) -> Series | None:
-    """None if the log has no loss, or no value of it."""
+    """None if the log has no value of a loss."""
     loss = log.metric(log.loss) if log.loss else None
     return loss if loss is not None and len(loss) else None
 

@@ -52,11 +52,7 @@ class ParameterSeries:
     """Shape (n, p); NaN where a record lacks a parameter."""
 
     def every(self, stride: int) -> ParameterSeries:
-        """Return every ``stride``-th record, from the first on.
-
-        Raises:
-            ConfigurationError: for a stride below 1.
-        """
+        """Return every ``stride``-th record, from the first on. Raises ConfigurationError for a stride below 1."""
         if stride < 1:
             raise ConfigurationError(f"stride is {stride!r}; allowed: at least 1")
         return replace(self, steps=self.steps[::stride], values=self.values[::stride])
@@ -69,10 +65,8 @@ def smooth(values: Floats, window: int) -> Floats:
     """Centered moving mean over ``window // 2`` values on either side. Shape (n,), as ``values``.
 
     At the start the window reaches no further ahead than back, so that a steep start is not shifted; at the end it is
-    cut off. Non-finite values are left out; the mean of no finite value is NaN.
-
-    Raises:
-        ConfigurationError: if ``window`` is below 1.
+    cut off. Non-finite values are left out; the mean of no finite value is NaN. Raises ConfigurationError if ``window``
+    is below 1.
     """
     return _moving_mean(values, window, partial(_sums_around, half=window // 2))
 
@@ -149,7 +143,11 @@ def read_parameters(log: Path, run: str, metric: str, skipped: Skipped) -> Param
     if metric not in WHERE:
         raise UnknownName("metric of parameters", metric, WHERE)
     stem, keys, writer = WHERE[metric]
-    records = own_records(log if _has(log, keys) else _file(log.parent, stem, writer), skipped)
+    beside = [log.with_name(f"{stem}{suffix}") for suffix in (".jsonl", ".json")]
+    path = log if _has(log, keys) else next((each for each in beside if each.exists()), None)
+    if path is None:
+        raise NotFound(f"{beside[0]}: no such log; the callback {writer} writes it")
+    records = own_records(path, skipped)
     found = [
         (record["global_step"], norms)
         for record in records
@@ -172,10 +170,3 @@ def _has(log: Path, keys: Sequence[str]) -> bool:
         return False
     first = islice(read_records(log, ReadReport()), _SEARCHED)
     return any(isinstance(record.get(key), dict) for record in first for key in keys)
-
-
-def _file(folder: Path, stem: str, writer: str) -> Path:
-    for suffix in (".jsonl", ".json"):
-        if (path := folder / f"{stem}{suffix}").exists():
-            return path
-    raise NotFound(f"{folder / stem}.jsonl: no such log; the callback {writer} writes it")

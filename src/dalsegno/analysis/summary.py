@@ -112,7 +112,6 @@ def summarize(
         kinds: number of records of each kind.
         goal: steps to train, if the log records it, as Hugging Face's does, which has no final record.
         clock: steps, epochs and times of all records.
-        series: functions that return the metrics to summarize; none is kept.
     """
     ends, epochs = _ends(clock.times), _ends(clock.epochs)
     step = int(clock.steps.max()) if len(clock) else None
@@ -151,10 +150,10 @@ def summarize(
 
 def _throughput(series: Metrics) -> dict[str, float]:
     counted = next((series[name]() for name in TOKENS if name in series), None)
-    found = {
-        name: mean_rate(series[name](), None if "steps" in name else counted) for name in THROUGHPUT if name in series
-    }
-    return {name: rate for name, rate in found.items() if rate is not None}
+    rates = (
+        (name, mean_rate(series[name](), None if "steps" in name else counted)) for name in THROUGHPUT if name in series
+    )
+    return {name: rate for name, rate in rates if rate is not None}
 
 
 def mean_rate(rate: Series, tokens: Series | None) -> float | None:
@@ -212,5 +211,4 @@ def _ends(values: NDArray[np.float64] | None) -> list[float]:
 
 
 def _summary(series: Metrics, names: Sequence[str]) -> MetricSummary | None:
-    found = next((series[name] for name in names if name in series), None)
-    return None if found is None else summarize_metric(found())
+    return next((summarize_metric(series[name]()) for name in names if name in series), None)

@@ -87,7 +87,10 @@ class RecordLog:
         belongs to another log; ConfigurationError if another log of this process has the same path."""
         self.close()
         position = None if saved is None else Position.from_state(saved)
-        self._claim()
+        if self._open_here.setdefault(self._claimed, self) is not self:
+            raise ConfigurationError(
+                f"{self._claimed}: another logger writes this file; give one of them another path="
+            )
         try:
             report = self._reopen(position)
             if report.action == "rewound" and report.archived is not None:
@@ -184,12 +187,6 @@ class RecordLog:
             if self._offset != end:  # a full disk, or Ctrl-C between two writes: remove the partial record
                 cut(self._opened(), self._path, self._offset, is_empty=self._records == 0)
             raise
-
-    def _claim(self) -> None:
-        if self._open_here.setdefault(self._claimed, self) is not self:
-            raise ConfigurationError(
-                f"{self._claimed}: another logger writes this file; give one of them another path="
-            )
 
     def _opened(self) -> int:
         if self._descriptor is None:

@@ -275,7 +275,8 @@ def insert_placeholders(lines: bytes) -> tuple[bytes, Counts]:
     counts: dict[bytes, int] = {}
     for word, (_, number) in _PLACEHOLDERS.items():
         place = 0
-        while (place := _find(lines, word, place)) >= 0:
+        first = word.lstrip(b"-")[:1]  # a single byte is found ten times as fast
+        while lines.find(first, place) >= 0 and (place := lines.find(word, place)) >= 0:
             spelled = _value_at(lines, word, place)
             if spelled is None:
                 place += len(word)
@@ -299,11 +300,6 @@ def restore_values(frame: pl.DataFrame, lines: bytes, counts: Counts) -> pl.Data
         there = (pl.when(pl.col(name) == number).then(meant).otherwise(pl.col(name)).alias(name) for name in numbers)
         frame = frame.with_columns(there)
     return frame
-
-
-def _find(lines: bytes, word: bytes, begin: int) -> int:
-    first = word.lstrip(b"-")[:1]  # a single byte is found ten times as fast
-    return lines.find(word, begin) if lines.find(first, begin) >= 0 else -1
 
 
 def _value_at(lines: bytes, word: bytes, place: int) -> bytes | None:

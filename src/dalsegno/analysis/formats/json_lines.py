@@ -150,7 +150,7 @@ def decode_lines(lines: Iterable[bytes], number: int, skipped: Skipped) -> Itera
 
 # --- arrays of any layout, and Hugging Face's trainer_state.json ----------------------------------------------------
 
-_BETWEEN = re.compile(r"[\s,]*")
+_BEGIN = re.compile(r"[^\s,]")
 _HISTORY = re.compile(r'"log_history"\s*:\s*\[')
 _DECODER = json.JSONDecoder()
 
@@ -171,8 +171,8 @@ class JsonArray(Source):
 def decode_array(text: str, begin: int, skipped: Skipped) -> Iterator[Record]:
     """The records of the array whose bracket precedes ``begin``, up to its end or to the first invalid record."""
     number = 0
-    while (begin := _skip(text, begin)) < len(text) and text[begin] != "]":
-        number += 1
+    while (first := _BEGIN.search(text, begin)) and first[0] != "]":
+        begin, number = first.start(), number + 1
         try:
             value, begin = _DECODER.raw_decode(text, begin)
             value = from_json(value)
@@ -183,11 +183,6 @@ def decode_array(text: str, begin: int, skipped: Skipped) -> Iterator[Record]:
             yield value
         else:
             skipped.note(f"record {number}: a {type(value).__name__}, not an object")
-
-
-def _skip(text: str, begin: int) -> int:
-    between = _BETWEEN.match(text, begin)
-    return between.end() if between else begin
 
 
 class TrainerState(Source):

@@ -23,7 +23,6 @@ STEPS = (
     *("global_steps", "num_updates", "num_steps", "update", "steps", "batch"),
 )
 TIMES = ("timestamp", "_timestamp", "wall_time", "time", "datetime")
-EPOCHS = ("epoch",)
 LOSSES = (
     *("loss", "train_loss", "train/loss", "training_loss", "loss/train", "train/loss_step", "train_loss_step"),
     *("train_loss_epoch", "eval_loss", "val_loss", "val/loss"),
@@ -71,9 +70,10 @@ class Naming:
     @classmethod
     def of(cls, record: Mapping[str, Any], step_key: str | None = None) -> Naming | None:
         """The naming of a record; None if it has no step."""
-        step = _first((step_key,) if step_key else STEPS, record)
-        times = [name for name in TIMES if moment(record.get(name)) is not None]
-        return cls(step, next(iter(times), None), _first(EPOCHS, record)) if step else None
+        steps = (name for name in ((step_key,) if step_key else STEPS) if is_number(record.get(name)))
+        times = (name for name in TIMES if moment(record.get(name)) is not None)
+        step = next(steps, None)
+        return cls(step, next(times, None), "epoch" if is_number(record.get("epoch")) else None) if step else None
 
     def renames(self) -> dict[str, str]:
         """This log's names → dalsegno's, where they differ."""
@@ -136,10 +136,6 @@ def is_setting(name: str) -> bool:
 def loss_of(names: Container[str]) -> str | None:
     """The preferred name of a loss among these; None if there is none."""
     return next((name for name in LOSSES if name in names), None)
-
-
-def _first(names: tuple[str, ...], record: Mapping[str, Any]) -> str | None:
-    return next((name for name in names if is_number(record.get(name))), None)
 
 
 def no_step(path: Path, names: Iterable[str], step_key: str | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ _LONGEST = 1 << 30  # bytes; a larger length means a damaged file
 
 _PREFIXES = {"train": "", "eval": "eval_"}
 """Tags of Hugging Face and dalsegno: ``train/loss`` is ``loss``, ``eval/loss`` is ``eval_loss``."""
-
 
 _TAGS = {
     "train-loss": "loss",
@@ -114,10 +114,8 @@ def _restart_step(path: Path) -> int | None:
     """The step from which this file replaces older ones; None if it does not."""
     from tensorboard.compat.proto.event_pb2 import SessionLog
 
-    for _, event in zip(range(FIRST), _events(path, Skipped()), strict=False):
-        if event.session_log.status == SessionLog.START:
-            return int(event.step)
-    return None
+    first = islice(_events(path, Skipped()), FIRST)
+    return next((int(event.step) for event in first if event.session_log.status == SessionLog.START), None)
 
 
 def _events(path: Path, skipped: Skipped) -> Iterator[Any]:

@@ -13,7 +13,7 @@ import csv
 import json
 import sqlite3
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from heapq import heappop, heappush
@@ -93,15 +93,9 @@ def without_old_timelines(records: Iterator[Record], skipped: Skipped) -> Iterat
 
 
 def _records_of_row(row: dict[str, Any]) -> Iterator[Record]:
-    """Yield the records of a step with dalsegno's names: training, evaluation, the end.
-
-    Names of Hugging Face's callback, ``train/loss``, lose their prefix.
-    """
-    values = {
-        key.removeprefix("train/").replace("eval/", "eval_", 1): value
-        for key, value in row.items()
-        if not key.startswith("_") and isinstance(value, (int, float, bool))
-    }
+    """Yield the records of a step with dalsegno's names: training, evaluation, the end."""
+    numbers = {key: value for key, value in row.items() if not key.startswith("_") and isinstance(value, (int, float))}
+    values = _plain_names(numbers)
     place: Record = {"timestamp": row["_timestamp"]} if "_timestamp" in row else {}
     place["global_step"] = values.pop("global_step", row.get("_step", 0))
     parts: dict[str, Record] = {"train": {}, "eval": {}, "final": {}}
@@ -120,22 +114,16 @@ def _row(history: bytes) -> dict[str, Any]:
         if number == _HISTORY_STEP:
             row.setdefault("_step", dict(_fields(value)).get(1, 0))
         elif number == _HISTORY_ITEM:
-            keys: list[str] = []
-            content: Any = None
-            for part, text in _fields(value):
-                if part in (_ITEM_KEY, _ITEM_NESTED_KEY):
-                    keys.append(text.decode())
-                elif part == _ITEM_JSON:
-                    content = json.loads(text)
-            row[".".join(keys)] = from_json(content)
+            parts = [*_fields(value)]
+            keys = [text.decode() for part, text in parts if part in (_ITEM_KEY, _ITEM_NESTED_KEY)]
+            row[".".join(keys)] = from_json(json.loads(dict(parts).get(_ITEM_JSON, "null")))
     return row
 
 
 def _messages(path: Path, skipped: Skipped) -> Iterator[bytes]:
     """Yield the records of the log; stop at the first that is torn."""
     parts: list[bytes] = []
-    with path.open("rb") as file:
-        data = file.read()
+    data = path.read_bytes()
     if data[: len(WANDB_HEADER)] != WANDB_HEADER:
         skipped.note(f"{path.name}: does not begin with W&B's header")
         return
@@ -170,18 +158,17 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
         if wire == 0:
             value, place = _varint(message, place)
             yield number, value
-        elif wire == 2:
+            continue
+        if wire == 2:
             length, place = _varint(message, place)
-            if place + length > len(message):
-                raise ValueError("a field is longer than its message")
-            yield number, message[place : place + length]
-            place += length
         elif wire in (1, 5):
             length = 8 if wire == 1 else 4
-            yield number, message[place : place + length]
-            place += length
         else:
             raise ValueError(f"wire type {wire}")
+        if place + length > len(message):
+            raise ValueError("a field is longer than its message")
+        yield number, message[place : place + length]
+        place += length
 
 
 def _varint(message: bytes, place: int) -> tuple[int, int]:
@@ -253,19 +240,19 @@ def _of_trackio(connection: sqlite3.Connection, run: str, skipped: Skipped) -> I
             continue
         step = numbers.pop("train/global_step", step)  # of transformers' callback, whose own step counts rows
         if numbers:  # else a text or a model card
-            yield record_of(time, step, numbers)
+            yield {"timestamp": time, "global_step": step, **_plain_names(numbers)}
 
 
 def records_of_points(points: Iterator[tuple[Any, Any, str, Any]]) -> Iterator[Record]:
     """Join points (seconds, step, name, value) that follow each other, of one time and step, to a record."""
     for (time, step), group in groupby(points, key=lambda point: point[:2]):
-        yield record_of(time, step, {name: float("nan") if value is None else value for _, _, name, value in group})
+        values = {name: float("nan") if value is None else value for _, _, name, value in group}
+        yield {"timestamp": time, "global_step": step, **_plain_names(values)}
 
 
-def record_of(time: Any, step: Any, values: dict[str, Any]) -> Record:
-    """Return a record with dalsegno's names; those of transformers' callbacks, ``train/loss``, lose their prefix."""
-    plain = {name.removeprefix("train/").replace("eval/", "eval_", 1): value for name, value in values.items()}
-    return {"timestamp": time, "global_step": step, **plain}
+def _plain_names(values: Mapping[str, Any]) -> Record:
+    """The values under dalsegno's names: those of transformers' callbacks, ``train/loss``, lose their prefix."""
+    return {name.removeprefix("train/").replace("eval/", "eval_", 1): value for name, value in values.items()}
 
 
 class MLflowFiles(TrackedRun):

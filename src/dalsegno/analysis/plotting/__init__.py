@@ -15,11 +15,7 @@ Limits = tuple[float | None, float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """Axes and smoothing of a plot.
-
-    Raises:
-        ConfigurationError: for an invalid value.
-    """
+    """Axes and smoothing of a plot. Raises ConfigurationError for an invalid value."""
 
     x: XAxis = "step"
     """Quantity of the x axis. Time is wall-clock time since a run's first record, pauses between legs included."""

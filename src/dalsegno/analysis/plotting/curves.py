@@ -217,12 +217,6 @@ class Axis:
             raise _no_axis(self.log, self._x)
         return known if self._x == "epoch" else (known - self._began) / self._unit
 
-    def of_steps(self, steps: Floats, reference: Series) -> Floats:
-        """Positions of any steps, interpolated between those of a series."""
-        x = self.of(reference)
-        known = np.isfinite(x)
-        return np.interp(steps, reference.steps[known], x[known])
-
 
 def _panel(label: str, title: str, runs: Sequence[tuple[Axis, str, str]], view: View) -> Panel:
     """``runs``: axis, metric and colour of each."""
@@ -265,8 +259,10 @@ def _marks(axis: Axis, series: Series, run_colour: str) -> list[Mark]:
     restarts = axis.log.restarts()
     if not restarts or not len(series):
         return []
-    places = axis.of_steps(np.array([restart.step for restart in restarts], np.float64), series)
-    return [Mark(x, restart.leg is None, run_colour) for restart, x in zip(restarts, places.tolist(), strict=True)]
+    x = axis.of(series)
+    known = np.isfinite(x)
+    places = np.interp([restart.step for restart in restarts], series.steps[known], x[known]).tolist()
+    return [Mark(place, restart.leg is None, run_colour) for restart, place in zip(restarts, places, strict=True)]
 
 
 def _seen(series: Series, view: View) -> Floats:

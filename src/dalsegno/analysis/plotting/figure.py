@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ LONGEST = 90  # most characters of a run's name in a legend; longer names lose t
 
 _LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))
 """Line styles: one for each time that the palette repeats."""
-_STYLES: dict[bool, tuple[int, tuple[int, int]]] = {False: (0, (5, 3)), True: (0, (1, 2))}
+_STYLES: dict[bool, Any] = {False: (0, (5, 3)), True: (0, (1, 2))}
 """Line styles of restarts and rollbacks."""
 _SHAPES = {False: "^", True: "<"}  # markers of restarts and rollbacks
 
@@ -50,8 +51,7 @@ class Picture:
     def save(self, path: str | Path) -> Path:
         """Write ``path``, in the format of its suffix: ``.png``, ``.svg`` or ``.pdf``; returns the path.
 
-        Raises:
-            ConfigurationError: for another suffix.
+        Raises ConfigurationError for another suffix.
         """
         path = Path(path)
         if path.suffix[1:].lower() not in FORMATS:
@@ -208,36 +208,31 @@ def _draw_broken(axes: Axes, curves: Sequence[Curve]) -> None:
 
 def _legend(panel: Panel) -> list[Line2D]:
     """Legend entries of the runs, then of the elements they share."""
-    curves, marks = panel.curves, panel.marks
-    runs = panel.runs
+    curves, runs = panel.curves, panel.runs
+    alone = len(runs) == 1
+    entry = partial(Line2D, [], [])
     handles = []
     for number, run in enumerate(runs):
-        curve = next(curve for curve in curves if curve.run == run)
-        label = shortened(run, LONGEST) if len(runs) > 1 else panel.metric
-        if any(curve.run == run and not curve.dotted for curve in curves):
-            handles.append(Line2D([], [], color=curve.colour, linestyle=_line_of(number), linewidth=1.9, label=label))
-        elif len(runs) > 1:
-            handles.append(Line2D([], [], color=curve.colour, marker="o", linestyle="", label=label))
-    dots = [curve for curve in curves if curve.dotted]
-    if dots:
-        colour = dots[0].colour if len(runs) == 1 else INK
+        own = [curve for curve in curves if curve.run == run]
+        label = panel.metric if alone else shortened(run, LONGEST)
+        if not all(curve.dotted for curve in own):
+            handles.append(entry(color=own[0].colour, linestyle=_line_of(number), linewidth=1.9, label=label))
+        elif not alone:
+            handles.append(entry(color=own[0].colour, linestyle="", marker="o", label=label))
+    if dots := [curve for curve in curves if curve.dotted]:
         names = ", ".join(dict.fromkeys(curve.metric for curve in dots))
-        handles.append(Line2D([], [], color=colour, marker="o", linestyle="", label=names))
-    windows = sorted({curve.window for curve in curves if curve.smoothed is not None})
-    if windows:
+        handles.append(entry(color=dots[0].colour if alone else INK, linestyle="", marker="o", label=names))
+    if windows := sorted({curve.window for curve in curves if curve.smoothed is not None}):
         mean = f"mean of {' to '.join(f'{window:,}' for window in dict.fromkeys([windows[0], windows[-1]]))}"
-        handles.append(Line2D([], [], color=INK, linewidth=0.8, alpha=0.45, label=f"as logged (strong: {mean})"))
+        handles.append(entry(color=INK, linewidth=0.8, alpha=0.45, label=f"as logged (strong: {mean})"))
     if panel.lost:
-        handles.append(Line2D([], [], color=LOST, linewidth=5, alpha=0.45, label="lost, then repeated"))
-    for rollback, name in ((False, "restart"), (True, "rollback")):
-        if any(mark.rollback == rollback for mark in marks):
-            if len(runs) == 1:
-                line = Line2D([], [], color=INK, alpha=0.6, linewidth=0.9, linestyle=_STYLES[rollback], label=name)
-            else:
-                line = Line2D([], [], color=INK, alpha=0.6, linestyle="", marker=_SHAPES[rollback], label=name)
-            handles.append(line)
+        handles.append(entry(color=LOST, linewidth=5, alpha=0.45, label="lost, then repeated"))
+    for rollback in sorted({mark.rollback for mark in panel.marks}):
+        line, shape = (_STYLES[rollback], None) if alone else ("", _SHAPES[rollback])
+        name = "rollback" if rollback else "restart"
+        handles.append(entry(color=INK, linestyle=line, linewidth=0.9, marker=shape, alpha=0.6, label=name))
     if any(not np.isfinite(curve.values).all() for curve in curves):
-        handles.append(Line2D([], [], color=INK, marker="x", linestyle="", label="not finite"))
+        handles.append(entry(color=INK, linestyle="", marker="x", label="not finite"))
     return handles
 
 
@@ -283,10 +278,7 @@ def heatmap_figure(
     size: tuple[float, float] | None,
     log: bool,
 ) -> Picture:
-    """Draw the ``series`` of one run, with at least one step and one parameter.
-
-    ``limits``: of the colour scale. ``size``: in inches. None for any of them: by the data.
-    """
+    """Draw the ``series``, with at least one step and one parameter. Arguments are as for ``plot_heatmap``."""
     rows = len(series.parameters)
     figure = Figure(figsize=size or (9.5, 1.6 + ROW * min(max(rows, 6), MOST_NAMED)), layout="constrained")
     axes = figure.subplots()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dalsegno.analysis.series import ParameterSeries
 from dalsegno.errors import ConfigurationError, NotFound
 from dalsegno.system.imports import require_extra
 
-from . import View
+from . import Limits, View
 from .curves import Log, panels
 
 if TYPE_CHECKING:
@@ -32,10 +33,10 @@ def plot_logs(
         NotFound: if there is nothing to draw.
         ConfigurationError: if matplotlib is not installed, or a log does not have the quantity of the x axis.
     """
-    view = view or View()
     require_extra("analysis", "matplotlib", "plotting")
     from .figure import draw
 
+    view = view or View()
     return draw(panels(logs, metrics, view, compare=compare), view)
 
 
@@ -65,9 +66,7 @@ TITLES = {"grad_norm": "gradient norm", "norm": "weight norm", "spectral_norm": 
 def matching(series: ParameterSeries, pattern: str | None) -> ParameterSeries:
     """The parameters whose names contain a match of the regular expression ``pattern``; None: all.
 
-    Raises:
-        ConfigurationError: for an invalid regular expression.
-        NotFound: if no parameter matches.
+    Raises ConfigurationError for an invalid regular expression; NotFound if no parameter matches.
     """
     try:
         found = [index for index, name in enumerate(series.parameters) if re.search(pattern or "", name)]
@@ -76,15 +75,16 @@ def matching(series: ParameterSeries, pattern: str | None) -> ParameterSeries:
     if not found:
         examples = ", ".join(series.parameters[:5])
         raise NotFound(f"no parameter of {series.run} matches {pattern!r}; its parameters include {examples}")
-    names = tuple(series.parameters[index] for index in found)
-    return ParameterSeries(series.name, series.run, names, series.steps, series.values[:, found])
+    return replace(
+        series, parameters=tuple(series.parameters[index] for index in found), values=series.values[:, found]
+    )
 
 
 def plot_heatmap(
     series: ParameterSeries,
     pattern: str | None = None,
     *,
-    limits: tuple[float | None, float | None] = (None, None),
+    limits: Limits = (None, None),
     size: tuple[float, float] | None = None,
     log: bool = True,
 ) -> Picture:

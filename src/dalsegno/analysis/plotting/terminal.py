@@ -10,7 +10,7 @@ import numpy as np
 import plotille
 from numpy.typing import NDArray
 
-from . import View
+from . import Limits, View
 from .curves import Curve, Panel, value_range
 from .pixels import downsample, labelled, log_ticks, lone, nice_ticks
 
@@ -89,16 +89,13 @@ def _draw_curve(
             for x, height in zip(at.tolist(), heights.tolist(), strict=True):
                 if math.isfinite(height):
                     canvas.point(x, height, marker=letter)
-    elif curve.dotted:
-        for x, height in zip(curve.x.tolist(), scale.height(values).tolist(), strict=True):
-            if math.isfinite(height) and scale.left <= x <= scale.right:
-                canvas.point(x, height, color=colour, marker="o")
     else:
-        _line(canvas, scale, curve.x, values, colour, width)
-        alone = lone(values)
-        for x, height in zip(curve.x[alone].tolist(), scale.height(values[alone]).tolist(), strict=True):
+        if not curve.dotted:
+            _line(canvas, scale, curve.x, values, colour, width)
+        shown, marker = (np.isfinite(values), "o") if curve.dotted else (lone(values), "•")
+        for x, height in zip(curve.x[shown].tolist(), scale.height(values[shown]).tolist(), strict=True):
             if math.isfinite(height) and scale.left <= x <= scale.right:
-                canvas.point(x, height, color=colour, marker="•")
+                canvas.point(x, height, color=colour, marker=marker)
     for x in curve.x[~np.isfinite(curve.values)][:: max(1, len(curve.x) // width)].tolist():
         if scale.left <= x <= scale.right:
             canvas.point(x, scale.high - 0.01 * (scale.high - scale.low), color=colour, marker="×")
@@ -121,20 +118,18 @@ def _scale(panel: Panel, view: View) -> _Scale | None:
     left, right = _limits((float(x.min()), float(x.max())), view.xlim)
     low, high = _limits(span, view.ylim)
     if view.log:
-        low, high = math.log10(max(low, np.finfo(np.float64).tiny)), math.log10(max(high, np.finfo(np.float64).tiny))
+        low, high = (math.log10(max(end, np.finfo(np.float64).tiny)) for end in (low, high))
     air = 0.03 * (high - low) or 0.5 * abs(high) or 0.5
     side = 0.005 * (right - left) or 0.5
     return _Scale(left - side, right + side, low - air, high + air, view.log)
 
 
-def _limits(found: tuple[float, float], wanted: tuple[float | None, float | None] | None) -> tuple[float, float]:
-    low, high = wanted or (None, None)
-    low, high = found[0] if low is None else low, found[1] if high is None else high
+def _limits(found: tuple[float, float], wanted: Limits | None) -> tuple[float, float]:
+    low, high = (there if given is None else given for there, given in zip(found, wanted or (None, None), strict=True))
     return low, max(low, high)
 
 
 def _value_labels(scale: _Scale) -> dict[float, str]:
-    """Height → label, a few of them."""
     if scale.log:
         return {math.log10(tick): f"{tick:g}" for tick in log_ticks(10**scale.low, 10**scale.high, 5)}
     return dict(labelled(nice_ticks(scale.low, scale.high, 5)))
@@ -165,10 +160,7 @@ def _legend(panel: Panel, colours: bool) -> list[str]:
         entries.append(f"{_painted(sign, first[run], colours)} {run if len(runs) > 1 else panel.metric}")
     dotted = dict.fromkeys(curve.metric for curve in panel.curves if curve.dotted)
     entries += [f"o {name}" for name in dotted if colours or len(runs) == 1]
-    if any(not mark.rollback for mark in panel.marks):
-        entries.append("⡇ restart")
-    if any(mark.rollback for mark in panel.marks):
-        entries.append("⡇ rollback")
+    entries += [f"⡇ {'rollback' if kind else 'restart'}" for kind in sorted({mark.rollback for mark in panel.marks})]
     if any(not np.isfinite(curve.values).all() for curve in panel.curves):
         entries.append("× not finite")
     return ["  ".join(entries)]

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dalsegno.analysis.formats.source import is_of_evaluation, is_setting
-from dalsegno.analysis.lineage import Restart
 from dalsegno.analysis.log import TrainingLog
 from dalsegno.analysis.plotting import X_AXES
 from dalsegno.analysis.plotting.curves import (
@@ -38,10 +37,7 @@ MOST_ROWS, MOST_COLUMNS = 400, 200
 
 
 def payload(logs: Sequence[TrainingLog], heatmaps: Sequence[ParameterSeries], points: int) -> dict[str, Any]:
-    """
-    Args:
-        points: approximate limit on the points of all curves together.
-    """
+    """``points``: approximate limit on the points of all curves together."""
     charts = [_chart(metric, logs) for metric in _charted(logs)]
     curves = sum(len(series) for _, series in charts)
     buckets = max(8, min(1500, points // (6 * max(1, curves))))
@@ -132,15 +128,14 @@ def _marks(log: TrainingLog) -> list[dict[str, Any]]:
         {"step": each.step, "kind": "command", "label": f"{each.what} ({each.by}), at step {each.step:,}"}
         for each in log.interventions()
     ]
-    return [*map(_mark, log.restarts()), *commands]
-
-
-def _mark(restart: Restart) -> dict[str, Any]:
-    repeated = f", {restart.redone:,} steps repeated" if restart.redone else ""
-    what = "rollback" if restart.leg is None else f"leg {restart.leg}"
-    why = f" ({restart.reason})" if restart.reason else ""
-    label = f"{what}: resumed from step {restart.step:,}{repeated}{why}"
-    return {"step": restart.step, "kind": "rollback" if restart.leg is None else "leg", "label": label}
+    restarts = []
+    for each in log.restarts():
+        kind, number = ("rollback", "") if each.leg is None else ("leg", f" {each.leg}")
+        repeated = f", {each.redone:,} steps repeated" if each.redone else ""
+        why = f" ({each.reason})" if each.reason else ""
+        label = f"{kind}{number}: resumed from step {each.step:,}{repeated}{why}"
+        restarts.append({"step": each.step, "kind": kind, "label": label})
+    return [*restarts, *commands]
 
 
 def _heatmap(series: ParameterSeries) -> dict[str, Any]:
