@@ -146,8 +146,7 @@ class Journal:
 
     def accept(self, entry: JournalEntry) -> None:
         """Record that a command is accepted."""
-        values = {name: getattr(entry, name) for name in _Accepted.__annotations__}
-        self._file.append([{"kind": "accepted", **values}])
+        self._file.append([{"kind": "accepted", **{name: getattr(entry, name) for name in _Accepted.__annotations__}}])
 
     def act(self, entries: Iterable[JournalEntry], step: int) -> None:
         """Record at which step commands take effect, before they do."""

@@ -112,7 +112,6 @@ class Gate:
     """ASGI middleware that passes on the requests that may be answered.
 
     Args:
-        app: called for these.
         host: address that the server is bound to.
         token: bearer token; None: none is needed.
         open_paths: answered without a token: pages without content of the run.
@@ -137,12 +136,9 @@ class Gate:
         await JSONResponse({"error": error, "detail": error}, status, headers)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
-        line = (
-            len(f"{scope['method']}  HTTP/1.1\r\n")
-            + len(scope.get("raw_path") or scope["path"])
-            + len(scope["query_string"])
-        )
-        if line + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"]) > HEADER_BYTES:
+        address = len(scope.get("raw_path") or scope["path"]) + len(scope["query_string"])
+        size = len(f"{scope['method']}  HTTP/1.1\r\n") + address
+        if size + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"]) > HEADER_BYTES:
             return 431, f"a request's line and headers may have at most {HEADER_BYTES} bytes"
         hosts, origins, credentials = (_values(scope, name) for name in (b"host", b"origin", b"authorization"))
         if len(hosts) != 1 or not self._is_known(hosts[0]):

@@ -83,8 +83,6 @@ class ServerThread:
     Args:
         listener: a listening socket, which the server closes.
         build_app: called on the server's thread with an event that is set when the server is about to end.
-        name: of the thread.
-        tls: None: plain HTTP.
         limits: on its connections; None: those for short requests.
         on_failure: called on the server's thread if the server ends by an error; None: the error is logged.
     """

@@ -11,22 +11,15 @@ from importlib.resources.abc import Traversable
 SHOWN_FIRST = ("grad_norm", "learning_rate")  # charts shown initially, beside the loss
 
 
-def inlined(
-    *, styles: Sequence[Traversable], scripts: Sequence[Traversable], has_charts: bool = True
-) -> dict[str, str]:
-    """Parts of a page: ``style`` and ``script``, their hashes for its Content-Security-Policy, ``curves``.
+def inlined(*, styles: Sequence[Traversable], scripts: Sequence[Traversable]) -> dict[str, str]:
+    """Parts of a page: ``style`` and ``script``, their hashes for its Content-Security-Policy, and ``curves``, the
+    elements that the charts and their controls need.
 
-    ``curves`` are the elements that the charts and their controls need.
-
-    Args:
-        styles: the page's own style sheets, which follow the shared one.
-        scripts: its own scripts, which follow the shared ones. All share one scope.
-        has_charts: whether it needs the shared scripts.
+    The page's own styles and scripts follow the shared ones. All scripts share one scope.
     """
     shared = files(__name__)
     style = _joined([shared / "page.css", *styles])
-    charts = [shared / name for name in ("curves.js", "chart.js", "controls.js")] if has_charts else []
-    script = _joined([*charts, *scripts])
+    script = _joined([*(shared / name for name in ("curves.js", "chart.js", "controls.js")), *scripts])
     return {
         "style": style,
         "style_hash": _hash(style),
