@@ -26,14 +26,14 @@ def pages() -> dict[Path, str]:
     """Return each page with its current tables."""
     texts = {path: path.read_text(encoding="utf-8") for path in [*FOLDER.glob("callbacks/*.md"), FOLDER / "diloco.md"]}
     for name in callbacks.__all__:
-        if rows := _rows(getattr(callbacks, name)):
-            begin = BEGIN.format(name)
-            path = next((path for path, text in texts.items() if begin in text), None)
-            if path is None:
-                raise ValueError(f"no page in docs/reference/callbacks has the line {begin!r}")
+        rows, begin = _rows(getattr(callbacks, name)), BEGIN.format(name)
+        path = next((path for path, text in texts.items() if begin in text), None)
+        if path is not None:
             before, _, rest = texts[path].partition(begin)
             table = "\n".join(["| argument | default | |", "|---|---|---|", *rows, ""])
             texts[path] = before + begin + table + END + rest.partition(END)[2]
+        elif rows:
+            raise ValueError(f"no page in docs/reference/callbacks has the line {begin!r}")
     return texts
 
 
