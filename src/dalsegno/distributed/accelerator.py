@@ -99,28 +99,14 @@ def timed_event(device: torch.device) -> Any:
     return event
 
 
-def memory_stats(device: torch.device) -> dict[str, int] | None:
-    """Counters of torch's allocator on ``device``, named as in ``torch.cuda.memory_stats``; None if it has none."""
-    stats: dict[str, int] | None = _ask("memory_stats", device)
-    return stats
-
-
-def memory_allocated(device: torch.device) -> int | None:
-    """Bytes of tensors on ``device``; None if torch does not count them."""
-    allocated: int | None = _ask("memory_allocated", device)
-    return allocated
-
-
-def max_memory_allocated(device: torch.device) -> int | None:
-    """Most bytes of tensors on ``device`` so far; None if torch does not count them."""
-    allocated: int | None = _ask("max_memory_allocated", device)
-    return allocated
-
-
-def memory_summary(device: torch.device) -> str | None:
-    """Table of the allocator's counters; None if it has none."""
-    summary: str | None = _ask("memory_summary", device)
-    return summary
+memory_allocated: Callable[[torch.device], int | None] = partial(_ask, "memory_allocated")
+"""Bytes of tensors on a device; None if torch does not count them."""
+max_memory_allocated: Callable[[torch.device], int | None] = partial(_ask, "max_memory_allocated")
+"""Most bytes of tensors on a device so far; None if torch does not count them."""
+memory_stats: Callable[[torch.device], dict[str, int] | None] = partial(_ask, "memory_stats")
+"""Counters of torch's allocator, named as in ``torch.cuda.memory_stats``; None if it has none."""
+memory_summary: Callable[[torch.device], str | None] = partial(_ask, "memory_summary")
+"""Table of these counters; None if it has none."""
 
 
 def is_nvidia(device: torch.device) -> bool:

@@ -130,7 +130,7 @@ class _Api:
         return Answer(answer)
 
     async def heartbeat(self, request: Request) -> Response:
-        self._coordinator.note_seen(await _worker_id_in(request))
+        self._coordinator.rounds.note_seen(await _worker_id_in(request))
         return Answer({})
 
     async def deregister(self, request: Request) -> Response:

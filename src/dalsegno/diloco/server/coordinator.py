@@ -102,12 +102,12 @@ class Coordinator:
         self._changed = changed
         self._weights = weights
         self._lock = threading.Condition(threading.RLock())
-        self._rounds = Rounds(rules)
+        self.rounds = Rounds(rules)
         self._is_closing = False
         self._patience = Patience()
         self._committed = run.state.version if run.has_begun else 0  # newest version whose events are on disk
         for worker_id in run.state.members if run.has_begun else ():
-            self.note_seen(worker_id)
+            self.rounds.note_seen(worker_id)
         self._thread = threading.Thread(target=self._apply_submissions, name="dalsegno-diloco-outer", daemon=True)
         self._thread.start()
 
@@ -123,9 +123,6 @@ class Coordinator:
         self._run.close(save=self.failure is None)
 
     # -- members ----------------------------------------------------------------------------------------------------
-
-    def note_seen(self, worker_id: str) -> None:
-        self._rounds.note_seen(worker_id)
 
     def register(
         self, worker_id: str, settings: Settings, *, count: int | None, run_id: str | None, dylu: bool
@@ -169,7 +166,7 @@ class Coordinator:
                 )
             if dylu and not self.rules.dylu:
                 raise StateMismatch("the worker has dylu=True, and the server was started without --dylu")
-            self.note_seen(worker_id)
+            self.rounds.note_seen(worker_id)
             adopt = self._admit(state, worker_id, count, dylu)
             self._run.keep_versions()
             self._lock.notify_all()
@@ -214,7 +211,7 @@ class Coordinator:
 
     def _join(self, state: ServerState, worker_id: str, number: int, dylu: bool) -> None:
         """Let a worker begin with the present parameters; with those of the next version if a round is in progress."""
-        is_in_round = self._rounds.is_in_progress(state, worker_id)
+        is_in_round = self.rounds.is_in_progress(state, worker_id)
         self._run.record(Joined(worker_id, number, state.version + is_in_round, dylu))
 
     def deregister(self, worker_id: str) -> None:
@@ -263,10 +260,10 @@ class Coordinator:
 
     def _is_new(self, submission: Submission) -> bool:
         member = self._member(submission.worker_id)
-        self.note_seen(submission.worker_id)
+        self.rounds.note_seen(submission.worker_id)
         if submission.number <= member.number:
             return False
-        self._rounds.check_next(self._run.state, submission)
+        self.rounds.check_next(self._run.state, submission)
         return True
 
     def accept(self, submission: Submission, arrived: SpooledTensors) -> None:
@@ -285,7 +282,7 @@ class Coordinator:
         with self._lock:
             self._check_running()
             member = self._member(worker_id)
-            self.note_seen(worker_id)
+            self.rounds.note_seen(worker_id)
             result = member.results.get(number)
             if member.pending is not None and number == member.number:
                 return None
@@ -317,8 +314,8 @@ class Coordinator:
             while not self._is_closing and self.failure is None:
                 if self._run.has_begun:
                     state = self._run.state
-                    if worker_ids := self._rounds.ready(state):
-                        self._run.record(Applied(worker_ids, self._rounds.recommended_steps(state, worker_ids)))
+                    if worker_ids := self.rounds.ready(state):
+                        self._run.record(Applied(worker_ids, self.rounds.recommended_steps(state, worker_ids)))
                         to_save = self._run.state_to_save()  # first: it may find no memory
                         return self._run.begin_versions(), to_save
                     if self._begin_waiting_members():
@@ -362,7 +359,7 @@ class Coordinator:
         """Let workers that wait for the next round begin now, if the present one has lost all its workers. Returns
         whether there are any."""
         state = self._run.state
-        waiting = self._rounds.waiting(state)
+        waiting = self.rounds.waiting(state)
         if waiting:
             self._committed = state.version - 1  # they get no result before the events are on disk
         for name in waiting:
@@ -378,7 +375,7 @@ class Coordinator:
         self._changed()
         self._patience.insist(partial(self._run.write_versions, begun))
         self._patience.insist(self._run.store.write_log)
-        self._insist_locked(lambda: self._run.release_versions(self._rounds.may_repeat(self._run.state)))
+        self._insist_locked(lambda: self._run.release_versions(self.rounds.may_repeat(self._run.state)))
 
     def _insist_locked(self, write: Callable[[], object]) -> None:
         def locked() -> None:
@@ -409,12 +406,12 @@ class Coordinator:
                 "workers": [
                     {
                         "worker_id": name,
-                        "state": _state_of(each, is_alive=self._rounds.is_alive(name)),
+                        "state": _state_of(each, is_alive=self.rounds.is_alive(name)),
                         "submissions": each.number,
                         "base": each.base,
                         "staleness": max(0, (state.version if state else 0) - each.base),
                         "steps_per_second": each.speed,
-                        "seen_seconds_ago": self._rounds.seconds_ago(name),
+                        "seen_seconds_ago": self.rounds.seconds_ago(name),
                     }
                     for name, each in sorted(members.items())
                 ],

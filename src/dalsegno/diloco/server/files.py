@@ -274,9 +274,6 @@ class _Growing:
         self._piece = memoryview(b"")  # the next one to write
         self._written = 0
 
-    def open(self) -> FileIO:
-        return FileIO(filesystem.open_own(self.path, os.O_RDONLY | os.O_CREAT))
-
     def write(self) -> None:
         descriptor = filesystem.open_own(self.path, os.O_WRONLY | os.O_CREAT)
         try:
@@ -340,7 +337,7 @@ class Versions:
         with self._lock:
             growing = self._growing.get(version)
             if growing is not None:
-                return growing.open(), growing.growth
+                return FileIO(filesystem.open_own(growing.path, os.O_RDONLY | os.O_CREAT)), growing.growth
             try:
                 file = FileIO(self._path(version))
             except FileNotFoundError:

@@ -34,8 +34,10 @@ class Parallel:
     """Modules at which another rank continues the forward pass: the first of each pipeline stage but the first."""
 
     def __init__(self, model: nn.Module) -> None:
+        """To be called before the model is distributed, which may replace its parameters."""
         self.module = model
         self._sharded = sharded_parts(model)  # by the user, so far
+        self._before = {id(parameter): name for name, parameter in model.named_parameters()}
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -48,27 +50,8 @@ class Parallel:
             part.set_requires_gradient_sync(wanted, recurse=False)
 
     def rebind(self, optimizer: Optimizer) -> None:
-        """Replace the parameters of an optimizer that was built before the model was distributed."""
-
-    def totals(self, parameters: Sequence[nn.Parameter]) -> StepTotals:
-        """Return what clips the gradients of these parameters. To be called once the optimizer has them."""
-        return totals_of_whole(GradientClipping(parameters))
-
-
-def sharded_parts(model: nn.Module) -> list[FSDPModule]:
-    """The modules to which ``fully_shard`` was applied. To be called once: it looks at every module."""
-    return [part for part in model.modules() if isinstance(part, FSDPModule)]
-
-
-class ReplacedParameters(Parallel):
-    """A mode that replaces the parameter objects of a model, which its ``__init__`` receives before that."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self._before = {id(parameter): name for name, parameter in model.named_parameters()}
-
-    def rebind(self, optimizer: Optimizer) -> None:
-        """Substitute the new parameters in the optimizer, which must not have stepped."""
+        """Substitute the new parameters in an optimizer that was built before the model was distributed, and has not
+        stepped."""
         now = dict(self.module.named_parameters())
         known = {id(parameter) for parameter in now.values()}
         for group in optimizer.param_groups:
@@ -81,6 +64,15 @@ class ReplacedParameters(Parallel):
                         "pass to the trainer"
                     )
                 group["params"][index] = now[self._before[id(parameter)]]
+
+    def totals(self, parameters: Sequence[nn.Parameter]) -> StepTotals:
+        """Return what clips the gradients of these parameters. To be called once the optimizer has them."""
+        return totals_of_whole(GradientClipping(parameters))
+
+
+def sharded_parts(model: nn.Module) -> list[FSDPModule]:
+    """The modules to which ``fully_shard`` was applied. To be called once: it looks at every module."""
+    return [part for part in model.modules() if isinstance(part, FSDPModule)]
 
 
 def make_copies_equal(model: nn.Module) -> None:

@@ -41,6 +41,7 @@ class DataParallel(Parallel):
     module: DistributedDataParallel
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__(model)
         devices = [device] if device.type != "cpu" else None
         self._left_out = [each for each in model.parameters() if not each.requires_grad]
         if self._left_out:

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 from dalsegno.distributed import collectives
 from dalsegno.distributed.blocks import matching_names, unshared
 from dalsegno.distributed.modes import FSDP, TensorParallel
-from dalsegno.distributed.parallel.base import ReplacedParameters, make_copies_equal, sharded_parts
+from dalsegno.distributed.parallel.base import Parallel, make_copies_equal, sharded_parts
 from dalsegno.distributed.parallel.tensor import planned_styles, split_layers
 from dalsegno.errors import ConfigurationError
 
 
-class FullySharded(ReplacedParameters):
+class FullySharded(Parallel):
     """Shards each unit, and the rest of the model as one more. A part that shares a parameter with another one belongs
     to the rest. A model that is sharded already is used as it is.
 

@@ -28,7 +28,7 @@ from dalsegno.distributed.pipeline.stage import StageModule
 from dalsegno.distributed.stage_places import StagePlace, place_of, set_place
 from dalsegno.errors import ConfigurationError
 
-from .base import ReplacedParameters, make_copies_equal
+from .base import Parallel, make_copies_equal
 from .fsdp import shard, unit_names
 from .tensor import planned_styles, split_layers
 
@@ -36,7 +36,7 @@ Stores = dict[str, tuple[int, ...]]
 """Coordinates, in the pipeline, of the ranks that store each parameter and buffer, by its first name."""
 
 
-class Pipelined(ReplacedParameters):
+class Pipelined(Parallel):
     """Keeps this rank's stages of ``model`` and runs them.
 
     Args:

@@ -16,7 +16,7 @@ from dalsegno.distributed.blocks import matching_names
 from dalsegno.distributed.modes import TensorParallel
 from dalsegno.errors import ConfigurationError
 
-from .base import ReplacedParameters, make_copies_equal
+from .base import Parallel, make_copies_equal
 
 _STYLES_OF_TRANSFORMERS: Mapping[str, Any] = {
     "colwise": ColwiseParallel,
@@ -28,7 +28,7 @@ _STYLES_OF_TRANSFORMERS: Mapping[str, Any] = {
 """Styles in the plans of Hugging Face models, by name."""
 
 
-class TensorSharded(ReplacedParameters):
+class TensorSharded(Parallel):
     """Splits layers by a plan; every rank has the rest of the model. Gradients of the rest are equal on all ranks,
     because their inputs are."""
 

@@ -27,7 +27,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -279,39 +279,29 @@ class Bridge(transformers.TrainerCallback):
             raise ConfigurationError(
                 "on_gradients_ready: with fp16, gradients are still scaled where the Bridge could show them; use bf16"
             )
-        leg.installed.callback(wrap(trainer, "training_step", partial(self._training_step, leg)))
-        leg.installed.callback(wrap(trainer, "evaluation_loop", partial(self._evaluation_loop, leg)))
+
+        def training_step(original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+            leg.see_batch(inputs)
+            leg.events.microbatch_begin.fire_with(inputs, len(leg.losses), samples_in(inputs))
+            loss = original(model, inputs, *args, **named)
+            leg.losses.append(loss.detach())
+            return loss
+
+        def evaluation_loop(
+            original: Callable[..., Any], dataloader: Any, description: str, *args: Any, **named: Any
+        ) -> Any:
+            if description != "Evaluation":
+                return original(dataloader, description, *args, **named)
+            name = named.get("metric_key_prefix", "eval").removeprefix("eval_")
+            leg.events.evaluate_begin.fire_with(name)
+            try:
+                return original(dataloader, description, *args, **named)
+            finally:
+                leg.events.evaluate_end.fire_with(name)
+
+        leg.installed.callback(wrap(trainer, "training_step", training_step))
+        leg.installed.callback(wrap(trainer, "evaluation_loop", evaluation_loop))
         leg.install_clipping(trainer.accelerator)
-
-    @staticmethod
-    def _training_step(
-        leg: Leg, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **named: Any
-    ) -> Any:
-        leg.see_batch(inputs)
-        leg.events.microbatch_begin.fire_with(inputs, len(leg.losses), samples_in(inputs))
-        loss = original(model, inputs, *args, **named)
-        leg.losses.append(loss.detach())
-        return loss
-
-    @staticmethod
-    def _evaluation_loop(
-        leg: Leg,
-        original: Callable[..., Any],
-        dataloader: Any,
-        description: str,
-        *args: Any,
-        metric_key_prefix: str = "eval",
-        **named: Any,
-    ) -> Any:
-        events, name = leg.events, metric_key_prefix.removeprefix("eval_")
-        is_evaluation = description == "Evaluation"
-        if is_evaluation:
-            events.evaluate_begin.fire_with(name)
-        try:
-            return original(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **named)
-        finally:
-            if is_evaluation:
-                events.evaluate_end.fire_with(name)
 
     # -- between the two --------------------------------------------------------------------------------------------
 
