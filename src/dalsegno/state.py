@@ -359,13 +359,7 @@ class TrainerControl:
         self._set(value)
 
     def stop(
-        self,
-        reason: str,
-        *,
-        save: bool = True,
-        final: bool = False,
-        diverged: bool = False,
-        by: str | None = None,
+        self, reason: str, *, save: bool = True, final: bool = False, diverged: bool = False, by: str | None = None
     ) -> None:
         """Request the end of training, for a human-readable reason; ``save=False`` writes no checkpoint.
 

@@ -8,41 +8,31 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dalsegno.cli.command import JSON, argument, command
-from dalsegno.cli.console import Column, print_json, print_rows, print_table, texts
+from dalsegno.cli.console import print_json, print_rows, print_table, texts
 from dalsegno.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from dalsegno.config import NamedCallback
 
 
 @command(JSON)
 def _list(arguments: argparse.Namespace) -> int:
     """List every callback with a short name: built-in ones, and those that installed packages provide."""
-    from dalsegno.config import named_callbacks
+    from dalsegno.config import named_callbacks, summary
 
-    rows = [_row(each) for each in named_callbacks()]
-    columns = [Column("name", "callback"), Column("origin", "from"), Column("summary", "")]
-    print_rows(columns, rows, as_json=arguments.json)
+    rows = []
+    for entry in named_callbacks():
+        try:
+            text = summary(entry.load())
+        except ConfigurationError as error:  # it cannot be imported
+            text = str(error)
+        rows.append({"name": entry.name, "origin": entry.origin, "summary": text})
+    print_rows(texts(name="callback", origin="from", summary=""), rows, as_json=arguments.json)
     return 0
 
 
-def _row(entry: NamedCallback) -> dict[str, Any]:
-    """A callback that cannot be imported is listed with the error."""
-    from dalsegno.config import summary
-
-    try:
-        text = summary(entry.load())
-    except ConfigurationError as error:
-        text = str(error)
-    return {"name": entry.name, "origin": entry.origin, "summary": text}
-
-
 @command(
-    argument("name", metavar="NAME", help="callback, say DivergenceDetector or my_package.callbacks:MyCallback"),
-    JSON,
+    argument("name", metavar="NAME", help="callback, say DivergenceDetector or my_package.callbacks:MyCallback"), JSON
 )
 def _show(arguments: argparse.Namespace) -> int:
     """Show the description of a callback and its arguments.
@@ -51,20 +41,11 @@ def _show(arguments: argparse.Namespace) -> int:
     first.
     """
     sys.path.insert(0, str(Path.cwd()))
-    shown = _facts(arguments.name)
-    if arguments.json:
-        print_json(shown)
-    else:
-        _print_page(shown)
-    return 0
-
-
-def _facts(name: str) -> dict[str, Any]:
     from dalsegno.config import describe, find_callback, prose, signature_of
 
-    made = find_callback(name)
-    return {
-        "name": name,
+    made = find_callback(arguments.name)
+    shown = {
+        "name": arguments.name,
         "doc": prose(made),
         "arguments": [
             {
@@ -79,17 +60,17 @@ def _facts(name: str) -> dict[str, Any]:
         "handlers": _handlers(made),
         "has_state": hasattr(made, "state_dict"),
     }
-
-
-def _print_page(shown: dict[str, Any]) -> None:
+    if arguments.json:
+        print_json(shown)
+        return 0
     print(shown["doc"] or shown["name"], end="\n\n")
     if shown["arguments"]:
         rows = [{**each, "default": "required" if each["required"] else each["default"]} for each in shown["arguments"]]
-        columns = [*texts(name="argument", type="type", default="default", doc="")]
-        print_table(columns, rows)
+        print_table(texts(name="argument", type="type", default="default", doc=""), rows)
         print()
     print(f"Handles {', '.join(shown['handlers']) or 'no event'}.")
     print("Has state, saved with each checkpoint." if shown["has_state"] else "Has no state.")
+    return 0
 
 
 def _handlers(made: Any) -> list[str]:

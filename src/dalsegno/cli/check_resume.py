@@ -56,11 +56,7 @@ if TYPE_CHECKING:
     ),
     flag("--thorough", help="interrupt the run twice in each of its first four epochs"),
     option("--seed", metavar="N", default=0, help="seed of the random kills"),
-    option(
-        "--ranks",
-        metavar="N",
-        help="number of ranks, joined over gloo; default: 1, with --thorough 1 and then 2",
-    ),
+    option("--ranks", metavar="N", help="number of ranks, joined over gloo; default: 1, with --thorough 1 and then 2"),
     option("--timeout", metavar="SECONDS", default=300.0, help="time limit of each leg"),
     option("--keep", metavar="DIR", help="keep the runs and their output in DIR; default: deleted afterwards"),
     flag("--json", help="print the result as JSON, the progress on stderr"),

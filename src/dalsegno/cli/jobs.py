@@ -416,9 +416,7 @@ def _abort(arguments: argparse.Namespace) -> int:
 
 
 @command(
-    SENDING,
-    argument("settings", metavar="NAME=VALUE", nargs="*", help="say learning_rate=3e-4"),
-    statuses=_NO_EFFECT,
+    SENDING, argument("settings", metavar="NAME=VALUE", nargs="*", help="say learning_rate=3e-4"), statuses=_NO_EFFECT
 )
 def _set(arguments: argparse.Namespace) -> int:
     """Change settings of a job from the end of a step on.
@@ -467,9 +465,7 @@ def _callbacks(arguments: argparse.Namespace) -> int:
 
 
 @command(
-    SENDING,
-    argument("words", metavar="KEY on|off", nargs="*", help="the callback, and on or off"),
-    statuses=_NO_EFFECT,
+    SENDING, argument("words", metavar="KEY on|off", nargs="*", help="the callback, and on or off"), statuses=_NO_EFFECT
 )
 def _switch(arguments: argparse.Namespace) -> int:
     """Switch a callback that only observes off, or on again.

@@ -57,7 +57,8 @@ class Document:
         for length in range(len(path), 0, -1):
             if path[:length] in self._set:
                 return self._set[path[:length]]
-        return f"{self.name}, {_dotted(path)}" if path else self.name
+        dotted = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in path)
+        return f"{self.name}, {dotted.removeprefix('.')}" if path else self.name
 
     def argument_location(self, argument: str, *path: str | int, called: str = "") -> str:
         """Location of an argument of the table at ``path``: the table, unless the argument was overridden."""
@@ -116,7 +117,8 @@ class Document:
         if len(words) < 3:
             raise ConfigurationError(f"{option}: name the callback and its argument, callbacks.JsonLogger.run=…")
         entries = self.callbacks()
-        found = [index for index, entry in enumerate(entries) if words[1] in (entry.get("name"), short_name(entry))]
+        names = [(entry.get("name"), str(entry["use"]).rpartition(":")[2]) for entry in entries]  # its own, its class's
+        found = [index for index, each in enumerate(names) if words[1] in each]
         if len(found) > 1:
             raise ConfigurationError(
                 f"{option}: {len(found)} callbacks have that name; set name= on each in the file, and use that here"
@@ -126,11 +128,6 @@ class Document:
             found = [len(entries)]
             self._set["callbacks", found[0]] = option
         return ("callbacks", found[0], *words[2:])
-
-
-def short_name(entry: Mapping[str, Any]) -> str:
-    """Name of the class of an entry, without its module."""
-    return str(entry["use"]).rpartition(":")[2]
 
 
 def is_configuration(source: object) -> bool:
@@ -150,11 +147,6 @@ def read_assignments(words: Iterable[str], location: str) -> dict[str, Any]:
             )
         arguments[name] = _toml_value(text)
     return arguments
-
-
-def _dotted(path: tuple[str | int, ...]) -> str:
-    text = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in path)
-    return text.removeprefix(".")
 
 
 def _toml_value(text: str) -> Any:

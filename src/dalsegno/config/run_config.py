@@ -146,7 +146,15 @@ class RunConfig:
             if key not in (*SECTIONS, SINCE):
                 with error_context(document.name):
                     raise UnknownName("key", key, SECTIONS)
-        build = _find_build(document)
+        name = document.tables.get("trainer")
+        if not isinstance(name, str):
+            given = "is missing" if name is None else f"is {name!r}"
+            raise ConfigurationError(
+                f"{document.location('trainer')}: {given}; name the function that builds the trainer, "
+                'trainer = "my_training:build"'
+            )
+        with error_context(document.location("trainer")):
+            build = Factory.find(name)
         factory, factory_settings = _read_factory(document, build)
         args = _read_args(document)
         entries = read_entries(document)
@@ -182,18 +190,6 @@ class RunConfig:
                     f"{self.trainer} returned a trainer without the callbacks it was given; write it as {EXAMPLE}"
                 )
         return trainer
-
-
-def _find_build(document: Document) -> Factory:
-    name = document.tables.get("trainer")
-    if not isinstance(name, str):
-        given = "is missing" if name is None else f"is {name!r}"
-        raise ConfigurationError(
-            f"{document.location('trainer')}: {given}; name the function that builds the trainer, "
-            'trainer = "my_training:build"'
-        )
-    with error_context(document.location("trainer")):
-        return Factory.find(name)
 
 
 def _read_factory(document: Document, build: Factory) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import types
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from docstring_parser import ParseError
-from docstring_parser.common import DocstringParam
 from docstring_parser.google import parse
 
 from dalsegno.config.document import error_context
@@ -239,16 +239,12 @@ def argument_docs(made: Callable[..., Any]) -> dict[str, str]:
 
     The class's own description of an argument replaces one of its constructor, which may be inherited.
     """
-    sources = [made.__init__, made] if isinstance(made, type) else [made]  # type: ignore[misc]
-    params = [param for source in sources for param in _params(inspect.getdoc(source) or "")]
-    return {param.arg_name.lstrip("*"): _plain(" ".join((param.description or "").split())) for param in params}
-
-
-def _params(docstring: str) -> list[DocstringParam]:
-    try:
-        return parse(docstring).params
-    except ParseError:  # another style
-        return []
+    found = {}
+    for source in [made.__init__, made] if isinstance(made, type) else [made]:  # type: ignore[misc]
+        with contextlib.suppress(ParseError):  # another style
+            for param in parse(inspect.getdoc(source) or "").params:
+                found[param.arg_name.lstrip("*")] = _plain(" ".join((param.description or "").split()))
+    return found
 
 
 def _plain(text: str) -> str:

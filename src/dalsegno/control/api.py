@@ -159,26 +159,22 @@ class _Api:
         return Response(open_metrics(self._job), media_type=CONTENT_TYPE_LATEST)
 
     async def _outcome(self, request: Request, ticket: Ticket, wait: float) -> dict[str, Any]:
-        """What is known of a command, after its effect or after ``wait`` seconds."""
-        outcome = ticket.wait(0)
-        if outcome is None and wait > 0:
-            await self._resolution(request, ticket, wait)
-            outcome = ticket.wait(0)
-        if outcome is None:
-            return {"id": ticket.id, "step": None, "error": None}
-        status = "done" if outcome.error is None else "failed"
-        return {"id": ticket.id, "status": status, "step": outcome.step, "error": outcome.error}
-
-    async def _resolution(self, request: Request, ticket: Ticket, timeout: float) -> None:
-        """Wait until the command's outcome is known, the client is gone, or the server is about to end."""
+        """What is known of a command, after its effect or after ``wait`` seconds; sooner, if the client is gone, or the
+        server is about to end."""
         loop, resolved = asyncio.get_running_loop(), asyncio.Event()
 
         def notify() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
                 loop.call_soon_threadsafe(resolved.set)
 
-        ticket.when_resolved(notify)
-        await first_of(resolved.wait(), self._stopping.wait(), _disconnect(request), timeout=timeout)
+        if wait > 0 and ticket.wait(0) is None:
+            ticket.when_resolved(notify)
+            await first_of(resolved.wait(), self._stopping.wait(), _disconnect(request), timeout=wait)
+        outcome = ticket.wait(0)
+        if outcome is None:
+            return {"id": ticket.id, "step": None, "error": None}
+        status = "done" if outcome.error is None else "failed"
+        return {"id": ticket.id, "status": status, "step": outcome.step, "error": outcome.error}
 
     async def _messages(self, since: str) -> AsyncIterator[str]:
         """The stream. Each message has as id the positions in the records and in the events that follow it."""

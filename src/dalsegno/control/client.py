@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -92,14 +92,6 @@ class JobClient:
             params={"wait": wait} if wait else None,
             timeout=TIMEOUT + wait,
         )
-
-    def records(self) -> Iterator[dict[str, Any]]:
-        """The records of the log so far."""
-        position, has_more = "", True
-        while has_more:
-            chunk = self._content("GET", self._path("records"), params={"since": position})
-            yield from chunk["records"]
-            position, has_more = chunk["position"], bool(chunk["more"])
 
     def __enter__(self) -> Self:
         return self

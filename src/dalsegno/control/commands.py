@@ -68,9 +68,7 @@ COMMANDS: Mapping[str, CommandKind] = {
         True,
     ),
     "switch": CommandKind(
-        "switch a callback that only observes off and on",
-        {"callback": "its key", "on": "true or false"},
-        True,
+        "switch a callback that only observes off and on", {"callback": "its key", "on": "true or false"}, True
     ),
 }
 
@@ -81,12 +79,7 @@ def is_repeated(entry: JournalEntry) -> bool:
 
 
 def parse_command(name: str, data: Mapping[str, Any], args: TrainingArguments) -> Command:
-    """Check a command.
-
-    Args:
-        name: of the command.
-        data: JSON values by field.
-        args: the settings in force, which the command may change.
+    """Check a command. ``data``: JSON values by field; ``args``: the settings in force, which the command may change.
 
     Raises:
         UnknownName: for an unknown command or field; the message suggests the nearest.

@@ -33,6 +33,7 @@ from dalsegno.stateful.schema import Count, check
 from dalsegno.system import filesystem
 from dalsegno.system.worker import lower_thread_priority
 
+from .jobs import read_small
 from .queue import CommandQueue, Ticket
 
 logger = logging.getLogger("dalsegno")
@@ -42,7 +43,6 @@ ANSWERS = "answers"
 
 _PERIOD_S = 0.1
 _CLOSE_TIMEOUT_S = 1.0
-_LARGEST = 1 << 16  # bytes of a request
 _MOST_AT_ONCE = 100
 _MOST_ANSWERS = 1000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.json")
@@ -149,7 +149,7 @@ class Inbox:
         try:
             if not _NAME.fullmatch(name):
                 raise ConfigurationError("its name is not of letters, digits, _ and -, at most 100, and .json")
-            text = self._read(name)
+            text = read_small(self._folder / name)
             filesystem.remove(self._folder / name)
             request = _parse(text)
             ticket = self._queue.submit(
@@ -162,18 +162,6 @@ class Inbox:
             return
         self._open[name] = ticket
         self._answer(name, Answer(ticket.id))
-
-    def _read(self, name: str) -> bytes:
-        descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise ConfigurationError("it is not a regular file")
-            text = os.read(descriptor, _LARGEST + 1)
-        finally:
-            os.close(descriptor)
-        if len(text) > _LARGEST:
-            raise ConfigurationError(f"it is larger than {_LARGEST} bytes")
-        return text
 
     def _refuse(self, name: str, error: Exception) -> None:
         """Answer with the reason, and delete the request, if it is a file."""

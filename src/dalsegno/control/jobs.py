@@ -18,6 +18,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -37,7 +38,7 @@ JobState = Literal["running", "dead", "elsewhere", "unreadable"]
 """``elsewhere``: on another host, from which this one cannot see whether the process is alive."""
 
 _FILES = (ENDPOINT, TOKEN)
-_LARGEST = 1 << 16  # bytes of an endpoint file; it has a few hundred, or some thousand with a certificate
+_LARGEST = 1 << 16  # bytes; an endpoint file has a few hundred, or some thousand with a certificate
 _JOB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _DEAD_STATES = (b"Z", b"X", b"x")
 
@@ -173,7 +174,7 @@ def find_job(job_id: str) -> Job | None:
         return None
     path = jobs_directory() / job_id
     try:
-        endpoint: Endpoint | None = _parse(_read(path / ENDPOINT))
+        endpoint: Endpoint | None = _parse(read_small(path / ENDPOINT))
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
@@ -186,7 +187,7 @@ def find_job(job_id: str) -> Job | None:
 def read_token(job_id: str) -> str | None:
     """The job's bearer token; None if it needs none. Raises OSError if the file is not readable, or is a link."""
     try:
-        return _read(jobs_directory() / check_job_id(job_id) / TOKEN).decode("ascii", "replace").strip()
+        return read_small(jobs_directory() / check_job_id(job_id) / TOKEN).decode("ascii", "replace").strip()
     except FileNotFoundError:
         return None
 
@@ -224,13 +225,17 @@ def _remove(directory: Path) -> None:
         directory.rmdir()
 
 
-def _read(path: Path) -> bytes:
-    """Content of a regular file that is not a link."""
+def read_small(path: Path) -> bytes:
+    """Content of a small regular file that is not a link."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        data = file.read(_LARGEST + 1)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ConfigurationError("it is not a regular file")
+        data = os.read(descriptor, _LARGEST + 1)
+    finally:
+        os.close(descriptor)
     if len(data) > _LARGEST:
-        raise ValueError(f"{path}: larger than {_LARGEST} bytes")
+        raise ConfigurationError(f"it is larger than {_LARGEST} bytes")
     return data
 
 

@@ -112,7 +112,11 @@ class CommandQueue:
         """
         if self._rank != 0:
             raise ConfigurationError(f"commands are accepted by rank 0; this is rank {self._rank}")
-        _check_sender(by)
+        if not isinstance(by, str) or not by.isprintable() or not 0 < len(by) <= _LONGEST_NAME:
+            wanted = f"1 to {_LONGEST_NAME} printable characters"
+            raise ConfigurationError(f"by={str(by)[:80]!r}: who sends it; needs {wanted}")
+        if by in _RESERVED:
+            raise ConfigurationError(f"by={by!r}: who sends it; this name is reserved")
         command = parse_command(name, data or {}, self._args)
         self._check(command)
         with self._lock:
@@ -126,11 +130,7 @@ class CommandQueue:
             return self._ticket(entry.id)
 
     def ticket(self, id: str) -> Ticket:
-        """Return the ticket of a command, of this leg or an earlier one of the run.
-
-        Raises:
-            NotFound: if there is no command with this id.
-        """
+        """The ticket of a command, of this leg or an earlier one of the run. Raises NotFound for an unknown id."""
         try:
             return self._tickets[id]
         except KeyError:
@@ -144,11 +144,8 @@ class CommandQueue:
         return bool(self._waiting)
 
     def read(self, rewind_to: int | None = None) -> list[JournalEntry]:
-        """Return the commands of earlier legs that have taken effect, in this order. Changes nothing.
-
-        Args:
-            rewind_to: the step that the user goes back to: what came later is of an abandoned timeline. None: nothing.
-        """
+        """The commands of earlier legs that have taken effect, in this order. Changes nothing. ``rewind_to``: the step
+        that the user goes back to, if any: what came later is of an abandoned timeline."""
         with self._lock:
             entries = self._journal.read()
         if rewind_to is not None:
@@ -157,14 +154,7 @@ class CommandQueue:
 
     def resume(self, rewind_to: int | None = None, overridden: Mapping[str, Sequence[str]] | None = None) -> None:
         """Begin a leg. Commands that were accepted and had no effect are waiting again; stops and saves are dropped.
-
-        Args:
-            rewind_to: as for :meth:`read`.
-            overridden: by id, the settings of commands that no longer apply.
-
-        Raises:
-            OSError: if the journal cannot be written.
-        """
+        ``rewind_to``: as for :meth:`read`; ``overridden``: by id, the settings of commands that no longer apply."""
         if rewind_to is not None:
             self._journal.rewind(rewind_to)
         entries = self._journal.read()
@@ -260,11 +250,3 @@ class CommandQueue:
             if oldest is not None:
                 del self._tickets[oldest.id]
         return self._tickets.setdefault(id, Ticket(id))
-
-
-def _check_sender(by: object) -> None:
-    """Raises ConfigurationError if ``by`` is not a valid name, or is reserved for a scheduler's requeue request."""
-    if not isinstance(by, str) or not by.isprintable() or not 0 < len(by) <= _LONGEST_NAME:
-        raise ConfigurationError(f"by={str(by)[:80]!r}: who sends it; needs 1 to {_LONGEST_NAME} printable characters")
-    if by in _RESERVED:
-        raise ConfigurationError(f"by={by!r}: who sends it; this name is reserved")

@@ -33,15 +33,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from dalsegno.launcher.findings import (
-    Finding,
-    OutOfMemoryKills,
-    RankError,
-    RestartProgress,
-    judge,
-    publish,
-    published,
-)
+from dalsegno.launcher.findings import Finding, OutOfMemoryKills, RankError, RestartProgress, judge, publish, published
 from dalsegno.launcher.hangs import DUMP, Heartbeats, print_stacks
 from dalsegno.launcher.options import LaunchOptions
 from dalsegno.launcher.ranks import HEARTBEATS, Ranks, RankStart

@@ -23,18 +23,15 @@ from dalsegno.config import Factory
 from dalsegno.distributed import accelerator
 from dalsegno.errors import ConfigurationError, LeaseLost, RankFailed
 from dalsegno.events.registration import check_callbacks
-from dalsegno.launcher.agent import ForwardedSignals, rendezvous_for
-from dalsegno.launcher.parcel import main_is_importable, write_private
-from dalsegno.launcher.ranks import TARGET, RankStart, run_rank
-from dalsegno.launcher.targets import read_outcome
 from dalsegno.system.exit_status import ExitStatus
 from dalsegno.training.result import TrainResult
 from dalsegno.training.stopping import SIGNALS
 
-from .agent import ENDED, MONITOR_INTERVAL, RankAgent
+from .agent import ENDED, MONITOR_INTERVAL, ForwardedSignals, RankAgent, rendezvous_for
 from .options import HANG_TIMEOUT, MAX_RESTARTS, LaunchOptions, Start
-from .ranks import warm_up
-from .targets import FactoryTarget, Target, to_tree
+from .parcel import main_is_importable, write_private
+from .ranks import TARGET, RankStart, run_rank, warm_up
+from .targets import FactoryTarget, Target, read_outcome, to_tree
 
 logger = logging.getLogger("dalsegno")
 
@@ -126,10 +123,18 @@ def run_job(target: Target, options: LaunchOptions) -> JobEnd:
     """Run the target on all ranks of this host until it ends. Raises ConfigurationError before anything starts, if the
     target is invalid or cannot travel."""
     if options.start == "fork":
-        _check_forkable()
+        if accelerator.is_initialized():
+            raise ConfigurationError(
+                "start='fork': this process has used a GPU already, so forked ranks could not; launch before the first "
+                "use of CUDA, or define everything in a module and use start='forkserver'"
+            )
     else:
         target.check()
-        _check_importable()
+        if hasattr(sys.modules["__main__"], "__file__") and not main_is_importable():  # a notebook has no file
+            raise ConfigurationError(
+                "a program on standard input cannot be imported by its ranks; put it into a file, or launch with "
+                "start='fork'"
+            )
         warm_up(_threads(options.nproc))
     with tempfile.TemporaryDirectory(prefix="dalsegno-launch-") as folder:  # 0700
         return _run(target, options, Path(folder))
@@ -193,21 +198,3 @@ def _threads(nproc: int) -> int | None:
     """As torchrun sets OMP_NUM_THREADS, which a process reads before it is forked."""
     given = os.environ.get("OMP_NUM_THREADS", "1" if nproc > 1 else "")
     return int(given) if given.isdecimal() else None
-
-
-def _check_importable() -> None:
-    """Raises ConfigurationError if this program was read from standard input. A notebook's ranks import none of it."""
-    if hasattr(sys.modules["__main__"], "__file__") and not main_is_importable():
-        raise ConfigurationError(
-            "a program on standard input cannot be imported by its ranks; put it into a file, or launch with "
-            "start='fork'"
-        )
-
-
-def _check_forkable() -> None:
-    """Raises ConfigurationError if a device has been used, which a forked process cannot use again."""
-    if accelerator.is_initialized():
-        raise ConfigurationError(
-            "start='fork': this process has used a GPU already, so forked ranks could not; launch before the first "
-            "use of CUDA, or define everything in a module and use start='forkserver'"
-        )

@@ -46,7 +46,15 @@ class LaunchOptions:
         start: Start = "forkserver",
     ) -> LaunchOptions:
         """Raises ConfigurationError for an invalid value."""
-        min_nodes, max_nodes = _nodes(nnodes)
+        ranks = max(1, accelerator.device_count()) if nproc == "auto" else nproc
+        ranks = int(ranks) if isinstance(ranks, str) and ranks.isdecimal() else ranks
+        if type(ranks) is not int or ranks < 1:
+            raise ConfigurationError(f"nproc={nproc!r}; needs the number of ranks on this host, or 'auto': one per GPU")
+        low, _, high = str(nnodes).partition(":")
+        high = high or low
+        if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
+            raise ConfigurationError(f"nnodes={nnodes!r}; needs a number of hosts, or MIN:MAX")
+        min_nodes, max_nodes = int(low), int(high)
         if max_nodes > 1 and rdzv_endpoint is None:
             raise ConfigurationError(
                 f"nnodes={nnodes}: several hosts need --rdzv-endpoint HOST:PORT (rdzv_endpoint=), the same on all"
@@ -58,7 +66,7 @@ class LaunchOptions:
         if start not in ("forkserver", "fork"):
             raise ConfigurationError(f"start={start!r}; allowed: 'forkserver' or 'fork'")
         return cls(
-            nproc=_ranks(nproc),
+            nproc=ranks,
             min_nodes=min_nodes,
             max_nodes=max_nodes,
             endpoint=rdzv_endpoint or "",
@@ -67,21 +75,3 @@ class LaunchOptions:
             hang_timeout=float(hang_timeout),
             start=start,
         )
-
-
-def _ranks(nproc: int | str) -> int:
-    if nproc == "auto":
-        return max(1, accelerator.device_count())
-    number = int(nproc) if isinstance(nproc, str) and nproc.isdecimal() else nproc
-    if type(number) is not int or number < 1:
-        raise ConfigurationError(f"nproc={nproc!r}; needs the number of ranks on this host, or 'auto': one per GPU")
-    return number
-
-
-def _nodes(nnodes: int | str) -> tuple[int, int]:
-    """Minimum and maximum of ``2`` or ``2:4``."""
-    low, _, high = str(nnodes).partition(":")
-    high = high or low
-    if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
-        raise ConfigurationError(f"nnodes={nnodes!r}; needs a number of hosts, or MIN:MAX")
-    return int(low), int(high)

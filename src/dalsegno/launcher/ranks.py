@@ -20,19 +20,17 @@ from typing import Any
 import torch.distributed as dist
 
 from dalsegno.distributed import accelerator, forked
-from dalsegno.distributed.forked import settle_after_fork
 from dalsegno.errors import ConfigurationError, DalsegnoError
 from dalsegno.events.registration import register_global_callback
-from dalsegno.launcher.hangs import HeartbeatCallback, Heartbeats, write_stacks_at_signal
-from dalsegno.launcher.parcel import read_private
-from dalsegno.launcher.targets import write_outcome
 from dalsegno.system.exit_status import ExitStatus, exit_status_of
 from dalsegno.system.machine import set_process_title
 from dalsegno.training.stopping import SIGNALS
 
 from .findings import RankError
+from .hangs import HeartbeatCallback, Heartbeats, write_stacks_at_signal
 from .options import Start
-from .targets import Target, from_tree, name_of
+from .parcel import read_private
+from .targets import Target, from_tree, name_of, write_outcome
 
 TARGET = "target.json"
 HEARTBEATS = "heartbeats"
@@ -65,7 +63,11 @@ def run_rank(start: RankStart) -> None:
     register_global_callback(HeartbeatCallback(Heartbeats(folder / HEARTBEATS), start.local_rank))
     status: int
     try:
-        _check_gpu(start)
+        if start.needs_gpu and accelerator.kind() is None:  # it would train on the CPU without a word
+            raise ConfigurationError(
+                "start='fork': CUDA was initialized before the launch (torch.cuda.is_available() is enough), so the "
+                "ranks cannot use it; restart the notebook and launch first, or use start='forkserver'"
+            )
         target = start.target or from_tree(read_private(folder / TARGET))
         rank, ranks = start.environment["RANK"], start.environment["WORLD_SIZE"]
         set_process_title(f"rank {rank}/{ranks}: dalsegno launch {name_of(target)}")
@@ -83,7 +85,7 @@ def run_rank(start: RankStart) -> None:
 
 
 def _settle(start: RankStart) -> None:
-    settle_after_fork(start.environment, start.threads)
+    forked.settle_after_fork(start.environment, start.threads)
     os.setsid()  # a terminal's Ctrl-C reaches the launcher only, which forwards it
     for number in (*SIGNALS, signal.SIGHUP):
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
@@ -98,16 +100,6 @@ def _end_with_launcher() -> None:
     if launcher is not None:
         wait([launcher.sentinel])
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _check_gpu(start: RankStart) -> None:
-    """Raises ConfigurationError if CUDA was used before the fork; training would otherwise run on the CPU without a
-    word."""
-    if start.needs_gpu and accelerator.kind() is None:
-        raise ConfigurationError(
-            "start='fork': CUDA was initialized before the launch (torch.cuda.is_available() is enough), so the ranks "
-            "cannot use it; restart the notebook and launch first, or use start='forkserver'"
-        )
 
 
 def _print(error: BaseException, rank: str) -> None:

@@ -15,16 +15,15 @@ from dalsegno.config import Factory, RunConfig
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
-from dalsegno.launcher.parcel import read_private, write_private
 from dalsegno.logs import RunFile
 from dalsegno.stateful.component import Stateful
 from dalsegno.system.exit_status import ExitStatus
 from dalsegno.training.result import TrainResult
 
-from .parcel import Node, pack, unpack
+from .parcel import Node, pack, read_private, unpack, write_private
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Ended:
     """How the target ended on this rank."""
 

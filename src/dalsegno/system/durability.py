@@ -16,8 +16,7 @@ from . import filesystem
 
 
 class NotDurable(OSError):
-    """An fsync has failed, and with it bytes of a file, or its name, are lost. Another fsync may return without an
-    error, but the kernel has dropped them: only a new write helps."""
+    """An fsync has failed, and with it bytes of a file, or its name, are lost: only a new write helps."""
 
 
 _failures: dict[str, OSError] = {}  # by path of the file
@@ -36,8 +35,7 @@ def expect_durable(path: Path) -> None:
 
 
 def flush_name(path: Path) -> None:
-    """Fsync the directory of ``path``. Raises NotDurable if the disk refuses it, at this call or at an earlier one;
-    LeaseLost if another process has taken over the directory."""
+    """Fsync the directory of ``path``. Raises NotDurable if the disk refuses it, at this call or at an earlier one."""
     flush_names([path])
 
 
@@ -58,22 +56,21 @@ def flush_names(paths: Iterable[Path]) -> None:
 
 def replace_durably(path: Path, data: filesystem.Buffer) -> None:
     """As :func:`.filesystem.replace_durably`. Raises NotDurable if the disk refuses to flush the name, at this call or
-    at an earlier one. The content is the former or the new one; LeaseLost if another process has taken over the
-    directory; OSError if the disk refuses anything else, such as a full one. The content is unchanged."""
+    at an earlier one: the content is then the former or the new one. After any other OSError it is unchanged."""
+
+    def inode() -> int | None:
+        return path.stat().st_ino if path.exists() else None
+
     expect_durable(path)
-    former = _inode(path)
+    former = inode()
     try:
         filesystem.replace_durably(path, data)
     except DalsegnoError:
         raise
     except OSError as error:
-        if _inode(path) == former:
+        if inode() == former:
             raise
         raise _remember(error, path) from error
-
-
-def _inode(path: Path) -> int | None:
-    return path.stat().st_ino if path.exists() else None
 
 
 def _remember(error: OSError, *paths: Path) -> NotDurable:

@@ -65,7 +65,15 @@ class Holder:
 
     def lives_here(self) -> bool:
         """Whether the holder is a live process here. False on Windows, which does not see those of WSL."""
-        return can_train() and self.is_here() and _lives(self.pid)
+        if not (can_train() and self.is_here()):
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # another user's
+            pass
+        return True
 
     def is_dead(self) -> bool:
         """Whether a holder that does not live here is dead: it was here, or :meth:`is_certainly_dead`."""
@@ -99,13 +107,3 @@ def _lives_of_this_job() -> dict[str, tuple[str, int]]:
         if name != "none" and count.isdecimal():  # torchrun's default id, shared by all unnamed jobs
             found[kind] = (name, int(count))
     return found
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

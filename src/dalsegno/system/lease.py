@@ -63,7 +63,7 @@ class LeaseFiles(Protocol):
 
 
 def read_holder(files: LeaseFiles) -> Holder | None:
-    """Read the present holder: that of ``.lock``, or the process that is succeeding it."""
+    """The present holder: that of ``.lock``, or the process that is succeeding it."""
     return _read_succession(files)[0]
 
 
@@ -77,8 +77,7 @@ def _read_succession(files: LeaseFiles) -> tuple[Holder | None, list[str]]:
 
 
 def outlast(files: LeaseFiles, place: str, holder: Holder) -> Holder | None:
-    """Wait until the lease of ``holder``, out of this process's sight, has expired; None if it was released meanwhile.
-    Raises Locked if the lease is renewed or never expires, or another process takes over first."""
+    """Wait until the lease of ``holder``, out of this process's sight, has expired; None if it was released before."""
     if holder.lease is None:
         raise Locked(
             f"{place}: in use by {holder}, and this host ({Holder.here().host}) cannot see whether that process "
@@ -103,12 +102,8 @@ def outlast(files: LeaseFiles, place: str, holder: Holder) -> Holder | None:
 
 
 class Lease:
-    """Held from :meth:`acquire` to :meth:`release`, and renewed on a thread of its own.
-
-    Args:
-        files: where the lease is kept.
-        place: directory or URL, for messages.
-    """
+    """Held from :meth:`acquire` to :meth:`release`, and renewed on a thread of its own. ``place``: directory or URL of
+    ``files``, for messages."""
 
     _tokens_here: ClassVar[set[str]] = set()  # a restarted container may have the same host and pid
 
@@ -130,8 +125,7 @@ class Lease:
         return holder.token in cls._tokens_here
 
     def acquire(self, former: Holder | None) -> str:
-        """Succeed ``former``, which is dead or has released the lock. Returns the token of the new entry. Raises Locked
-        if another process has been faster."""
+        """Succeed ``former``, which is dead or has released the lock. Returns the token of the new entry."""
         if not self._succeed(former):
             other = read_holder(self._files) or "another process"
             raise Locked(
@@ -188,12 +182,8 @@ class Lease:
                 return
             except Exception as error:  # any exception of a third-party filesystem
                 if not failed:
-                    logger.warning(
-                        "%s: the lease could not be renewed (%s: %s); retrying",
-                        self._place,
-                        type(error).__name__,
-                        error,
-                    )
+                    what = f"{type(error).__name__}: {error}"
+                    logger.warning("%s: the lease could not be renewed (%s); retrying", self._place, what)
                 pause, failed = RENEW_S / 4, True
 
     def _renew(self) -> None:

@@ -99,10 +99,8 @@ class DirectoryLock:
         return lease.loss
 
     def acquire(self) -> str:
-        """Take the lock. Waits if this process cannot see the holder, until the lease is renewed or has expired.
-
-        Returns the token in the lock file, for :func:`is_visible`.
-        """
+        """Take the lock; returns its token, for :func:`is_visible`. Waits, if this process cannot see the holder, until
+        the lease is renewed or has expired."""
         place = str(self._path.parent)
         if not can_train():
             raise NotSupported(f"{place}: training needs Linux or macOS; on Windows, train in WSL")
@@ -113,9 +111,13 @@ class DirectoryLock:
         except PermissionError as error:
             if not self._path.exists():
                 raise
+            try:
+                user = self._path.owner()
+            except KeyError:  # without a name on this host
+                user = str(self._path.stat().st_uid)
             raise Locked(
-                f"{place}: user {_user(self._path)} has trained here, and alone may open {LOCK}; that user resumes the "
-                f"run, or removes {self._path} once it is not in use; or use another output_dir"
+                f"{place}: user {user} has trained here, and alone may open {LOCK}; that user resumes the run, or "
+                f"removes {self._path} once it is not in use; or use another output_dir"
             ) from error
         with contextlib.suppress(PermissionError):  # another user's file, which its group may write
             os.fchmod(descriptor, _MODE)
@@ -260,10 +262,8 @@ def _read_fresh(path: Path) -> bytes | None:
 
 
 def is_visible(directory: Path, token: str) -> bool:
-    """Whether the lock file, as seen from this host, contains the token that :meth:`DirectoryLock.acquire` returned.
-
-    Waits for it, up to :data:`VISIBLE_WITHIN_S`. Not for the process that holds the lock.
-    """
+    """Whether the lock file, as seen from this host, contains the token that :meth:`DirectoryLock.acquire` returned, or
+    will within :data:`VISIBLE_WITHIN_S`. Not for the process that holds the lock."""
     deadline = time.monotonic() + VISIBLE_WITHIN_S
     while True:
         with contextlib.suppress(OSError):
@@ -272,13 +272,6 @@ def is_visible(directory: Path, token: str) -> bool:
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.1)
-
-
-def _user(path: Path) -> str:
-    try:
-        return path.owner()
-    except KeyError:  # without a name on this host
-        return str(path.stat().st_uid)
 
 
 def _file_of(directory: Path) -> Path:
@@ -290,8 +283,8 @@ def _lock(descriptor: int) -> None:
     """Lock the open file rather than the process, whose lock would be dropped by any close of the file.
 
     An open file description lock conflicts with the POSIX record locks of older versions and works on network disks. On
-    other systems ``flock``, which Linux's network disks implement by such a lock. Raises OSError if another open file
-    holds it (:data:`_TAKEN`), or the disk has no locks (:data:`_NO_LOCKS`).
+    other systems ``flock``, which Linux's network disks implement by such a lock. An OSError is one of :data:`_TAKEN`,
+    by another open file, or of :data:`_NO_LOCKS`, which the disk has not.
     """
     if sys.platform == "linux":
         try:

@@ -120,20 +120,11 @@ def peak_resident_memory() -> int:
     process, resident = os.getpid(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if _read is not None and _read[:2] == (process, resident) and resident * 1024 <= _read[2]:
         return _read[2]
-    peak = _read_status()
-    if peak is None:
-        return resident if sys.platform == "darwin" else resident * 1024
-    _read = process, resident, peak
-    return peak
-
-
-def _read_status() -> int | None:
-    """Return the peak in bytes; None if the system has no such file."""
-    if _STATUS.exists():
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024  # in KiB, whatever "kB" says
-    return None
+    for line in _STATUS.read_text().splitlines() if _STATUS.exists() else ():
+        if line.startswith("VmHWM:"):
+            _read = process, resident, int(line.split()[1]) * 1024  # in KiB, whatever "kB" says
+            return _read[2]
+    return resident if sys.platform == "darwin" else resident * 1024
 
 
 # --- how many threads of a rank move memory at once -----------------------------------------------------------------

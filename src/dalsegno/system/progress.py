@@ -33,15 +33,12 @@ class Progress:
         self._moved_at = float("inf")
 
     def wait(self, wait: Callable[[float], bool], *, patience: float, report: Callable[[], object]) -> bool:
-        """Wait until the thread is done.
+        """Wait until the thread is done; returns False if it stalls first.
 
         Args:
             wait: waits up to the given number of seconds and returns whether the thread is done.
             patience: seconds without a byte moved after which the thread counts as stalled.
             report: called every few seconds.
-
-        Returns:
-            Whether the thread is done; False if it stalled.
         """
         while not wait(min(REPORT_EVERY, max(0.0, patience - self.idle))):
             if self.idle >= patience:
@@ -68,8 +65,7 @@ def format_bytes(count: int) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Number of bytes in ``"5GB"``, ``"200 MB"``, ``"1GiB"`` or a plain number. Raises ValueError if ``text`` is none
-    of these, or less than one byte."""
+    """Number of bytes in ``"5GB"``, ``"200 MB"``, ``"1GiB"`` or a plain number."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(found[2].upper() or "B") if found else None
     if found is None or unit is None or float(found[1]) * unit < 1:

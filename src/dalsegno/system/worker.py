@@ -140,10 +140,7 @@ class Worker:
             self._run(call, label, BaseException)
 
     def _run(
-        self,
-        call: Callable[[], object],
-        label: str,
-        survived: type[BaseException] | tuple[type[BaseException], ...],
+        self, call: Callable[[], object], label: str, survived: type[BaseException] | tuple[type[BaseException], ...]
     ) -> None:
         both = self.counts, self._by_label.setdefault(label, Counts())
         try:

@@ -195,9 +195,7 @@ def _problem_with(checkpoint: Checkpoint, name: str) -> str | None:
     option("--keep-best", metavar="N", help="keep the N best by --metric"),
     option(*METRIC, metavar="NAME", help="metric of --keep-best; default: the evaluation loss"),
     argument(
-        "--mode",
-        choices=("min", "max"),
-        help="best is the lowest or highest metric; default: by the metric's name",
+        "--mode", choices=("min", "max"), help="best is the lowest or highest metric; default: by the metric's name"
     ),
     option("--every", metavar="STEPS", help="keep those whose step is a multiple of STEPS"),
     JSON,

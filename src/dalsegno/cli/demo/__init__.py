@@ -31,26 +31,22 @@ def demo(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"--steps {arguments.steps}: two kills need at least {LEAST_STEPS} steps")
     if arguments.seed < 0:
         raise ConfigurationError(f"--seed {arguments.seed}: must be at least 0")
-    _check_folder(arguments.out)
-    print(f"Train, kill, resume, compare. All files are written to {arguments.out.absolute()}.", flush=True)
+    out: Path = arguments.out
+    if out.exists() and not out.is_dir():
+        raise ConfigurationError(f"--out {out}: not a directory")
+    if out.is_dir() and any(out.iterdir()) and not (out / MARK).is_file():
+        raise ConfigurationError(f"--out {out}: contains files that no demo wrote; name another directory")
+    print(f"Train, kill, resume, compare. All files are written to {out.absolute()}.", flush=True)
     from .story import tell  # takes seconds, and fails without torch: nothing is written yet
 
-    with own_folder(arguments.out):
-        return tell(arguments.out, arguments.steps, arguments.seed)
+    with own_folder(out):
+        return tell(out, arguments.steps, arguments.seed)
 
 
 MARK = "demo.json"
 """Marks the output directory of a demo, whose contents the next demo may replace."""
 
 WRITTEN = ("reference", "killed", "console", "loss.png")
-
-
-def _check_folder(out: Path) -> None:
-    """Raises ConfigurationError if ``out`` is a file, or contains something else than an earlier demo."""
-    if out.exists() and not out.is_dir():
-        raise ConfigurationError(f"--out {out}: not a directory")
-    if out.is_dir() and any(out.iterdir()) and not (out / MARK).is_file():
-        raise ConfigurationError(f"--out {out}: contains files that no demo wrote; name another directory")
 
 
 @contextmanager

@@ -134,10 +134,12 @@ def run_leg(job: Job, plan: FaultPlan | None, watch: Watch) -> LegEnd:
     outgoing.close()
     first, last = None, 0
     try:
-        while (progress := _next(incoming)) is not None:
-            last = progress[0]
+        while True:
+            last, loss = incoming.recv()
             first = last if first is None else first
-            watch(*progress)
+            watch(last, loss)
+    except EOFError:  # reports sent before a kill have arrived
+        pass
     except BaseException:  # Ctrl-C or a closed pipe ends the leg as well
         leg.kill()
         leg.wait()
@@ -148,14 +150,6 @@ def run_leg(job: Job, plan: FaultPlan | None, watch: Watch) -> LegEnd:
     if outcome.exit_code != 0 and not (outcome.was_killed and plan is not None):
         raise RankFailed(f"a leg failed with exit status {outcome.exit_code}; see {job.console}\n{outcome.error or ''}")
     return LegEnd(first or 0, last, cast(EventTrace | None, outcome.value))
-
-
-def _next(incoming: Connection) -> tuple[int, float | None] | None:
-    """Next report of the leg; None after its end. Reports sent before a kill still arrive."""
-    try:
-        return cast(tuple[int, float | None], incoming.recv())
-    except EOFError:
-        return None
 
 
 def _train(job: Job, plan: FaultPlan | None, outgoing: Connection) -> EventTrace:

@@ -11,16 +11,7 @@ from dalsegno.cli.command import JSON, METRIC, argument, command, converter, fla
 from dalsegno.cli.console import Column, number, numbers, print_json, print_table, text, texts
 from dalsegno.errors import ConfigurationError
 
-from .arguments import (
-    RUN,
-    STEP_KEY,
-    PerRunResults,
-    metric_names,
-    output_path,
-    picture_file,
-    run_paths,
-    save_picture,
-)
+from .arguments import RUN, STEP_KEY, PerRunResults, metric_names, output_path, picture_file, run_paths, save_picture
 
 if TYPE_CHECKING:
     from dalsegno.analysis import DetectorSettings, Series, TrainingLog
@@ -92,9 +83,7 @@ def _in_common(logs: list[TrainingLog]) -> list[str]:
     metric_names("the loss and grad_norm"),
     option("--sigmas", metavar="S", default=6.0, help="height in standard deviations"),
     option(
-        "--window",
-        metavar="N",
-        help="preceding records of the median; default: 1/10 of the records, from 16 to 50",
+        "--window", metavar="N", help="preceding records of the median; default: 1/10 of the records, from 16 to 50"
     ),
     argument(
         "--mode",

@@ -333,12 +333,7 @@ TARGETS = ("csv", "parquet", "json", "tensorboard")
         argument("--json", dest="to", action="store_const", const="json", help="short for --to json"),
         required=True,
     ),
-    option(
-        "-o",
-        "--output",
-        metavar="PATH",
-        help="output file, for tensorboard a directory; default: standard output",
-    ),
+    option("-o", "--output", metavar="PATH", help="output file, for tensorboard a directory; default: standard output"),
     FORCE,
 )
 def export(arguments: argparse.Namespace) -> int:

@@ -231,11 +231,7 @@ def _markdown(runs: list[tuple[Summary, dict[str, str]]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
-@command(
-    run_paths(),
-    flag("--tails", help="show the records that were cut off; default: count them"),
-    JSON,
-)
+@command(run_paths(), flag("--tails", help="show the records that were cut off; default: count them"), JSON)
 def lineage(arguments: argparse.Namespace) -> int:
     """Show the legs (process lives) of a run: where each resumed and whether exactly, its rollbacks, and why it ended.
 
