@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from dalsegno.errors import ConfigurationError, UnknownName
-from dalsegno.stateful.annotations import Checker, Mismatch, Rules, checker_of, hints_of
+from dalsegno.stateful.annotations import Checker, Mismatch, Must, Rules, checker_of, hints_of
 
 Converted = TypeVar("Converted")
 
@@ -59,26 +58,12 @@ _OTHER_TRACKERS = {
         "pass transformers' callback for it: callbacks=[…]",
     ),
 }
-_AT_LEAST: dict[str, float] = {
-    "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 0,
-    "weight_decay": 0,
-    "adam_epsilon": 0,
-    "warmup_steps": 0,
-    "warmup_ratio": 0,
-    "min_lr": 0,
-    "decay_ratio": 0,
-    "max_grad_norm": 0,
-    "max_steps": -1,
-    "num_train_epochs": 0,
-    "logging_steps": 0,
-    "eval_steps": 0,
-    "save_steps": 0,
-    "max_failed_saves": 1,
-    "dataloader_num_workers": 0,
-}
+Positive = Annotated[int, Must("an integer of at least 1", lambda value: value >= 1)]
+Limit = Annotated[int, Must("an integer of at least -1", lambda value: value >= -1)]
+Count = Annotated[int, Must("an integer of at least 0", lambda value: value >= 0)]
+NotNegative = Annotated[float, Must("a number of at least 0", lambda value: 0 <= value < math.inf)]
+Share = Annotated[NotNegative, Must("a fraction of the run's steps, 0 to 1", lambda value: value <= 1)]
+Decay = Annotated[float, Must("a number from 0 to below 1", lambda value: 0 <= value < 1)]
 _TYPES: dict[Any, tuple[Any, str]] = {
     bool: (bool, "True or False"),
     int: (Integral, "an integer"),
@@ -104,19 +89,17 @@ def _scalar(kind: Any) -> Checker:
     return check
 
 
-def _hints(cls: Any) -> dict[str, Any]:
-    hints = hints_of(cls.__init__)
-    return {each.name: hints.get(each.name, Any) for each in fields(cls)}
-
-
 @functools.cache
-def _checkers(cls: type) -> dict[str, Checker]:
-    """By setting; without those that take objects, which their own conversions check."""
+def _checkers(cls: Any) -> dict[str, tuple[Checker, list[Must]]]:
+    """By setting, with its further conditions; without those that take objects, which their own conversions check."""
     found = {}
-    for name, form in _hints(cls).items():
+    hints = hints_of(cls.__init__)
+    for name in cls.__dataclass_fields__:
+        form = hints.get(name, Any)
         kinds = get_args(form) if get_origin(form) in (Union, UnionType) else (form,)
-        if get_origin(form) is Literal or _TYPES.keys() >= {*kinds}:
-            found[name] = checker_of(form, Rules(_scalar, listing="allowed are "))
+        if get_origin(form) in (Literal, Annotated) or _TYPES.keys() >= {*kinds}:
+            musts = [each for each in getattr(form, "__metadata__", ()) if isinstance(each, Must)]
+            found[name] = checker_of(form, Rules(_scalar, listing="allowed are ")), musts
     return found
 
 
@@ -126,22 +109,14 @@ def check_each(args: Any, cls: type) -> None:
     if not isinstance(args.lr_scheduler_type, str) or args.lr_scheduler_type not in SCHEDULES:
         allowed = ", ".join(map(repr, SCHEDULES))
         raise ConfigurationError(f"lr_scheduler_type={args.lr_scheduler_type!r}; allowed are {allowed}")
-    for name, check in _checkers(cls).items():
-        least = _AT_LEAST.get(name)
-        value, bound = getattr(args, name), "" if least is None else f" of at least {least:g}"
+    for name, (check, musts) in _checkers(cls).items():
+        value = getattr(args, name)
         try:
             setattr(args, name, check(value))
         except Mismatch as mismatch:
-            complaint = mismatch.complaint or f"needs {mismatch.wanted}{bound}"
+            more = (must.words for must in musts if must.words.startswith(mismatch.wanted))
+            complaint = mismatch.complaint or f"needs {next(more, mismatch.wanted)}"
             raise ConfigurationError(f"{name}={value!r}; {complaint}") from None
-    for name, least in _AT_LEAST.items():
-        value = getattr(args, name)
-        if not least <= value < math.inf:
-            words = "an integer" if _hints(cls)[name] is int else "a number"
-            raise ConfigurationError(f"{name}={value!r}; needs {words} of at least {least:g}")
-    for beta in ("adam_beta1", "adam_beta2"):
-        if not 0 <= getattr(args, beta) < 1:
-            raise ConfigurationError(f"{beta}={getattr(args, beta)!r}; needs a number from 0 to below 1")
     if args.optim not in OPTIMIZERS and ":" not in args.optim:
         raise UnknownName("optimizer in optim=", args.optim, OPTIMIZERS, _OTHER_OPTIMIZERS)
     args.report_to = _trackers(args.report_to)
@@ -149,9 +124,6 @@ def check_each(args: Any, cls: type) -> None:
         if not isinstance(getattr(args, name), dict | None):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}; needs a dict of arguments, or None")
     _check_schedule(args.lr_scheduler_type, args.lr_scheduler_kwargs or {})
-    for ratio in ("warmup_ratio", "decay_ratio"):
-        if getattr(args, ratio) > 1:
-            raise ConfigurationError(f"{ratio}={getattr(args, ratio)!r}; needs a fraction of the run's steps, 0 to 1")
     if args.save_total_limit is not None and args.save_total_limit < 1:
         raise ConfigurationError(f"save_total_limit={args.save_total_limit!r}; needs at least 1, or None for all")
     seconds = args.max_seconds

@@ -31,7 +31,7 @@ from dalsegno.stateful.annotations import ConstructorSignature
 from dalsegno.system.tracebacks import short_traceback
 from dalsegno.system.urls import cache_dir, is_mangled_url, is_url
 
-from .checks import check_each, convert_named
+from .checks import Count, Decay, Limit, NotNegative, Positive, Share, check_each, convert_named
 from .other_names import answers
 
 Strategy = Literal["no", "steps", "epoch"]
@@ -58,19 +58,19 @@ class TrainingArguments:
     """If ``output_dir`` is a URL: the local folder to which everything is written first. None: one below
     ``~/.cache/dalsegno``."""
 
-    max_steps: int = -1
+    max_steps: Limit = -1
     """Optimizer steps over all legs. Overrides ``num_train_epochs``; -1: use that one."""
-    num_train_epochs: float = 3.0
+    num_train_epochs: NotNegative = 3.0
     """Passes over the data, if ``max_steps`` is -1."""
     max_seconds: float | None = None
     """Time limit of a leg, in seconds: it saves and ends after the step in which it is reached. None: no limit."""
     requeue: bool = False
     """Requeue the run's Slurm job after a stop by a signal or a clock. Outside of Slurm: no effect, and a warning."""
-    per_device_train_batch_size: int = 8
+    per_device_train_batch_size: Positive = 8
     """Samples per micro-batch and rank."""
-    per_device_eval_batch_size: int = 8
+    per_device_eval_batch_size: Positive = 8
     """Samples per evaluation batch and rank."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: Positive = 1
     """Micro-batches per step. The remainder at the end of an epoch is a smaller step."""
     gradient_accumulation_schedule: StepValues | None = None
     """Micro-batches per step, instead, by the number of finished steps from which they apply: ``{0: 1, 1000: 2}``, or
@@ -86,15 +86,15 @@ class TrainingArguments:
     optim_args: dict[str, Any] | None = None
     """Further arguments of the optimizer: ``{"momentum": 0.9}``. For ``muon`` also ``matrices``, names of those that it
     updates: ``["layers.*"]``."""
-    learning_rate: float = 5e-5
+    learning_rate: NotNegative = 5e-5
     """Peak learning rate."""
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """Weight decay of matrices; vectors (norms, biases) have none."""
-    adam_beta1: float = 0.9
+    adam_beta1: Decay = 0.9
     """Beta1 of AdamW: decay of the gradients' average."""
-    adam_beta2: float = 0.999
+    adam_beta2: Decay = 0.999
     """Beta2 of AdamW: decay of the squared gradients' average."""
-    adam_epsilon: float = 1e-8
+    adam_epsilon: NotNegative = 1e-8
     """Epsilon of AdamW, which keeps the division finite."""
     lr_scheduler_type: str = "linear"
     """Schedule after warm-up: ``linear``, ``cosine`` (also ``cosine_with_min_lr``), ``cosine_with_restarts`` or
@@ -105,15 +105,15 @@ class TrainingArguments:
     """Arguments of the schedule: ``num_cycles`` (1) of ``cosine_with_restarts``, ``power`` (1.0) of ``polynomial``,
     ``timescale`` (the warm-up, or 10,000 steps) of ``inverse_sqrt``; ``num_decay_steps``, instead of ``decay_ratio``,
     and ``decay_type`` (``linear``, ``cosine``, ``1-sqrt``) of ``wsd`` and ``warmup_stable_decay``."""
-    min_lr: float = 0.0
+    min_lr: NotNegative = 0.0
     """Learning rate at which the schedule ends."""
-    decay_ratio: float = 0.1
+    decay_ratio: Share = 0.1
     """Fraction of the run's steps in which ``wsd`` decays."""
-    warmup_steps: int = 0
+    warmup_steps: Count = 0
     """Steps during which the learning rate rises linearly from zero."""
-    warmup_ratio: float = 0.0
+    warmup_ratio: Share = 0.0
     """The same as a fraction of the run's steps, if ``warmup_steps`` is 0."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NotNegative = 1.0
     """Total L2 norm to which gradients are clipped; 0: no clipping."""
 
     bf16: bool = False
@@ -144,19 +144,19 @@ class TrainingArguments:
 
     logging_strategy: Strategy = "steps"
     """``steps``, ``epoch`` (at the end of each epoch) or ``no``."""
-    logging_steps: int = 10
+    logging_steps: Count = 10
     """Steps between records; 0: never."""
     logging_first_step: bool = False
     """Also log the first step."""
     eval_strategy: Strategy = "steps"
     """Like ``logging_strategy``."""
-    eval_steps: int = 500
+    eval_steps: Count = 500
     """Steps between evaluations; 0: never."""
     eval_on_save: bool = False
     """Evaluate before each checkpoint whose step is not evaluated yet; not before one that only a stop saves."""
     save_strategy: Strategy = "steps"
     """Like ``logging_strategy``. Unless it is ``no``, the end of training saves too."""
-    save_steps: int = 500
+    save_steps: Count = 500
     """Steps between checkpoints; 0: never, not even at the end."""
     save: SaveTrigger | str | Sequence[SaveTrigger | str] | None = None
     """When to save, instead of the two above: ``Every(steps=500) | Every(minutes=30)``, or that as text; the end of
@@ -179,7 +179,7 @@ class TrainingArguments:
     """Make each checkpoint's directory one that ``from_pretrained`` loads, too: a model of transformers, or adapters of
     peft; with ``Every(epochs=1) | OnBest()`` only those and the last. Weights that a file of the checkpoint has whole
     take no further space."""
-    max_failed_saves: int = 3
+    max_failed_saves: Positive = 3
     """Number of consecutive failed saves (e.g. on a full disk) that raises an error; fewer are only logged."""
 
     on_resume: Literal["warn", "stop", "ignore"] = "warn"
@@ -196,7 +196,7 @@ class TrainingArguments:
     """Seed of all random generators, and of shuffling unless ``data_seed`` is given."""
     data_seed: int | None = None
     """Seed of shuffling only."""
-    dataloader_num_workers: int = 0
+    dataloader_num_workers: Count = 0
     """Worker processes per rank that load data ahead."""
     dataloader_drop_last: bool = False
     """Drop the samples that do not fill a micro-batch on all ranks."""

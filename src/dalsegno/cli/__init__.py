@@ -1,9 +1,9 @@
 """The command line: ``dalsegno COMMAND``.
 
 A module has one :class:`~dalsegno.cli.command.Command` of its own name, or ``COMMANDS``, a group of them. Only the
-command or group that is called is imported, or those that a help lists. Each imports what takes long inside its
-functions: torch takes over a second, and ``dalsegno --help`` must not wait for it. No other package imports inside
-functions for this reason.
+command or group that is called is imported, or those that a help lists. What takes long to import, and is not handed
+out lazily by its package, is imported inside functions: torch takes over a second, for which ``dalsegno --help`` must
+not wait. No other package imports inside functions for this reason.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dalsegno import config
 from dalsegno.cli.command import JSON, argument, command
 from dalsegno.cli.console import print_json, print_rows, print_table, texts
 from dalsegno.errors import ConfigurationError
@@ -18,12 +19,10 @@ from dalsegno.errors import ConfigurationError
 @command(JSON)
 def _list(arguments: argparse.Namespace) -> int:
     """List every callback with a short name: built-in ones, and those that installed packages provide."""
-    from dalsegno.config import named_callbacks, summary
-
     rows = []
-    for entry in named_callbacks():
+    for entry in config.named_callbacks():
         try:
-            text = summary(entry.load())
+            text = config.summary(entry.load())
         except ConfigurationError as error:  # it cannot be imported
             text = str(error)
         rows.append({"name": entry.name, "origin": entry.origin, "summary": text})
@@ -41,21 +40,20 @@ def _show(arguments: argparse.Namespace) -> int:
     first.
     """
     sys.path.insert(0, str(Path.cwd()))
-    from dalsegno.config import describe, find_callback, prose, signature_of
 
-    made = find_callback(arguments.name)
+    made = config.find_callback(arguments.name)
     shown = {
         "name": arguments.name,
-        "doc": prose(made),
+        "doc": config.prose(made),
         "arguments": [
             {
                 "name": each.name,
-                "type": describe(each.annotation),
+                "type": config.describe(each.annotation),
                 "required": each.required,
                 "default": None if each.required else repr(each.default),
                 "doc": each.doc,
             }
-            for each in signature_of(made).values()
+            for each in config.signature_of(made).values()
         ],
         "handlers": _handlers(made),
         "has_state": hasattr(made, "state_dict"),

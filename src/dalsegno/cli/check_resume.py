@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dalsegno import config
 from dalsegno.cli.command import argument, command, flag, option
 from dalsegno.errors import ConfigurationError, UnknownName
 
@@ -156,13 +157,12 @@ class Checked:
         return self.find(output_dir)()
 
     def find(self, output_dir: Path) -> Callable[[], Any]:
-        from dalsegno.config import Factory, RunConfig, is_configuration
 
-        if is_configuration(self.name):
-            return RunConfig.read(self.name, [*self.overrides, f"args.output_dir={output_dir}"]).build
+        if config.is_configuration(self.name):
+            return config.RunConfig.read(self.name, [*self.overrides, f"args.output_dir={output_dir}"]).build
         if self.overrides:
             raise ConfigurationError(f"{self.name}: --set is for a configuration, such as run.toml")
-        return Factory.find(self.name).bind({"output_dir": output_dir, "callbacks": []}, {})
+        return config.Factory.find(self.name).bind({"output_dir": output_dir, "callbacks": []}, {})
 
 
 OPERATIONS = ("write", "fsync", "rename", "mkdir", "unlink", "truncate", "any")

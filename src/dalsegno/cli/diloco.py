@@ -10,8 +10,8 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from dalsegno import diloco
 from dalsegno.cli.command import (
     JSON,
     OF_TRAINING,
@@ -26,9 +26,6 @@ from dalsegno.cli.command import (
 )
 from dalsegno.cli.console import Column, number, numbers, print_facts, print_json, print_table, text, visible
 from dalsegno.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from dalsegno.diloco.worker.options import WorkerOptions
 
 
 def _variable(name: str, metavar: str, help: str) -> Arguments:
@@ -54,11 +51,9 @@ def _variables(arguments: argparse.Namespace) -> dict[str, str]:
     return {name: str(value) for name, value in given if name.startswith("DILOCO_") and value is not None}
 
 
-def _options(arguments: argparse.Namespace) -> WorkerOptions:
-    """The options in the environment and of the command. Raises ConfigurationError if no server is named."""
-    from dalsegno.diloco.worker.options import WorkerOptions
-
-    options = WorkerOptions().with_environment({**os.environ, **_variables(arguments)})
+def _options(arguments: argparse.Namespace) -> diloco.WorkerOptions:
+    """The options in the environment and of the command."""
+    options = diloco.WorkerOptions().with_environment({**os.environ, **_variables(arguments)})
     if options.server_addr is None:
         raise ConfigurationError("no server: give --server HOST:PORT, or set DILOCO_SERVER")
     return options
@@ -120,8 +115,6 @@ def _serve(arguments: argparse.Namespace) -> int:
     """
     import logging
 
-    from dalsegno.diloco import DiLoCoServer, Rules, delayed_nesterov, nesterov
-
     if not arguments.asynchronous and arguments.dn_buffer_size:
         raise ConfigurationError("--dn-buffer-size needs --async: rounds change the momentum once each")
     if arguments.dn_buffer_size < 0:
@@ -130,12 +123,13 @@ def _serve(arguments: argparse.Namespace) -> int:
         raise ConfigurationError("--dn-buffer-size and --no-nesterov exclude each other; remove one of the two")
     if arguments.outer_lr <= 0 or not 0 <= arguments.outer_momentum < 1:
         raise ConfigurationError("--outer-lr must be over 0, and --outer-momentum from 0 to below 1")
+    rate, momentum = arguments.outer_lr, arguments.outer_momentum
     if arguments.dn_buffer_size:
-        optimizer = delayed_nesterov(arguments.outer_lr, arguments.outer_momentum, buffer_size=arguments.dn_buffer_size)
+        optimizer = diloco.delayed_nesterov(rate, momentum, buffer_size=arguments.dn_buffer_size)
     else:
-        optimizer = nesterov(arguments.outer_lr, arguments.outer_momentum, is_nesterov=not arguments.no_nesterov)
-    rules = settings_of(Rules, arguments)
-    server = DiLoCoServer(
+        optimizer = diloco.nesterov(rate, momentum, is_nesterov=not arguments.no_nesterov)
+    rules = settings_of(diloco.Rules, arguments)
+    server = diloco.DiLoCoServer(
         arguments.output_dir,
         arguments.num_workers,
         optimizer,

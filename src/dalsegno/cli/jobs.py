@@ -14,9 +14,10 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlencode, urlsplit
 
+from dalsegno import control
 from dalsegno.cli.command import JSON, Command, argument, command, flag, option, several
 from dalsegno.cli.console import (
     Column,
@@ -33,11 +34,6 @@ from dalsegno.cli.console import (
 )
 from dalsegno.errors import ConfigurationError, DalsegnoError, NotFound
 from dalsegno.logs.values import is_number
-
-if TYPE_CHECKING:
-    from dalsegno.control.client import JobClient
-    from dalsegno.control.jobs import Job
-
 
 TOKEN_VARIABLE = "DALSEGNO_TOKEN"
 
@@ -56,8 +52,7 @@ JOB = several(argument("job", metavar="JOB", nargs="?", help="id, beginning of a
 """``JOB`` as ``arguments.job``, and how to reach it elsewhere."""
 
 
-def remote_client(arguments: argparse.Namespace) -> JobClient:
-    from dalsegno.control.client import JobClient
+def remote_client(arguments: argparse.Namespace) -> control.JobClient:
     from dalsegno.web.security import read_certificate
 
     host, colon, port = arguments.remote.rpartition(":")
@@ -65,7 +60,7 @@ def remote_client(arguments: argparse.Namespace) -> JobClient:
         raise ConfigurationError(f"--remote {arguments.remote}: needs HOST:PORT, such as node-7:8900")
     certificate = read_certificate(arguments.certificate) if arguments.certificate else None
     scheme = "http" if certificate is None else "https"
-    client = JobClient(f"{scheme}://{arguments.remote}", token=_token(arguments), certificate=certificate)
+    client = control.JobClient(f"{scheme}://{arguments.remote}", token=_token(arguments), certificate=certificate)
     name = getattr(arguments, "job", None)
     if name is not None and not client.job_id.startswith(name):
         raise ConfigurationError(f"--remote {arguments.remote}: its job is {client.job_id}, not {name}")
@@ -110,9 +105,7 @@ def _list(arguments: argparse.Namespace) -> int:
     else:
         from dataclasses import asdict
 
-        from dalsegno.control.jobs import list_jobs
-
-        ends = [(job, asdict(job.endpoint) if job.endpoint else {}) for job in list_jobs()]
+        ends = [(job, asdict(job.endpoint) if job.endpoint else {}) for job in control.list_jobs()]
         rows = [{**endpoint, "job_id": job.job_id, "state": job.state} for job, endpoint in ends]
     if arguments.json:
         print_json(rows)
@@ -143,11 +136,9 @@ def _status(arguments: argparse.Namespace) -> int:
 
     A job without a server is shown as its log has it.
     """
-    from dalsegno.control.client import JobClient, asks_over_http, resolve
-
-    job = None if arguments.remote else resolve(required_job(arguments))
-    if job is None or asks_over_http(job):
-        with remote_client(arguments) if job is None else JobClient.of(job) as client:
+    job = None if arguments.remote else control.resolve(required_job(arguments))
+    if job is None or control.asks_over_http(job):
+        with remote_client(arguments) if job is None else control.JobClient.of(job) as client:
             status = client.status()
     else:
         status = _logged_status(job)
@@ -164,13 +155,12 @@ def _status(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _logged_status(job: Job) -> dict[str, Any]:
+def _logged_status(job: control.Job) -> dict[str, Any]:
     """The status of a job as far as its files contain it: of the newest checkpoint, if it has no log."""
     from dalsegno.analysis import open_log
-    from dalsegno.control.client import running
     from dalsegno.logs.run_file import RunFile
 
-    folder = running(job).output_dir
+    folder = control.running(job).output_dir
     leg = RunFile(folder).last_leg()
     values: dict[str, Any] = {} if leg is None else {"global_step": leg.last_step}
     with contextlib.suppress(NotFound):
@@ -238,15 +228,13 @@ def _watch(arguments: argparse.Namespace) -> int:
 def _updates(interval: float, count: int | None) -> Iterator[list[dict[str, Any]]]:
     from concurrent.futures import ThreadPoolExecutor
 
-    from dalsegno.control.jobs import list_jobs
-
     watched: dict[str, _Watched] = {}
     with ThreadPoolExecutor(AT_ONCE) as pool:
         number = 0
         while count is None or number < count:
             if number:
                 time.sleep(interval)
-            jobs = list_jobs()
+            jobs = control.list_jobs()
             watched = {job.job_id: watched.get(job.job_id) or _Watched() for job in jobs}
             yield list(pool.map(lambda job: watched[job.job_id].row(job), jobs))  # noqa: B023  (used at once)
             number += 1
@@ -256,10 +244,10 @@ class _Watched:
     """A job, from one update to the next."""
 
     def __init__(self) -> None:
-        self._client: JobClient | None = None
+        self._client: control.JobClient | None = None
         self._last: tuple[float, int] | None = None  # time and step
 
-    def row(self, job: Job) -> dict[str, Any]:
+    def row(self, job: control.Job) -> dict[str, Any]:
         row: dict[str, Any] = {"job_id": job.job_id, "state": job.state}
         if job.endpoint is None:
             return row
@@ -273,11 +261,10 @@ class _Watched:
             return {**row, "state": "no answer"}
         return {**status, **row, "step": step_of(status), "steps_per_second": self._speed(status)}
 
-    def _status(self, job: Job) -> dict[str, Any]:
-        from dalsegno.control.client import JobClient
+    def _status(self, job: control.Job) -> dict[str, Any]:
 
         if self._client is None:
-            self._client = JobClient.of(job)
+            self._client = control.JobClient.of(job)
         return self._client.status()
 
     def _speed(self, status: dict[str, Any]) -> float | None:
@@ -301,21 +288,17 @@ def _open(arguments: argparse.Namespace) -> int:
     """
     if arguments.remote:
         with remote_client(arguments) as client:
-            from dalsegno.control.client import sender
-
             client.status()  # the job answers, and the token is right
             secret = {} if client.token is None else {"token": client.token}
-            _show("open.html", client.base_url, {"by": sender()}, secret, only_print=arguments.print)
+            _show("open.html", client.base_url, {"by": control.sender()}, secret, only_print=arguments.print)
         return 0
-    from dalsegno.web.server import check_installed
+    from dalsegno.web.server import check_installed, listen
 
     check_installed()
-    from dalsegno.control.client import resolve, running, sender
     from dalsegno.control.hub import HOST, hub_server
     from dalsegno.web.security import new_token
-    from dalsegno.web.server import listen
 
-    named = {} if arguments.job is None else {"run": running(resolve(arguments.job)).output_dir}
+    named = {} if arguments.job is None else {"run": control.running(control.resolve(arguments.job)).output_dir}
     listener, token = listen(HOST, arguments.port), new_token()
     address = f"http://{HOST}:{listener.getsockname()[1]}"
     failures: list[BaseException] = []
@@ -323,7 +306,7 @@ def _open(arguments: argparse.Namespace) -> int:
     place = None
     try:
         server.start()
-        fragment = {"token": token, "by": sender(), **named}  # the token ends with this command
+        fragment = {"token": token, "by": control.sender(), **named}  # the token ends with this command
         place = _show(f"open-{os.getpid()}.html", address, fragment, {}, only_print=arguments.print)
         print("Ctrl-C closes the page's server; the jobs keep running", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
@@ -342,11 +325,8 @@ def _show(name: str, address: str, fragment: Mapping[str, str], secret: Mapping[
     is told ``fragment`` and ``secret``, and sends neither; ``secret`` is in the file alone."""
     import webbrowser
 
-    from dalsegno.control.client import sender
-    from dalsegno.control.jobs import write_private
-
     target = json.dumps(f"{address}/#{urlencode({**secret, **fragment})}").replace("<", "\\u003c")
-    place = write_private(
+    place = control.write_private(
         name,
         '<!doctype html><meta charset="utf-8"><meta name="referrer" content="no-referrer">'
         f"<title>dalsegno</title><script>location.replace({target})</script>\n",
@@ -359,7 +339,8 @@ def _show(name: str, address: str, fragment: Mapping[str, str], secret: Mapping[
         here = f"{server.scheme}://127.0.0.1:{server.port}" if is_remote else address
         print(f"{here}/#{urlencode(fragment)}", flush=True)
         if is_remote:
-            print(f"forward its port from your machine: ssh -L {server.port}:{server.netloc} {sender()}", flush=True)
+            tunnel = f"ssh -L {server.port}:{server.netloc} {control.sender()}"
+            print(f"forward its port from your machine: {tunnel}", flush=True)
     return place
 
 
@@ -379,7 +360,6 @@ _NO_EFFECT = {1: "the command had no effect"}
 
 
 def send(arguments: argparse.Namespace, command: str, data: Mapping[str, Any] | None = None) -> int:
-    from dalsegno.control.client import send_command
 
     if not 0 <= arguments.wait <= 600:
         raise ConfigurationError(f"--wait {arguments.wait:g}: must be from 0 to 600 seconds")
@@ -387,7 +367,7 @@ def send(arguments: argparse.Namespace, command: str, data: Mapping[str, Any] | 
         with remote_client(arguments) as client:
             answer = client.send(command, data, wait=arguments.wait)
     else:
-        answer = send_command(required_job(arguments), command, data, wait=arguments.wait)
+        answer = control.send_command(required_job(arguments), command, data, wait=arguments.wait)
     if arguments.json:
         print_json(answer)
     elif answer.get("error"):
@@ -451,9 +431,8 @@ def _setting(name: str, text: str) -> Any:
 @command(JOB, JSON)
 def _callbacks(arguments: argparse.Namespace) -> int:
     """List the callbacks of a job."""
-    from dalsegno.control.client import JobClient, resolve
-
-    with remote_client(arguments) if arguments.remote else JobClient.of(resolve(required_job(arguments))) as client:
+    job = None if arguments.remote else control.resolve(required_job(arguments))
+    with remote_client(arguments) if job is None else control.JobClient.of(job) as client:
         rows = client.callbacks()["callbacks"]
     columns = [
         Column("key", "callback"),
@@ -487,9 +466,7 @@ def _cleanup(arguments: argparse.Namespace) -> int:
     Jobs that run, and jobs on other machines, are kept. Only the jobs' own files in the user's state folder are
     removed.
     """
-    from dalsegno.control.jobs import remove_dead
-
-    removed = [job.job_id for job in remove_dead(unreadable=arguments.unreadable)]
+    removed = [job.job_id for job in control.remove_dead(unreadable=arguments.unreadable)]
     if arguments.json:
         print_json(removed)
     else:

@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dalsegno import config
 from dalsegno.cli.command import OF_TRAINING, argument, command, option, parse
 from dalsegno.cli.console import complain
 from dalsegno.errors import ConfigurationError
@@ -80,12 +81,11 @@ def launch(arguments: argparse.Namespace) -> int:
 
 
 def _target(what: str, words: list[str]) -> Target:
-    from dalsegno.config import Factory, is_configuration, read_assignments
     from dalsegno.launcher.targets import ConfigTarget, FactoryTarget, ScriptTarget
 
     from .train import train
 
-    if is_configuration(what):
+    if config.is_configuration(what):
         parser = argparse.ArgumentParser(prog="dalsegno launch", usage="%(prog)s … FILE [options of 'dalsegno train']")
         train.describe(parser)
         given = parse(parser, [what, *words])
@@ -99,8 +99,8 @@ def _target(what: str, words: list[str]) -> Target:
             f"{what!r}: give a configuration (run.toml), a function that returns a trainer (my_training:build), or a "
             "script (train.py)"
         )
-    factory = Factory.find(what)
-    written = read_assignments(words, what)
+    factory = config.Factory.find(what)
+    written = config.read_assignments(words, what)
     factory.bind({"callbacks": []}, written)
     arguments, _ = factory.check(written, lambda _: what)
     return FactoryTarget(factory.function, arguments=arguments)

@@ -28,6 +28,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dalsegno import config
 from dalsegno.cli.command import OF_TRAINING, argument, command, flag, one_of
 from dalsegno.errors import ConfigurationError
 
@@ -78,15 +79,13 @@ def suggest(unknown: Sequence[str]) -> str:
 def train(arguments: argparse.Namespace) -> int:
     sys.path.insert(0, str(Path.cwd()))
 
-    from dalsegno.config import RunConfig, is_configuration
-
-    if ":" in str(arguments.config) and not is_configuration(arguments.config):
+    if ":" in str(arguments.config) and not config.is_configuration(arguments.config):
         raise ConfigurationError(f"{arguments.config}: needs a file; a function is for 'dalsegno launch --nproc 1'")
-    config = RunConfig.read(arguments.config, arguments.set)
+    run = config.RunConfig.read(arguments.config, arguments.set)
     if arguments.check:
-        print(config.as_json())
+        print(run.as_json())
         return 0
     origin = arguments.checkpoint or not arguments.start_over
     more = {"continue_stopped": True} if arguments.continue_stopped else {}
-    result = config.build().train(origin, **more)
+    result = run.build().train(origin, **more)
     return 0 if result is None else result.exit_status

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from dalsegno import analysis
 from dalsegno.cli.command import FAILED, METRICS, Arguments, argument, expect_directory_of, flag, option, place, several
 from dalsegno.cli.console import complain
 from dalsegno.errors import ConfigurationError, DalsegnoError
 
 if TYPE_CHECKING:
-    from dalsegno.analysis import TrainingLog
     from dalsegno.analysis.plotting.figure import Picture
 
 RUN = "run directory, log file, or directory of runs"
@@ -40,30 +40,28 @@ def run_paths(*, several_runs: bool = True, optional: bool = False) -> Arguments
     return several(argument(name, metavar="RUN", nargs=count, type=place, help=help), STEP_KEY)
 
 
-Has = Callable[["TrainingLog"], bool]
+Has = Callable[["analysis.TrainingLog"], bool]
 """Whether a run has what a command shows."""
 
 
-def given_runs(arguments: argparse.Namespace, has: Has = lambda log: True) -> list[TrainingLog]:
+def given_runs(arguments: argparse.Namespace, has: Has = lambda log: True) -> list[analysis.TrainingLog]:
     """The runs of an optional ``RUN``; without it the newest that has what is shown. Raises NotFound without a run."""
-    from dalsegno.analysis import open_logs
+    return (
+        analysis.open_logs(arguments.runs, arguments.step_key)
+        if arguments.runs
+        else [_newest_run(arguments.step_key, has)]
+    )
 
-    return open_logs(arguments.runs, arguments.step_key) if arguments.runs else [_newest_run(arguments.step_key, has)]
 
-
-def given_run(arguments: argparse.Namespace, has: Has) -> TrainingLog:
+def given_run(arguments: argparse.Namespace, has: Has) -> analysis.TrainingLog:
     """As :func:`given_runs`, of an optional single ``RUN``."""
-    from dalsegno.analysis import open_log
-
     path = arguments.run_path
-    return _newest_run(arguments.step_key, has) if path is None else open_log(path, arguments.step_key)
+    return _newest_run(arguments.step_key, has) if path is None else analysis.open_log(path, arguments.step_key)
 
 
-def _newest_run(step_key: str | None, has: Has) -> TrainingLog:
+def _newest_run(step_key: str | None, has: Has) -> analysis.TrainingLog:
     """The run below the current directory whose log has changed last, of those that have it; of all if none has."""
-    from dalsegno.analysis import open_logs
-
-    logs = sorted(open_logs(["."], step_key), key=lambda log: log.source.path.stat().st_mtime_ns, reverse=True)
+    logs = sorted(analysis.open_logs(["."], step_key), key=lambda log: log.source.path.stat().st_mtime_ns, reverse=True)
     return next(filter(has, logs), logs[0])
 
 
@@ -139,9 +137,9 @@ T = TypeVar("T")
 class PerRunResults(Generic[T]):
     """A function applied to each of several logs; a log that fails does not stop the others."""
 
-    def __init__(self, logs: Iterable[TrainingLog], compute: Callable[[TrainingLog], T]) -> None:
-        self.found: list[tuple[TrainingLog, T]] = []
-        self.failed: list[tuple[TrainingLog, str]] = []
+    def __init__(self, logs: Iterable[analysis.TrainingLog], compute: Callable[[analysis.TrainingLog], T]) -> None:
+        self.found: list[tuple[analysis.TrainingLog, T]] = []
+        self.failed: list[tuple[analysis.TrainingLog, str]] = []
         """With the error message."""
         for log in logs:
             try:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dalsegno import analysis
 from dalsegno.cli.command import JSON, METRIC, argument, command, converter, flag, option, settings_of
 from dalsegno.cli.console import Column, number, numbers, print_json, print_table, text, texts
 from dalsegno.errors import ConfigurationError
@@ -14,7 +15,6 @@ from dalsegno.errors import ConfigurationError
 from .arguments import RUN, STEP_KEY, PerRunResults, metric_names, output_path, picture_file, run_paths, save_picture
 
 if TYPE_CHECKING:
-    from dalsegno.analysis import DetectorSettings, Series, TrainingLog
     from dalsegno.analysis.divergence import Firing
 
 
@@ -36,23 +36,21 @@ def compare(arguments: argparse.Namespace) -> int:
     """
     from dataclasses import asdict
 
-    from dalsegno.analysis import compare_series, open_logs, plot_logs
-
     path = output_path(arguments, "compare") if arguments.output or arguments.format else None
-    logs = open_logs(arguments.runs, arguments.step_key)
+    logs = analysis.open_logs(arguments.runs, arguments.step_key)
     if len(logs) < 2:
         raise ConfigurationError(f"only one run, {logs[0].name}; a comparison needs at least two")
     metrics = arguments.metrics or _in_common(logs)
     for log in logs:
         log.series([name for name in metrics if name in log.metrics()])  # reads the log once for all metrics
-    compare_with = partial(compare_series, window=arguments.window, sigmas=arguments.sigmas)
+    compare_with = partial(analysis.compare_series, window=arguments.window, sigmas=arguments.sigmas)
     rows = [
         {"metric": metric, "run": other.name, **asdict(compare_with(logs[0].metric(metric), other.metric(metric)))}
         for metric in metrics
         for other in logs[1:]
     ]
     if path is not None:
-        save_picture(plot_logs(logs, metrics, compare=True), path, quiet=arguments.json)
+        save_picture(analysis.plot_logs(logs, metrics, compare=True), path, quiet=arguments.json)
     if arguments.json:
         print_json({"first": logs[0].name, "comparisons": rows})
     else:
@@ -68,7 +66,7 @@ def compare(arguments: argparse.Namespace) -> int:
     return 1 if any(row["parts_at"] is not None for row in rows) else 0
 
 
-def _in_common(logs: list[TrainingLog]) -> list[str]:
+def _in_common(logs: list[analysis.TrainingLog]) -> list[str]:
     """The loss and the evaluation losses that all runs log."""
     shared = [name for name in logs[0].metrics() if all(name in log.metrics() for log in logs)]
     chosen = [name for name in shared if name == logs[0].loss or (name.startswith("eval") and name.endswith("loss"))]
@@ -102,15 +100,13 @@ def spikes(arguments: argparse.Namespace) -> int:
     """
     from dataclasses import asdict
 
-    from dalsegno.analysis import find_spikes, open_logs
-
-    def of_run(log: TrainingLog) -> list[dict[str, Any]]:
+    def of_run(log: analysis.TrainingLog) -> list[dict[str, Any]]:
         default = [name for name in (log.loss, "grad_norm") if name in log.metrics()]
-        find = partial(find_spikes, window=arguments.window, sigmas=arguments.sigmas, mode=arguments.mode)
+        find = partial(analysis.find_spikes, window=arguments.window, sigmas=arguments.sigmas, mode=arguments.mode)
         curves = log.series(arguments.metrics or default)
         return [{"run": log.name, "metric": name, **asdict(spike)} for name in curves for spike in find(curves[name])]
 
-    results = PerRunResults(open_logs(arguments.runs, arguments.step_key), of_run)
+    results = PerRunResults(analysis.open_logs(arguments.runs, arguments.step_key), of_run)
     rows = [row for _, found in results.found for row in found]
     if arguments.json:
         print_json(rows)
@@ -128,6 +124,10 @@ def spikes(arguments: argparse.Namespace) -> int:
     elif results.found:
         print("No spikes.")
     return results.status()
+
+
+Marked = dict[str | None, list["analysis.Series"]]
+"""Curves of runs by their mark: good, bad or none."""
 
 
 def _or_none(value: float | None) -> str:
@@ -191,9 +191,7 @@ def detect(arguments: argparse.Namespace) -> int:
     unmarked run or is wrong about a marked one; 2 if a run cannot be read or lacks the metric, after the other runs
     have been checked.
     """
-    from dalsegno.analysis import DetectorSettings
-
-    settings = settings_of(DetectorSettings, arguments)
+    settings = settings_of(analysis.DetectorSettings, arguments)
     if arguments.save_steps is not None and arguments.save_steps < 1:
         raise ConfigurationError(f"--save-steps {arguments.save_steps}: needs at least 1")
     named = {"good": arguments.good, "bad": arguments.bad, None: arguments.runs}
@@ -208,13 +206,14 @@ def detect(arguments: argparse.Namespace) -> int:
     return failed or found
 
 
-def _detect(marked: dict[str | None, list[Series]], settings: DetectorSettings, arguments: argparse.Namespace) -> int:
-    from dalsegno.analysis import detect_divergence
+def _detect(
+    marked: dict[str | None, list[analysis.Series]], settings: analysis.DetectorSettings, arguments: argparse.Namespace
+) -> int:
 
     rows: list[dict[str, Any]] = []
     for mark, runs in marked.items():
         for series in runs:
-            found = detect_divergence(series, settings)
+            found = analysis.detect_divergence(series, settings)
             fired = found.fired
             rows.append(
                 {
@@ -256,12 +255,10 @@ def _checkpoint_before(fired: Firing | None, arguments: argparse.Namespace) -> i
     return latest - latest % int(arguments.save_steps)
 
 
-def _sweep(marked: dict[str | None, list[Series]], arguments: argparse.Namespace) -> int:
+def _sweep(marked: Marked, arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from dalsegno.analysis import sweep_settings
-
-    candidates = sweep_settings(marked["good"], marked["bad"], mode=arguments.mode)
+    candidates = analysis.sweep_settings(marked["good"], marked["bad"], mode=arguments.mode)
     found = [asdict(each) for each in candidates]
     rows = [{**row.pop("settings"), **row} for row in found]
     if arguments.json:
@@ -280,17 +277,16 @@ def _sweep(marked: dict[str | None, list[Series]], arguments: argparse.Namespace
     return 1 if candidates[0].errors else 0
 
 
-def _watched(paths: list[Path], arguments: argparse.Namespace) -> PerRunResults[Series]:
-    from dalsegno.analysis import open_logs
+def _watched(paths: list[Path], arguments: argparse.Namespace) -> PerRunResults[analysis.Series]:
 
-    def watched(log: TrainingLog) -> Series:
+    def watched(log: analysis.TrainingLog) -> analysis.Series:
         metric = arguments.metric or log.loss
         if metric is None:
             names = ", ".join(log.metrics()) or "nothing"
             raise ConfigurationError(f"{log.name} logs no loss; choose with --metric one of: {names}")
         return log.metric(metric)
 
-    return PerRunResults(open_logs(paths, arguments.step_key), watched)
+    return PerRunResults(analysis.open_logs(paths, arguments.step_key), watched)
 
 
 _VERDICTS = {None: ("passes", "diverges"), "good": ("right", "false alarm"), "bad": ("missed", "right")}

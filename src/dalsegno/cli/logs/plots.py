@@ -7,8 +7,8 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from dalsegno import analysis
 from dalsegno.cli.command import JSON, METRIC, argument, command, converter, flag, one_of, option, settings_of, several
 from dalsegno.cli.console import print_json, shows_colours, size
 from dalsegno.errors import ConfigurationError, NotFound
@@ -27,9 +27,6 @@ from .arguments import (
     save_picture,
     wanted_editor,
 )
-
-if TYPE_CHECKING:
-    from dalsegno.analysis import TrainingLog
 
 
 def _limits(text: str) -> tuple[float | None, float | None]:
@@ -84,9 +81,7 @@ def plot(arguments: argparse.Namespace) -> int:
     line their trailing mean; settings such as the learning rate are not smoothed. A training metric is drawn with its
     evaluation metrics. Restarts and rollbacks are marked.
     """
-    from dalsegno.analysis import View, plot_logs, sketch_logs
-
-    view = settings_of(View, arguments)
+    view = settings_of(analysis.View, arguments)
     if arguments.terminal and (arguments.json or arguments.edit):
         other = "--json" if arguments.json else "--edit"
         raise ConfigurationError(f"--terminal draws on standard output, {other} needs a file; leave one of them out")
@@ -99,21 +94,21 @@ def plot(arguments: argparse.Namespace) -> int:
     if path is None:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
         colours = shows_colours(sys.stdout)
-        print(sketch_logs(logs, metrics, view, compare=arguments.compare, width=width, colours=colours))
+        print(analysis.sketch_logs(logs, metrics, view, compare=arguments.compare, width=width, colours=colours))
         return 0
-    picture = plot_logs(logs, metrics, view, compare=arguments.compare).titled(arguments.title)
+    picture = analysis.plot_logs(logs, metrics, view, compare=arguments.compare).titled(arguments.title)
     save_picture(picture, path, quiet=arguments.json, editor=editor)
     if arguments.json:
         print_json({"file": str(path), "runs": [log.name for log in logs], "metrics": metrics, "x": view.x})
     return 0
 
 
-def _has(metrics: list[str] | None, log: TrainingLog) -> bool:
+def _has(metrics: list[str] | None, log: analysis.TrainingLog) -> bool:
     """Whether a log has all these metrics; None: a loss."""
     return log.loss is not None if metrics is None else {*metrics} <= {*log.metrics()}
 
 
-def _labelled(logs: list[TrainingLog], labels: list[str] | None) -> list[TrainingLog]:
+def _labelled(logs: list[analysis.TrainingLog], labels: list[str] | None) -> list[analysis.TrainingLog]:
     """Raises ConfigurationError if there are not as many labels as runs."""
     if labels is not None and len(labels) != len(logs):
         raise ConfigurationError(f"--labels: {len(labels)} names for {len(logs)} runs")
@@ -122,7 +117,7 @@ def _labelled(logs: list[TrainingLog], labels: list[str] | None) -> list[Trainin
     return logs
 
 
-def _loss_curves(logs: list[TrainingLog]) -> list[str]:
+def _loss_curves(logs: list[analysis.TrainingLog]) -> list[str]:
     """The loss and the learning rate, under their names in the runs."""
     from dalsegno.analysis.summary import RATE
 
@@ -131,7 +126,7 @@ def _loss_curves(logs: list[TrainingLog]) -> list[str]:
     return [*losses[:1], *rates[:1]]
 
 
-def _has_parameters(metric: str, log: TrainingLog) -> bool:
+def _has_parameters(metric: str, log: analysis.TrainingLog) -> bool:
     try:
         return log.parameters(metric).values.size > 0
     except NotFound:
@@ -163,13 +158,11 @@ def heatmap(arguments: argparse.Namespace) -> int:
 
     Reads the logs that GradNormLogger and ParameterNormLogger write beside the run's own log.
     """
-    from dalsegno.analysis import matching, plot_heatmap
-
     path, editor = output_path(arguments, "heatmap"), wanted_editor(arguments)
     log = given_run(arguments, partial(_has_parameters, arguments.metric))
-    series = matching(log.parameters(arguments.metric), arguments.filter).every(arguments.step_stride)
+    series = analysis.matching(log.parameters(arguments.metric), arguments.filter).every(arguments.step_stride)
     limits, size = (arguments.vmin, arguments.vmax), arguments.figsize
-    picture = plot_heatmap(series, limits=limits, size=size, log=not arguments.linear).titled(arguments.title)
+    picture = analysis.plot_heatmap(series, limits=limits, size=size, log=not arguments.linear).titled(arguments.title)
     save_picture(picture, path, quiet=arguments.json, editor=editor)
     if arguments.json:
         about = {"file": str(path), "run": series.run, "metric": series.name}
@@ -190,14 +183,12 @@ def report(arguments: argparse.Namespace) -> int:
     It contains summaries, curves to zoom, toggle and smooth, restarts, the comparison with the first run, the
     divergence detector's verdicts, spikes, parameter norms and log headers. The file works offline and is at most 5 MB.
     """
-    from dalsegno.analysis import open_logs, write_report
-
     path: Path = arguments.output
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ConfigurationError(f"-o {path}: name a file in an existing directory")
     expect_free(path, arguments)
-    logs = open_logs(arguments.runs, arguments.step_key)
-    write_report(logs, path, title=arguments.title)
+    logs = analysis.open_logs(arguments.runs, arguments.step_key)
+    analysis.write_report(logs, path, title=arguments.title)
     if arguments.json:
         print_json({"file": str(path), "bytes": path.stat().st_size, "runs": [log.name for log in logs]})
     else:

@@ -14,6 +14,7 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dalsegno import analysis
 from dalsegno.cli.command import JSON, argument, command, expect_directory_of, flag, one_of, option
 from dalsegno.cli.console import (
     Column,
@@ -34,7 +35,6 @@ from dalsegno.logs.values import is_number
 from .arguments import FORCE, STEP_KEY, expect_free, metric_names, run_paths
 
 if TYPE_CHECKING:
-    from dalsegno.analysis import RecordDifference, TrainingLog
     from dalsegno.analysis.follow import Cut
     from dalsegno.logs.values import Record
 
@@ -63,12 +63,11 @@ def show(arguments: argparse.Namespace) -> int:
     A condition compares a field with a number or a string by < <= > >= == or !=; combine conditions with and, or, not
     and parentheses. With --json: one record per line.
     """
-    from dalsegno.analysis import open_log
     from dalsegno.analysis.where import parse_condition
 
     first, last = _step_range(arguments.step)
     holds = parse_condition(arguments.where) if arguments.where else None
-    log = open_log(arguments.run_path, arguments.step_key)
+    log = analysis.open_log(arguments.run_path, arguments.step_key)
     chosen = arguments.metrics
     table = None if arguments.json else RecordTable(chosen, several=len(log) > 1)
     shown = count = 0
@@ -129,14 +128,13 @@ def tail(arguments: argparse.Namespace) -> int:
     With -f, a log that is rewound because its run resumed from a checkpoint is followed from there, and one that
     continues in another file, in that file; stop with Ctrl-C. With --json: one record per line.
     """
-    from dalsegno.analysis import open_logs
     from dalsegno.analysis.follow import Follower
 
     if arguments.lines < 0:
         raise ConfigurationError(f"-n {arguments.lines}: must be at least 0")
     if not arguments.interval > 0:
         raise ConfigurationError(f"--interval {arguments.interval}: must be a positive number of seconds")
-    logs = open_logs(arguments.runs, arguments.step_key)
+    logs = analysis.open_logs(arguments.runs, arguments.step_key)
     show = partial(_print_news, logs) if arguments.json else _SideBySide(logs, arguments.metrics).print_news
     followers = [Follower(log.source, log.path if log.path.is_dir() else None) for log in logs]
     show([follower.last(arguments.lines) for follower in followers])
@@ -146,7 +144,7 @@ def tail(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_news(logs: Sequence[TrainingLog], of_runs: Sequence[Sequence[Record | Cut]]) -> None:
+def _print_news(logs: Sequence[analysis.TrainingLog], of_runs: Sequence[Sequence[Record | Cut]]) -> None:
     for log, of_run in zip(logs, of_runs, strict=True):
         for news in of_run:
             record = news if isinstance(news, dict) else {"kind": "cut", "global_step": news.step}
@@ -157,7 +155,7 @@ def _print_news(logs: Sequence[TrainingLog], of_runs: Sequence[Sequence[Record |
 class _SideBySide:
     """One column per run; records read at the same time share a line."""
 
-    def __init__(self, logs: Sequence[TrainingLog], metrics: Sequence[str] | None) -> None:
+    def __init__(self, logs: Sequence[analysis.TrainingLog], metrics: Sequence[str] | None) -> None:
         self._metrics = metrics
         self._live = sys.stdout.isatty()
         self._alone = len(logs) == 1
@@ -274,15 +272,14 @@ def diff(arguments: argparse.Namespace) -> int:
 
     A run that was killed and resumed has the same records as an uninterrupted one.
     """
-    from dalsegno.analysis import diff_records, open_log
     from dalsegno.analysis.folder import make_names_unique
 
-    first, second = (open_log(path, arguments.step_key) for path in (arguments.first, arguments.second))
+    first, second = (analysis.open_log(path, arguments.step_key) for path in (arguments.first, arguments.second))
     for log in (first, second):
         if len(log) > 1:
             raise ConfigurationError(f"{log.path} contains {len(log)} runs; name the one to compare")
     make_names_unique((first, second))
-    found = diff_records(_with_header(first), _with_header(second))
+    found = analysis.diff_records(_with_header(first), _with_header(second))
     if arguments.quiet:
         return 1 if any(True for _ in found) else 0
     shown = list(islice(found, max(1, arguments.most)))
@@ -301,13 +298,13 @@ def diff(arguments: argparse.Namespace) -> int:
     return 1 if shown else 0
 
 
-def _with_header(log: TrainingLog) -> Iterator[Record]:
+def _with_header(log: analysis.TrainingLog) -> Iterator[Record]:
     if log.header:
         yield {"kind": "header", **log.header}
     yield from log.records()
 
 
-def _difference_rows(difference: RecordDifference) -> list[dict[str, Any]]:
+def _difference_rows(difference: analysis.RecordDifference) -> list[dict[str, Any]]:
     where = {"step": difference.step, "kind": difference.kind}
     if difference.only_in is not None:
         here = {"first": "the record", "second": "the record"}
@@ -341,7 +338,6 @@ def export(arguments: argparse.Namespace) -> int:
 
     A directory of runs is exported as a whole, with a column "run". Without -o, CSV and JSON go to standard output.
     """
-    from dalsegno.analysis import open_log
     from dalsegno.analysis.export import export_log
 
     output: Path | None = arguments.output
@@ -351,7 +347,7 @@ def export(arguments: argparse.Namespace) -> int:
         expect_directory_of(output)
         if arguments.to != "tensorboard":
             expect_free(output, arguments)
-    log = open_log(arguments.run_path, arguments.step_key)
+    log = analysis.open_log(arguments.run_path, arguments.step_key)
     if output is None and sys.stdout.isatty():
         printed = io.BytesIO()
         export_log(log, arguments.to, printed)

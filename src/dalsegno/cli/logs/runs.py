@@ -7,8 +7,9 @@ import io
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dalsegno import analysis
 from dalsegno.cli.command import JSON, argument, command, expect_directory_of, flag, option
 from dalsegno.cli.console import (
     NOTHING,
@@ -26,10 +27,6 @@ from dalsegno.errors import ConfigurationError, NotFound
 
 from .arguments import FORCE, STEP_KEY, PerRunResults, expect_free, given_runs, run_paths
 from .records import as_words
-
-if TYPE_CHECKING:
-    from dalsegno.analysis import LegSummary, MetricSummary, Summary, Tail, TrainingLog
-
 
 STYLES = {"running": "green", "diverged": "red", "failed": "red", "died": "yellow", "unreadable": "red"}
 
@@ -49,9 +46,7 @@ STYLES = {"running": "green", "diverged": "red", "failed": "red", "died": "yello
 )
 def list_runs(arguments: argparse.Namespace) -> int:
     """List the runs in a directory: state, steps, losses, restarts, last change."""
-    from dalsegno.analysis import open_log
-
-    runs = open_log(arguments.folder, arguments.step_key)
+    runs = analysis.open_log(arguments.folder, arguments.step_key)
     results = PerRunResults(runs, _list_row)
     row_of = {log.path: row for log, row in results.found}
     row_of |= {log.path: {**_name(log), "state": "unreadable", "error": error} for log, error in results.failed}
@@ -67,7 +62,7 @@ def list_runs(arguments: argparse.Namespace) -> int:
     return results.status()
 
 
-def _list_row(log: TrainingLog) -> dict[str, Any]:
+def _list_row(log: analysis.TrainingLog) -> dict[str, Any]:
     summary = log.summary()
     evaluation = next((metric for metric in summary.evaluation if "loss" in metric.name), None)
     return {
@@ -84,7 +79,7 @@ def _list_row(log: TrainingLog) -> dict[str, Any]:
     }
 
 
-def _name(log: TrainingLog) -> dict[str, Any]:
+def _name(log: analysis.TrainingLog) -> dict[str, Any]:
     return {"run": log.name, "path": str(log.path)}
 
 
@@ -107,7 +102,6 @@ SHOWN_SPIKES = 5
 )
 def summary(arguments: argparse.Namespace) -> int:
     """Summarize runs: steps, losses, evaluation, gradients, throughput, time, restarts, spikes."""
-    from dalsegno.analysis import TrainingLog, open_logs
     from dalsegno.system.filesystem import replace_durably
 
     if arguments.all and arguments.runs:
@@ -115,8 +109,8 @@ def summary(arguments: argparse.Namespace) -> int:
     path: Path | None = None if arguments.output is None else expect_free(arguments.output, arguments)
     if path is not None:
         expect_directory_of(path)
-    logs = open_logs(["."], arguments.step_key) if arguments.all else given_runs(arguments)
-    results = PerRunResults(logs, TrainingLog.summary)
+    logs = analysis.open_logs(["."], arguments.step_key) if arguments.all else given_runs(arguments)
+    results = PerRunResults(logs, analysis.TrainingLog.summary)
     text = io.StringIO()
     with nullcontext() if path is None else redirect_stdout(text):
         _print_summaries(results.found, "json" if arguments.json else arguments.format)
@@ -126,7 +120,7 @@ def summary(arguments: argparse.Namespace) -> int:
     return results.status()
 
 
-def _print_summaries(summaries: Sequence[tuple[TrainingLog, Summary]], form: str) -> None:
+def _print_summaries(summaries: Sequence[tuple[analysis.TrainingLog, analysis.Summary]], form: str) -> None:
     from dataclasses import asdict
 
     if form == "json":
@@ -143,7 +137,7 @@ def _print_summaries(summaries: Sequence[tuple[TrainingLog, Summary]], form: str
             print_facts(summary.run, _facts(summary, log))
 
 
-def _facts(summary: Summary, log: TrainingLog) -> list[tuple[str, str]]:
+def _facts(summary: analysis.Summary, log: analysis.TrainingLog) -> list[tuple[str, str]]:
     """Name and text of what the log contains, most wanted first."""
     records = ", ".join(f"{count:,} {kind}" for kind, count in summary.records.items())
     rate = summary.learning_rate
@@ -167,19 +161,19 @@ def _facts(summary: Summary, log: TrainingLog) -> list[tuple[str, str]]:
     return [(name, fact) for name, fact in known if fact is not None]
 
 
-def _state(summary: Summary) -> str:
+def _state(summary: analysis.Summary) -> str:
     breaks = _breaks(summary)
     repeated = [f"{summary.redone_steps:,} steps repeated"] if breaks else []
     resumed = [] if summary.resumed is None else [f"resumed: {summary.resumed}"]
     return ", ".join([summary.state, *breaks, *repeated, *resumed])
 
 
-def _breaks(summary: Summary) -> list[str]:
+def _breaks(summary: analysis.Summary) -> list[str]:
     counts = {"restart": summary.restarts, "rollback": summary.rollbacks}
     return [f"{count} {what}{'s' if count > 1 else ''}" for what, count in counts.items() if count]
 
 
-def _metric(metric: MetricSummary | None) -> str | None:
+def _metric(metric: analysis.MetricSummary | None) -> str | None:
     if metric is None:
         return None
     best = f", best {number(metric.best)} at step {metric.best_step:,}" if metric.best_step is not None else ""
@@ -188,20 +182,20 @@ def _metric(metric: MetricSummary | None) -> str | None:
     return f"{number(metric.final)} at step {metric.final_step:,}{best}{mean}{wrong}"
 
 
-def _peak(metric: MetricSummary | None) -> str | None:
+def _peak(metric: analysis.MetricSummary | None) -> str | None:
     if metric is None or metric.worst is None:
         return None
     return f"max {number(metric.worst)} at step {metric.worst_step:,}, mean {number(metric.average)}"
 
 
-def _time(summary: Summary) -> str | None:
+def _time(summary: analysis.Summary) -> str | None:
     if summary.training_seconds is None:
         return None
     lost = f", {span(summary.lost_seconds)} lost between legs" if summary.restarts and summary.lost_seconds else ""
     return f"{span(summary.training_seconds)} training{lost}"
 
 
-def _spikes(summary: Summary) -> str | None:
+def _spikes(summary: analysis.Summary) -> str | None:
     if not summary.spikes:
         return None
     highest = sorted(summary.spikes, key=lambda spike: -spike.sigmas)[:SHOWN_SPIKES]
@@ -211,7 +205,7 @@ def _spikes(summary: Summary) -> str | None:
     return f"{len(summary.spikes)}: {shown}{', …' if len(summary.spikes) > SHOWN_SPIKES else ''}"
 
 
-def _one_line(summary: Summary) -> str:
+def _one_line(summary: analysis.Summary) -> str:
     parts = [summary.run, summary.state, f"step {number(summary.step)}"]
     for metric in [summary.loss, *summary.evaluation[:1]]:
         if metric is not None:
@@ -223,7 +217,7 @@ def _one_line(summary: Summary) -> str:
     return "  ".join(parts)
 
 
-def _markdown(runs: list[tuple[Summary, dict[str, str]]]) -> str:
+def _markdown(runs: list[tuple[analysis.Summary, dict[str, str]]]) -> str:
     """A Markdown table with one column per run."""
     names = list(dict.fromkeys(name for _, facts in runs for name in facts))
     lines = [["", *(summary.run for summary, _ in runs)], ["---"] * (len(runs) + 1)]
@@ -238,9 +232,7 @@ def lineage(arguments: argparse.Namespace) -> int:
     A leg of which no work is left, because a later one resumed from a checkpoint before it, is indented. Log records
     that were cut off are kept; --tails shows them.
     """
-    from dalsegno.analysis import open_logs
-
-    logs = [(log, log.lineage()) for log in open_logs(arguments.runs, arguments.step_key)]
+    logs = [(log, log.lineage()) for log in analysis.open_logs(arguments.runs, arguments.step_key)]
     for log, legs in logs:
         if not legs:
             raise NotFound(f"{log.path}: no run.json, which lists the legs of a run; only dalsegno writes one")
@@ -254,7 +246,7 @@ def lineage(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _as_json(summary: LegSummary, tails: bool) -> dict[str, Any]:
+def _as_json(summary: analysis.LegSummary, tails: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
     leg = summary.leg
@@ -282,12 +274,12 @@ def _as_json(summary: LegSummary, tails: bool) -> dict[str, Any]:
     }
 
 
-def _tail_as_json(tail: Tail, records: bool) -> dict[str, Any]:
+def _tail_as_json(tail: analysis.Tail, records: bool) -> dict[str, Any]:
     steps = {"path": str(tail.path), "first_step": tail.first_step, "last_step": tail.last_step}
     return {**steps, "records": tail.records if records else len(tail.records)}
 
 
-def _tree(log: TrainingLog, legs: Sequence[LegSummary], tails: bool) -> Iterator[str]:
+def _tree(log: analysis.TrainingLog, legs: Sequence[analysis.LegSummary], tails: bool) -> Iterator[str]:
     from dalsegno.analysis.lineage import state_of
 
     redone = sum(each.redone for each in legs)
@@ -316,7 +308,7 @@ def _branch(aside: bool, ends: bool) -> tuple[str, str]:
     return ("└─", "    ") if ends else ("├─", "│   ")
 
 
-def _as_lines(summary: LegSummary) -> list[str]:
+def _as_lines(summary: analysis.LegSummary) -> list[str]:
     leg = summary.leg
     start = f"from {leg.from_checkpoint}" if leg.from_checkpoint else "from scratch"
     by = f" by {leg.by}" if leg.by else ""
@@ -343,12 +335,12 @@ def _as_lines(summary: LegSummary) -> list[str]:
     return lines
 
 
-def _steps_of(tail: Tail) -> str:
+def _steps_of(tail: analysis.Tail) -> str:
     first, last = tail.first_step, tail.last_step
     return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
 
 
-def _ancestors_of_last(legs: Sequence[LegSummary]) -> set[int]:
+def _ancestors_of_last(legs: Sequence[analysis.LegSummary]) -> set[int]:
     """Numbers of the legs whose work is part of the run: the last leg and its ancestors."""
     parents = {each.leg.leg: each.parent for each in legs}
     ancestors: set[int] = set()
