@@ -61,7 +61,7 @@ def test_every_kind_of_file_says_the_same(name: str, text: str, tmp_path: Path) 
     logger, detector, own = ds.load_callbacks(tmp_path / name)
     assert [each.key for each in (logger, detector, own)] == ["GradNormLogger", "DivergenceDetector", "Beat"]
     assert isinstance(detector, DivergenceDetector)
-    assert detector._divergence._patience == 5
+    assert detector._divergence._settings.patience == 5
     assert isinstance(own, Beat)
     assert (own.given["every"], own.given["limit"], own.given["windows"]) == (3, math.inf, [Window(1)])
 

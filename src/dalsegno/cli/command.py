@@ -26,7 +26,6 @@ OF_TRAINING: Mapping[int, str] = {
 }
 """Exit statuses of commands that train."""
 
-
 Arguments = Callable[[Any], None]
 """Adds arguments to a parser, or to a group within one."""
 

@@ -22,7 +22,6 @@ from dalsegno.system.progress import format_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
-
 NOTHING = "–"
 """Shown for a missing value."""
 
@@ -196,9 +195,10 @@ def print_rows(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *, 
         print_table(columns, rows)
 
 
-def print_json(value: Any) -> None:
-    """Print ``value`` as JSON, with non-finite numbers as ``"NaN"``, ``"Infinity"``, ``"-Infinity"``."""
-    print(json.dumps(to_json(value), indent=2, allow_nan=False))
+def print_json(value: Any, *, indent: int | None = 2) -> None:
+    """Print ``value`` as JSON, with non-finite numbers as ``"NaN"``, ``"Infinity"``, ``"-Infinity"``; without
+    ``indent`` on one line."""
+    print(json.dumps(to_json(value), indent=indent, allow_nan=False))
 
 
 def print_facts(title: str, facts: Sequence[tuple[str, str]], file: TextIO | None = None) -> None:
@@ -211,11 +211,6 @@ def print_facts(title: str, facts: Sequence[tuple[str, str]], file: TextIO | Non
         for line in textwrap.wrap(fact, room, break_long_words=False, break_on_hyphens=False) or [""]:
             print(f"  {name:<{width}}  {line}".rstrip(), file=file)
             name = ""
-
-
-def print_json_line(value: Any) -> None:
-    """As :func:`print_json`, on one line."""
-    print(json.dumps(to_json(value), allow_nan=False))
 
 
 def in_words(record: Mapping[str, Any]) -> str:

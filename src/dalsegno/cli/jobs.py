@@ -25,7 +25,6 @@ from dalsegno.cli.console import (
     number,
     print_facts,
     print_json,
-    print_json_line,
     print_rows,
     print_table,
     rich_table,
@@ -36,7 +35,6 @@ from dalsegno.errors import ConfigurationError, DalsegnoError, NotFound
 from dalsegno.logs.values import is_number
 
 TOKEN_VARIABLE = "DALSEGNO_TOKEN"
-
 
 REMOTE = several(
     option(
@@ -210,7 +208,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     ]
     if arguments.json:
         for rows in updates:
-            print_json_line(rows)
+            print_json(rows, indent=None)
             sys.stdout.flush()
     elif not sys.stdout.isatty():
         for rows in updates:

@@ -13,7 +13,6 @@ from typing import Any, Self
 MOST_LOSSES = 3
 """Number of legs in a row, lost at the same step or an earlier one, after which there are no more restarts."""
 
-
 MISTAKES = (NameError, AttributeError, TypeError, ImportError, SyntaxError)
 """Exceptions that a program raises again where it has raised them once."""
 

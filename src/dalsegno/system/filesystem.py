@@ -22,7 +22,6 @@ from dalsegno.system.machine import O_BINARY, O_DIRECT, O_DIRECTORY, O_NOFOLLOW,
 if TYPE_CHECKING:
     from dalsegno.system.lease import Lease
 
-
 Buffer = bytes | bytearray | memoryview
 Watcher = Callable[[str, Path], None]
 
@@ -34,7 +33,6 @@ DIRECT_PIECE = 16 << 20
 
 watcher: Watcher | None = None
 """Called with (operation, path) before each write, fsync, truncate, rename, link, mkdir and unlink. For tests."""
-
 
 _fences: tuple[tuple[str, Lease], ...] = ()  # replaced, never changed: other threads iterate
 

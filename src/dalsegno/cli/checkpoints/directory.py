@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from dalsegno.checkpoint.memory_dir import MemoryDir
     from dalsegno.policies.retention import Retention
 
-
 STYLES = {
     "verified": "green",
     "partial": "yellow",

@@ -36,7 +36,6 @@ def _limits(text: str) -> tuple[float | None, float | None]:
 
 _RANGE = converter(_limits, "a range of numbers: A:B, A: or :B")
 
-
 VIEW = several(
     argument(
         "--x",

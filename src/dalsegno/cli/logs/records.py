@@ -23,7 +23,6 @@ from dalsegno.cli.console import (
     in_words,
     number,
     print_json,
-    print_json_line,
     print_table,
     texts,
     visible,
@@ -37,7 +36,6 @@ from .arguments import FORCE, STEP_KEY, expect_free, metric_names, run_paths
 if TYPE_CHECKING:
     from dalsegno.analysis.follow import Cut
     from dalsegno.logs.values import Record
-
 
 ALWAYS = ("run", "timestamp", "kind", "global_step", "epoch")
 KINDS = ("train", "eval", "final", "user", "sync")
@@ -85,9 +83,9 @@ def show(arguments: argparse.Namespace) -> int:
         if table is not None:
             table.print(record)
         elif chosen:
-            print_json_line({name: value for name, value in record.items() if name in (*ALWAYS, *chosen)})
+            print_json({name: value for name, value in record.items() if name in (*ALWAYS, *chosen)}, indent=None)
         else:
-            print_json_line(record)
+            print_json(record, indent=None)
     for name in (*(chosen or ()), *(holds.names if holds and not shown else ())):
         if name not in seen and name not in ALWAYS:
             raise UnknownName(f"metric of {log.name}", name, [name for name in seen if name not in ALWAYS])
@@ -148,7 +146,7 @@ def _print_news(logs: Sequence[analysis.TrainingLog], of_runs: Sequence[Sequence
     for log, of_run in zip(logs, of_runs, strict=True):
         for news in of_run:
             record = news if isinstance(news, dict) else {"kind": "cut", "global_step": news.step}
-            print_json_line({"run": log.name, **record})
+            print_json({"run": log.name, **record}, indent=None)
     sys.stdout.flush()
 
 
