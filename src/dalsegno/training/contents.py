@@ -7,7 +7,6 @@ differ. And the ranks must have equal models where a checkpoint contains one for
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 
 import torch
 import xxhash
@@ -41,7 +40,7 @@ class CheckpointContents:
     run's own, and ``others`` of the user's, by key. ``settings`` are saved to compare with those of a later leg."""
 
     def __init__(self, parts: RunParts, settings: RecordedSettings, others: Mapping[str, Stateful]) -> None:
-        self._callbacks, self._comparison = parts.callbacks, parts.comparison
+        self._parts = parts
         _check_saveable(parts)
         self.model = ModelState(parts.model)
         if parts.args.saving:
@@ -49,7 +48,6 @@ class CheckpointContents:
             if parts.args.saving_pretrained:
                 saves_frozen = parts.args.save_frozen != "never"
                 expect_pretrained(parts.model, captured, adapter_settings(parts.model), saves_frozen=saves_frozen)
-        self._pretrained_files = partial(pretrained_files, parts.model, parts.processing_class)
         loss = [] if parts.loss_fn is None else [ModelState(parts.loss_fn, key=LOSS, apart_from=parts.model)]
         self._loss = [each for each in loss if not each.is_empty()]  # else all its tensors are the model's
         own: dict[str, Stateful] = {
@@ -72,25 +70,26 @@ class CheckpointContents:
 
     def sharded(self) -> list[ShardedState]:
         """State that is sharded over the ranks."""
-        return [self.model, *self._loss, self._optimizer, *self._callbacks.tensors]
+        return [self.model, *self._loss, self._optimizer, *self._parts.callbacks.tensors]
 
     def evaluated(self) -> list[ShardedState]:
         """State that an evaluation measures: the weights, and the averages that callbacks put in their place."""
-        return [self.model, *self._loss, *self._callbacks.tensors]
+        return [self.model, *self._loss, *self._parts.callbacks.tensors]
 
     def expect_equal_ranks(self) -> None:
         """Raises CannotSave on every rank, if their models differ, which nothing is known to keep equal. Collective."""
-        if self._comparison is not Comparison.NEVER:
+        if self._parts.comparison is not Comparison.NEVER:
             expect_equal_ranks(self.sharded())
 
     def components(self) -> list[Component]:
         """All other state."""
         own = [Component(key, target, form_check(target)) for key, target in self._targets.items()]
-        return [*own, *components_of(self._callbacks.bound)]
+        return [*own, *components_of(self._parts.callbacks.bound)]
 
     def pretrained_files(self) -> dict[str, bytes]:
         """On rank 0, what ``from_pretrained`` needs beside the model's weights. Local."""
-        return self._pretrained_files() if collectives.rank() == 0 else {}
+        parts = self._parts
+        return pretrained_files(parts.model, parts.processing_class) if collectives.rank() == 0 else {}
 
     def loadable(self) -> list[Component]:
         """The components that may be loaded into another run."""

@@ -99,16 +99,13 @@ class RecordedSettings:
 
     def __init__(self, parts: RunParts, supplied: UserSupplied, data: TrainingData) -> None:
         self._args = parts.args
-        self._layout = parts.layout
-        self._state = parts.state
+        self._parts = parts
         self._supplied = supplied
         self.initial = InitialHyperparameters(parts.optimizer, parts.schedulers)
         self._schedulers = [type(each).__name__ for each in parts.schedulers]
         self._loader = parts.loader
         self._data = data
-        self._model = parts.model
         self._adapters = adapter_settings(parts.model)
-        self._device = device_of(parts.model)
         self._order = _order(parts)
         self._fingerprint: dict[str, Any] | None = None
         self._planned_steps = -1
@@ -125,7 +122,7 @@ class RecordedSettings:
     def plan_steps(self) -> None:
         """Set ``state.max_steps``, and apply a changed end of the schedule."""
         former, self._planned_steps = self._planned_steps, planned_steps(self._args, self._loader)
-        self._state.max_steps = self._planned_steps
+        self._parts.state.max_steps = self._planned_steps
         if former not in (-1, self._planned_steps) and not self._supplied.schedule:
             self.initial.reapply_schedule()
 
@@ -157,7 +154,7 @@ class RecordedSettings:
         return reasons_to_differ(recorded, decode(encode(self.state_dict())))
 
     def state_dict(self) -> dict[str, Any]:
-        environment = environment_of(self._device, self._layout)
+        environment = environment_of(device_of(self._parts.model), self._parts.layout)
         return {**self._recorded(), **self._adapters, **environment, "dataset": self._fingerprint}
 
     def _recorded(self) -> dict[str, Any]:
@@ -174,7 +171,7 @@ class RecordedSettings:
         if supplied.optimizer or supplied.schedule:
             values |= {f"optimizer.{name}": value for name, value in self.initial.values().items()}
         samples = self._loader.samples_per_microbatch()
-        gathered = gathered_dtype(self._model, modes_of(args.parallel), bf16=args.bf16)
+        gathered = gathered_dtype(self._parts.model, modes_of(args.parallel), bf16=args.bf16)
         if gathered is not None and not supplied.loop and collectives.world_size() > 1:
             values["gathered_dtype"] = str(gathered)
         if not supplied.loop:
