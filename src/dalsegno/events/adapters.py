@@ -52,9 +52,9 @@ def adapt(
 ) -> Callback:
     """Adapt a callback that was written for another library.
 
-    This happens automatically wherever callbacks are given. Call it for what cannot be detected: the dialect of a
-    callback without a base class, a separate name for one of two callbacks of the same class, or the state of a class
-    without ``state_dict``. These settings are remembered as long as the result is alive.
+    This happens by itself wherever callbacks are given. Call it for what cannot be detected: the dialect of a callback
+    without a base class, a name for one of two of the same class, or the state of a class without ``state_dict``. These
+    settings are remembered as long as the result is alive.
 
     Args:
         callback: a native one is returned itself.
@@ -203,9 +203,7 @@ class CallbackAdapter(Callback):
         return list(dict.fromkeys(event for event, _ in self.overridden_calls()))
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        return [
-            (event, self.handler(method, self.call(event, method, binder))) for event, method in self.overridden_calls()
-        ]
+        return [(event, self.handler(name, self.call(event, name, binder))) for event, name in self.overridden_calls()]
 
     def handler(self, method: str, call: Callable[[Any, Any], Answer]) -> Handler:
         """Turn ``call`` into a handler of this callback; error notes name the foreign method."""
@@ -214,10 +212,9 @@ class CallbackAdapter(Callback):
 
     def _defines(self, method: str) -> bool:
         """Whether the method is not just the empty one of the library's base class."""
-        if method in getattr(self.__wrapped__, "__dict__", {}):
-            return True
         owner = self._owner(method)
-        return owner is not None and not (owner.__name__ in self.bases and self._is_theirs(owner))
+        is_empty = owner is None or (owner.__name__ in self.bases and self._is_theirs(owner))
+        return not is_empty or method in getattr(self.__wrapped__, "__dict__", {})
 
     def _owner(self, method: str) -> type | None:
         return next((cls for cls in type(self.__wrapped__).__mro__ if method in vars(cls)), None)
@@ -263,7 +260,7 @@ _adapted: WeakValueDictionary[int, CallbackAdapter] = WeakValueDictionary()
 
 @cache
 def installed_dialects() -> dict[str, type[CallbackAdapter]]:
-    """Return the installed dialects by name."""
+    """Return the dialects by name."""
     return {kind.dialect: kind for name in _modules() if (kind := _dialect_in(name)) is not None}
 
 
@@ -282,8 +279,16 @@ def _dialect_in(module: str) -> type[CallbackAdapter] | None:
 
 
 def _detect_dialect(callback: object) -> type[CallbackAdapter]:
-    for seen in (_matches_bases, _matches_parameters):
-        kinds = [kind for kind in installed_dialects().values() if seen(callback, kind)]
+    def has_base(kind: type[CallbackAdapter]) -> bool:
+        return any(kind._is_theirs(cls) for cls in type(callback).__mro__)
+
+    def has_parameters(kind: type[CallbackAdapter]) -> bool:
+        known = kind.parameters
+        handlers = [tuple(inspect.signature(getattr(callback, name)).parameters) for name in _handlers(callback)]
+        return bool(known and handlers) and all(names[: len(known)] == known for names in handlers)
+
+    for matches in (has_base, has_parameters):
+        kinds = [kind for kind in installed_dialects().values() if matches(kind)]
         if len(kinds) == 1:
             return kinds[0]
     if isinstance(callback, FunctionType):
@@ -295,18 +300,6 @@ def _detect_dialect(callback: object) -> type[CallbackAdapter]:
     raise UnknownDialect(
         f"callbacks: {callback!r} is not a dalsegno.Callback, and its dialect cannot be detected; if it was written "
         f"for another library, name it: dalsegno.adapt(callback, dialect). Known dialects: {known}"
-    )
-
-
-def _matches_bases(callback: object, kind: type[CallbackAdapter]) -> bool:
-    return any(kind._is_theirs(cls) for cls in type(callback).__mro__)
-
-
-def _matches_parameters(callback: object, kind: type[CallbackAdapter]) -> bool:
-    handlers = [inspect.signature(getattr(callback, name)) for name in _handlers(callback)]
-    count = len(kind.parameters)
-    return bool(count and handlers) and all(
-        tuple(signature.parameters)[:count] == kind.parameters for signature in handlers
     )
 
 

@@ -1,23 +1,7 @@
 """Callback: base class of everything that handles events of a run.
 
 Override only what is needed: a handler that is not overridden is never called. A callback with ``state_dict`` and
-``load_state_dict`` is saved with each checkpoint and restored from it, without registration::
-
-    class TokensPerDomain(ds.Callback):
-        state_scope = "per_rank"
-
-        def __init__(self):
-            self.tokens = {}
-
-        def on_microbatch_end(self, ctx):
-            domain = ctx.batch["domain"][0]
-            self.tokens[domain] = self.tokens.get(domain, 0) + ctx.batch["input_ids"].numel()
-
-        def state_dict(self):
-            return {"tokens": self.tokens}
-
-        def load_state_dict(self, state):
-            self.tokens = state["tokens"]
+``load_state_dict`` is saved with each checkpoint and restored from it, without registration.
 """
 
 from __future__ import annotations
@@ -173,14 +157,10 @@ class Callback:
         for name in names:
             if name not in HANDLERS and callable(getattr(self, name)):
                 raise UnknownName(f"handler in {type(self).__name__}:", name, HANDLERS, _NAMES_ELSEWHERE)
-        events = [event for handler, event in HANDLERS.items() if handler in names and self._overrides(handler)]
+        events = [event for handler, event in HANDLERS.items() if handler in names]
         for event in events:
             _check_signature(self, event)
         return events
-
-    def _overrides(self, handler: str) -> bool:
-        own = getattr(type(self), handler) is not getattr(Callback, handler)
-        return own or handler in vars(self)
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
         """Return the events of one run and the handlers to call, in this order."""

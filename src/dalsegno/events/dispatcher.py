@@ -31,18 +31,9 @@ P = ParamSpec("P")
 C = TypeVar("C", bound=Context)
 K = TypeVar("K", bound=Callback)
 
-
-_AT_EACH_STEP = frozenset(
-    event for event in list(Event)[list(Event).index(Event.STEP_BEGIN) : list(Event).index(Event.LOG_STEP)]
-) | {Event.STEP_DONE}
-
-
-_OF_RECORDS = frozenset({Event.LOG_STEP, Event.LOG})
-
-
-_MUTED = frozenset(list(Event)[list(Event).index(Event.STEP_BEGIN) :]) - {
-    *(Event.BEFORE_SAVE, Event.SAVE, Event.EPOCH_END, Event.ROLLBACK, Event.EXCEPTION, Event.TRAIN_END)
-}
+_AT_EACH_STEP = {*Event.between(Event.STEP_BEGIN, Event.TRAIN_METRICS), Event.STEP_DONE}
+_OF_RECORDS = {Event.LOG_STEP, Event.LOG}
+_MUTED = {*Event.between(Event.STEP_BEGIN, Event.STEP_DONE)}
 """Events that a callback which is switched off does not receive. Those that open and close what it uses stay."""
 
 
@@ -295,8 +286,7 @@ class Dispatcher:
 
 
 def number_in_record(name: str, value: torch.Tensor, author: str) -> float:
-    """Return the number in a tensor that ``author`` has logged as ``name``. Raises CannotSave for several elements,
-    which neither a log nor a checkpoint can contain."""
+    """Return the number in a tensor that ``author`` has logged as ``name``. Raises CannotSave for several elements."""
     if value.numel() != 1:
         raise CannotSave(
             f"record key {name!r}: a tensor of shape {tuple(value.shape)}, logged by {author}; log a number, such as "
@@ -313,7 +303,7 @@ def raise_first(failures: Sequence[BaseException]) -> None:
 
 
 def note_failures(error: BaseException, others: Sequence[BaseException]) -> None:
-    """Add a note of each exception that was raised after ``error``, while its consequences were cleared up."""
+    """Add a note of each exception that was raised after ``error``."""
     for other in others:
         error.add_note(f"and during teardown: {type(other).__name__}: {other}")
 

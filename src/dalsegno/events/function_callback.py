@@ -16,10 +16,9 @@ from .table import Event
 Function = Callable[[Any], Any]
 """``f(ctx)``, like a handler without ``self``."""
 
+_BEFORE_COUNTED = {*Event.between(Event.STEP_BEGIN, Event.AFTER_SCHEDULER_STEP)}
 _ALSO_IN_EVALUATION = {Event.BEFORE_FORWARD, Event.AFTER_FORWARD}
-_EVENTS = list(Event)
-_BEFORE_COUNTED = set(_EVENTS[_EVENTS.index(Event.STEP_BEGIN) : _EVENTS.index(Event.STEP_END)])
-_AFTER_COUNTED = set(_EVENTS[_EVENTS.index(Event.STEP_END) : _EVENTS.index(Event.EPOCH_END)]) - {Event.PREDICT}
+_OF_STEPS = {*Event.between(Event.STEP_BEGIN, Event.SAVE)} - {Event.PREDICT} - _ALSO_IN_EVALUATION
 
 
 @overload
@@ -80,7 +79,7 @@ class FunctionCallback(Callback):
             ) from error
         if type(every) is not int or every < 1:
             raise ConfigurationError(f"{called}, every={every!r}): needs an integer of steps, at least 1")
-        if every > 1 and event not in (_BEFORE_COUNTED | _AFTER_COUNTED) - _ALSO_IN_EVALUATION:
+        if every > 1 and event not in _OF_STEPS:
             raise ConfigurationError(
                 f"{called}, every={every}): {event.handler} does not belong to a step; leave every= out"
             )

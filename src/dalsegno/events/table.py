@@ -68,6 +68,12 @@ class Event(Enum):
     EXCEPTION = "on_exception", ctx.ExceptionContext, "training ends with this exception"
     TRAIN_END = "on_train_end", ctx.TrainEndContext, "exactly once per leg, on every path"
 
+    @classmethod
+    def between(cls, first: Event, last: Event) -> list[Event]:
+        """Return these events and those between them, in the order of firing."""
+        events = list(cls)
+        return events[events.index(first) : events.index(last) + 1]
+
     def __new__(cls, handler: str, context: type[Context], fires: str) -> Event:
         member = object.__new__(cls)
         member._value_ = handler

@@ -187,7 +187,8 @@ def test_a_timeline_that_begins_while_a_batch_is_sent_sends_nothing_twice(tmp_pa
     batch = outbox.claim(500)
     outbox.replay_from(checkpoint)
     outbox.add(Text(2, 0.0, "sample", "now"))
-    outbox.handed_over(batch, stored=True)
+    outbox.handed_over(batch)
+    outbox.all_stored()
     assert [type(each).__name__ for each in outbox.claim(500).entries] == ["Return", "Text"]
     outbox.close()
 

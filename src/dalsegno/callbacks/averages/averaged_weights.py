@@ -45,8 +45,7 @@ class WeightAverages(FlaglessCallback):
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Swap the averages into the model: ``with ema.averaged():``. Must be entered on all ranks. Raises
-        ConfigurationError if averages of any callback are already swapped in, as in an evaluation; or if there are none
-        yet: nothing was restored, and no training has begun."""
+        ConfigurationError if there are none yet, or if averages of any callback are swapped in, as in an evaluation."""
         if self._model is None:
             raise ConfigurationError(f"{self.key}.averaged(): there is no average yet; call train() first")
         if not self._put_in_place():
@@ -66,8 +65,8 @@ class WeightAverages(FlaglessCallback):
         return self._averages if self._model is model else self._expect(model)
 
     def _expect(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return an average for each parameter that is now trained, by name, to be restored. A new one has no valid
-        value yet; if the parameters are others than those before, :meth:`_bind` binds them."""
+        """Return an average for each parameter that is now trained, by name. A new one has no valid value until it is
+        restored, or :meth:`_bind` binds it."""
         trained = {name: each for name, each in named_parameters(model) if each.requires_grad}
         if trained.keys() != self._averages.keys():
             self._model = None
@@ -83,8 +82,8 @@ class WeightAverages(FlaglessCallback):
     def _bind(self, model: nn.Module, *, were_saved: bool) -> None:
         """Bind the averages to the model; initialize new ones with the weights.
 
-        ``were_saved``: averages have been restored. A new one then lacks its past: that is logged, and it begins with
-        the next update, as that of a parameter which is trained only since the save.
+        ``were_saved``: averages have been restored. A new one lacks its past: that is logged, and it begins with the
+        next update.
         """
         if self._model is not model:
             self._expect(model)
@@ -105,7 +104,6 @@ class WeightAverages(FlaglessCallback):
             logger.warning(text, self.key, len(begun), min(begun))
 
     def _release(self) -> None:
-        """Release all tensors."""
         self._averages, self._unbegun, self._model, self._weights, self._local = {}, set(), None, [], []
         self._parameters, self._followed = [], []
 

@@ -9,14 +9,11 @@ from torch import Tensor, nn
 
 from dalsegno.callbacks.argument_checks import flag, number, whole
 from dalsegno.callbacks.averages.averaged_weights import WeightAverages
-from dalsegno.errors import ConfigurationError
 from dalsegno.events import contexts
 from dalsegno.stateful.schema import Count
 
 
 class EMAState(TypedDict):
-    """State that is saved with the averages."""
-
     updates: Count
 
 
@@ -41,9 +38,7 @@ class EMA(WeightAverages):
 
     def __init__(self, decay: float = 0.999, *, every: int = 1, warmup: bool = False, name: str | None = None) -> None:
         super().__init__(name)
-        self._decay = number("EMA", "decay", decay, least=0)
-        if decay >= 1:
-            raise ConfigurationError(f"EMA: decay={decay!r}; needs a number below 1: at 1 the average never moves")
+        self._decay = number("EMA", "decay", decay, least=0, under=1)
         self._every = whole("EMA", "every", every)
         self._warmup = flag("EMA", "warmup", warmup)
         self._updates = 0
@@ -74,7 +69,6 @@ class EMA(WeightAverages):
         self._is_evaluated = False
 
     def sharded_state(self, model: nn.Module) -> tuple[dict[str, Tensor], EMAState]:
-        """Return the averages by parameter name."""
         return self._follow(model), {"updates": self._updates}
 
     def tensors_to_load(self, model: nn.Module, rest: Any) -> dict[str, Tensor]:

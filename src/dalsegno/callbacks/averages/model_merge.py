@@ -20,8 +20,6 @@ logger = logging.getLogger("dalsegno")
 
 
 class ModelMergeState(TypedDict):
-    """State that is saved with the means."""
-
     merge_step: Count
     merged: Count
 

@@ -111,7 +111,11 @@ class DivergenceDetector(DivergenceCallback):
         if ctx.kind != self._kind:
             return
         if self._metric not in ctx.logs:
-            self._warn_missing(ctx)
+            if not self._warned_missing:
+                self._warned_missing = True
+                text = "%s: no %r in the %s record of step %d (it has %s); such records are ignored"
+                known = ", ".join(ctx.logs) or "nothing"
+                logger.warning(text, self.key, self._metric, self._kind, ctx.state.global_step, known)
             return
         value = float(ctx.logs[self._metric])
         is_number = math.isfinite(value)
@@ -127,18 +131,6 @@ class DivergenceDetector(DivergenceCallback):
 
     def load_state_dict(self, state: Any) -> None:
         self._divergence.load_state_dict(state)
-
-    def _warn_missing(self, ctx: contexts.LogContext) -> None:
-        if not self._warned_missing:
-            self._warned_missing = True
-            logger.warning(
-                "%s: no %r in the %s record of step %d (it has %s); such records are ignored",
-                self.key,
-                self._metric,
-                self._kind,
-                ctx.state.global_step,
-                ", ".join(ctx.logs) or "nothing",
-            )
 
 
 class CheckLoss(DivergenceCallback):

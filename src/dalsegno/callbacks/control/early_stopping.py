@@ -60,7 +60,10 @@ class EarlyStopping(Callback):
 
     def on_evaluate(self, ctx: contexts.EvaluateContext) -> None:
         if self._metric not in ctx.metrics:
-            self._note_missing(ctx)
+            if ctx.name in self._seen:  # every set has been evaluated, and none has the metric
+                known = {metric for metrics in self._seen.values() for metric in metrics}
+                raise UnknownName("EarlyStopping: metric", self._metric, sorted(known))
+            self._seen[ctx.name] = list(ctx.metrics)
             return
         self._seen = {}
         value, step = float(ctx.metrics[self._metric]), ctx.state.global_step
@@ -78,9 +81,3 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: Any) -> None:
         self._best, self._best_step, self._bad = state["best"], state["best_step"], state["bad"]
-
-    def _note_missing(self, ctx: contexts.EvaluateContext) -> None:
-        if ctx.name in self._seen:  # every set has been evaluated, and none has the metric
-            known = {metric for metrics in self._seen.values() for metric in metrics}
-            raise UnknownName("EarlyStopping: metric", self._metric, sorted(known))
-        self._seen[ctx.name] = list(ctx.metrics)

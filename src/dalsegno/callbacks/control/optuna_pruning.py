@@ -52,15 +52,11 @@ class OptunaPruning(Callback):
         if self._trial is None or self._metric not in ctx.metrics:
             return
         value, step = float(ctx.metrics[self._metric]), ctx.state.global_step
-        if step not in self._reported():  # by this trial before it was killed
+        reported = self._trial.study.get_trials(deepcopy=False)[self._trial.number].intermediate_values
+        if step not in reported:  # by this trial before it was killed
             self._trial.report(value, step)
         if math.isnan(value) or self._trial.should_prune():
             ctx.control.stop(f"trial {self._trial.number} is pruned: {self._metric} {value:g}", final=True)
-
-    def _reported(self) -> dict[int, float]:
-        trials = self._trial.study.get_trials(deepcopy=False)
-        values: dict[int, float] = trials[self._trial.number].intermediate_values
-        return values
 
     def raise_if_pruned(self, result: Any) -> None:
         """Raises optuna.TrialPruned if this callback has stopped the run, in this leg or an earlier one.

@@ -129,14 +129,10 @@ class TrainerControlCallback(FlaglessCallback):
         if token is None:
             logger.warning("%s: disable_auth=True: every user of this machine can stop this job", self.key)
         if not is_loopback(self._host) and self._tls is None:
-            logger.warning(
-                "%s: host=%r without certfile= and keyfile=: the token crosses the network in the clear",
-                self.key,
-                self._host,
-            )
+            text = "%s: host=%r without certfile= and keyfile=: the token crosses the network in the clear"
+            logger.warning(text, self.key, self._host)
 
-    def _give_up(self, error: BaseException) -> None:
-        """The server has failed. On its thread."""
+    def _give_up(self, error: BaseException) -> None:  # on the server's thread
         logger.warning("%s: the server ended (%s: %s); training continues", self.key, type(error).__name__, error)
         if self._registration is not None:
             self._registration.publish(self._host, None, None)
@@ -207,6 +203,5 @@ def log_path_of(callbacks: list[Callback]) -> Callable[[], Path | None] | None:
 
 def _described(trainer: contexts.TrainerLike) -> list[dict[str, Any]]:
     off = trainer.switched_off
-    return [
-        {"key": each.key, "class": type(each).__name__, "on": each.key not in off} for each in list(trainer.callbacks)
-    ]
+    callbacks = list(trainer.callbacks)
+    return [{"key": each.key, "class": type(each).__name__, "on": each.key not in off} for each in callbacks]

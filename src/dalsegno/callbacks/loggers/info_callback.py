@@ -74,7 +74,6 @@ class InfoCallback(Callback):
 
 
 def _print(what: str, text: str) -> None:
-    """Print a line after a label; further lines of the text are indented to align with it."""
     print(f"{what:<10} " + text.replace("\n", "\n" + " " * 11), flush=True)
 
 

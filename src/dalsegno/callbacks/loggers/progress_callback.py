@@ -62,8 +62,8 @@ class ProgressCallback(FlaglessCallback):
         whole("ProgressCallback", "header_interval", header_interval)
         self._use_tqdm = use_tqdm
         self._stream: TextIO | None = stream
-        self._columns = columns("ProgressCallback: step_columns", step_columns, default_step_columns())
-        self._final = columns("ProgressCallback: final_metrics", final_metrics, default_final_metrics())
+        self._columns = columns("ProgressCallback: step_columns", step_columns, STEP_COLUMNS)
+        self._final = columns("ProgressCallback: final_metrics", final_metrics, FINAL_METRICS)
         is_listed = isinstance(step_columns, Sequence)
         self._lines = Lines(stream, self._columns, header_interval, shows_absent=is_listed)
         self._display: Lines | Bar = self._lines
@@ -267,36 +267,29 @@ class Column:
         return f"{shown(value, self.fmt)}{self.suffix if value is not None else ''}"
 
 
-def default_step_columns() -> dict[str, Spec]:
-    """Return the columns of a training record that are shown by default, as far as they are logged."""
-    return {
-        "step": {"fmt": ".0f"},
-        "epoch": {"fmt": ".2f"},
-        "loss": {},
-        "grad_norm": {},
-        "learning_rate": {"fmt": ".2e"},
-        "tok_per_sec": {"fmt": ",.0f"},
-    }
-
-
-def default_final_metrics() -> dict[str, Spec]:
-    """Return the values of the final record that are shown by default."""
-    return {
-        "train_loss": {},
-        "train_runtime": {"fmt": ",.1f"},
-        "train_samples_per_second": {"fmt": ",.1f"},
-        "train_steps_per_second": {"fmt": ",.1f"},
-    }
+STEP_COLUMNS: Mapping[str, Spec] = {
+    "step": {"fmt": ".0f"},
+    "epoch": {"fmt": ".2f"},
+    "loss": {},
+    "grad_norm": {},
+    "learning_rate": {"fmt": ".2e"},
+    "tok_per_sec": {"fmt": ",.0f"},
+}
+"""Of a training record: shown by default, as far as they are logged."""
+FINAL_METRICS: Mapping[str, Spec] = {
+    "train_loss": {},
+    "train_runtime": {"fmt": ",.1f"},
+    "train_samples_per_second": {"fmt": ",.1f"},
+    "train_steps_per_second": {"fmt": ",.1f"},
+}
 
 
 def columns(argument: str, given: Specs | None, defaults: Mapping[str, Spec]) -> dict[str, Column]:
     """Return the columns that ``given`` asks for, by name: exactly the listed names, or the merged specifications."""
-    if given is None:
-        specs: Mapping[str, Spec] = defaults
-    elif isinstance(given, Mapping):
-        specs = merge_specs(defaults, given, "fmt")
+    if given is None or isinstance(given, Mapping):
+        specs = merge_specs(defaults, given or {}, "fmt")
     elif isinstance(given, Sequence) and not isinstance(given, str):
-        known = default_step_columns() | default_final_metrics()
+        known = {**STEP_COLUMNS, **FINAL_METRICS}
         specs = {name: known.get(name, {}) for name in given}
     else:
         raise ConfigurationError(f"{argument}={given!r}; needs a list of names, or a mapping of names to formats")

@@ -100,8 +100,8 @@ class TextgenCallback(RecordCallback):
         self.write(ctx, {"texts": texts})
         for index, text in enumerate(texts):
             whole_text = f"{text['prompt']}|{text['text']}"
-            if self._board is not None:
-                self._board.add_text(f"text/{index}", _as_code(whole_text), step)
+            if self._board is not None:  # as a code block of Markdown, which shows the text unchanged
+                self._board.add_text(f"text/{index}", "    " + whole_text.replace("\n", "\n    "), step)
             _say(f"{step:>9}  text: {_visible(whole_text)}")
 
     def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
@@ -117,7 +117,6 @@ class TextgenCallback(RecordCallback):
 
 
 def _texts(given: Sequence[str] | str | Path) -> list[str]:
-    """Raises ConfigurationError for anything but a list of strings; names the item that is not one."""
     is_file = isinstance(given, (str, Path))
     source = f"TextgenCallback: prompts={str(given)!r}" if is_file else "TextgenCallback: prompts"
     texts = _read(Path(given), source) if isinstance(given, (str, Path)) else given
@@ -143,7 +142,6 @@ def _read(path: Path, source: str) -> Any:
 
 
 def _checked_settings(settings: Any) -> Any:
-    """Check the settings that mean the same for every model."""
     if settings is None or hasattr(settings, "to_diff_dict"):  # transformers' GenerationConfig, which checks itself
         return settings
     if not isinstance(settings, Mapping):
@@ -168,11 +166,6 @@ def _visible(text: str) -> str:
     return f"\n{' ' * 17}".join(lines)
 
 
-def _as_code(text: str) -> str:
-    """Format as a Markdown code block, which shows the text unchanged."""
-    return "\n".join(f"    {line}" for line in text.split("\n"))
-
-
 def _say(text: str) -> None:
     """Print above a progress bar, if there is one; escape characters that the console's encoding lacks."""
     encoding = sys.stdout.encoding or "utf-8"
@@ -192,20 +185,24 @@ class TextGenerator:
     ``settings`` are those of transformers' GenerationConfig, or such a config; for other models, of :class:`Sampling`.
     """
 
-    def __init__(
-        self, model: nn.Module, tokenizer: Any, settings: Any, most: int, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any, settings: Any, most: int, dtype: torch.dtype | None) -> None:
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a multimodal processor
+        if not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode")):
+            raise ConfigurationError(
+                f"processing_class={tokenizer!r}: to generate text, give the trainer a tokenizer, something with "
+                f"encode and decode; for those of transformers: {how_to_install('text')}"
+            )
         self._model: Any = model
-        self._tokenizer = _tokenizer(tokenizer)
+        self._tokenizer = tokenizer
         self._most = most
         self._dtype = dtype
         self._device = device_of(model)
-        self._special = set(getattr(self._tokenizer, "all_special_ids", ()))
+        self._special = set(getattr(tokenizer, "all_special_ids", ()))
         is_of_transformers = getattr(model, "generation_config", None) is not None
         if is_of_transformers and callable(getattr(model, "generate", None)):
-            self._generate: Continue = _Generate(model, settings, self._device, self._tokenizer)
+            self._generate: Continue = _Generate(model, settings, self._device, tokenizer)
         else:
-            end = getattr(self._tokenizer, "eos_token_id", None)
+            end = getattr(tokenizer, "eos_token_id", None)
             self._generate = Sampler(model, Sampling.of(settings), self._device, end)
 
     def __call__(self, beginnings: Sequence[str], seed: int) -> list[str]:
@@ -248,16 +245,6 @@ class TextGenerator:
         return whole[len(prompt) :] if whole.startswith(prompt) else alone
 
 
-def _tokenizer(tokenizer: Any) -> Any:
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a multimodal processor
-    if not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode")):
-        raise ConfigurationError(
-            f"processing_class={tokenizer!r}: to generate text, give the trainer a tokenizer, something with encode "
-            f"and decode; for those of transformers: {how_to_install('text')}"
-        )
-    return tokenizer
-
-
 class _Generate:
     """Generates with transformers: all texts in one batch, padded on the left."""
 
@@ -287,13 +274,11 @@ class _Generate:
             synced_gpus=collectives.initialized(),  # a rank that has finished continues with the others
             **self._settings,
         )
-        begins = 0 if self._model.config.is_encoder_decoder else width
-        return [self._without_padding(row) for row in whole[:, begins:].tolist()]
-
-    def _without_padding(self, row: Ids) -> Ids:
-        while row and row[-1] == self._pad:
-            row.pop()
-        return row
+        rows: list[Ids] = whole[:, 0 if self._model.config.is_encoder_decoder else width :].tolist()
+        for row in rows:
+            while row and row[-1] == self._pad:
+                row.pop()
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,9 +356,8 @@ class Sampler:
         returned = self._model(ids)
         logits = returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", returned)
         if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape or logits.dim() != 3:
-            shape = (
-                f"a tensor of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(returned).__name__
-            )
+            kind = type(returned).__name__
+            shape = f"a tensor of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else kind
             raise ConfigurationError(
                 f"to generate text, {type(self._model).__name__} must have transformers' generate, or return logits "
                 f"when it is called with ids alone: (texts, length, vocabulary), as a tensor, as .logits or as "

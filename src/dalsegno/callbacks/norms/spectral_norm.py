@@ -6,7 +6,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, cast
+from typing import Annotated, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -49,8 +49,7 @@ class SpectralNorms:
     """
 
     def __init__(self, steps: int) -> None:
-        """``steps``: maximum number of iterations per measurement."""
-        self._steps = steps
+        self._steps = steps  # at most, per measurement
         self.vectors: dict[str, Tensor] = {}
         """Right singular vector found for each matrix: shape (columns,), fp32, equal on all ranks."""
         self.unfinished: dict[str, float] = {}
@@ -143,19 +142,13 @@ class _Matrices:
         root = largest.clamp(min=torch.finfo(torch.float32).tiny).log2().div(2).round().exp2()
         return cls(shard.name, names, shape, weight, shard.groups, is_split, device, root)
 
-    def times(self, vectors: Tensor) -> Tensor:
+    def times(self, vectors: Tensor, *, transposed: bool = False) -> Tensor:
         """Return Wv / root² for v of shape (matrices, columns): this rank's rows; if W is split otherwise, a summand of
-        all rows."""
-        return self._summand(self.weight, vectors, self.shape[0])
-
-    def transposed_times(self, products: Tensor) -> Tensor:
-        """Return this rank's summand of Wᵀp / root²."""
-        return self._summand(self.weight.mT, products, self.shape[1])
-
-    def _summand(self, weight: Tensor, vectors: Tensor, length: int) -> Tensor:
-        if not weight.numel():
+        all rows. Transposed: this rank's summand of Wᵀv / root²."""
+        length = self.shape[transposed]
+        if not self.weight.numel():
             return vectors.new_zeros(len(self.names), length)
-        weight = weight.float()
+        weight = (self.weight.mT if transposed else self.weight).float()
         vectors = vectors / self.root
         operand = vectors[0] if weight.dim() == 2 else vectors.unsqueeze(-1)
         if not isinstance(weight, DTensor):
@@ -186,14 +179,16 @@ def _gram_products(parameters: Sequence[_Matrices], vectors: Sequence[Tensor]) -
     whole = _combined([products[number] for number in split], [parameters[number].groups for number in split])
     for number, product in zip(split, whole, strict=True):
         products[number] = product
-    summands = [each.transposed_times(product) for each, product in zip(parameters, products, strict=True)]
+    summands = [each.times(product, transposed=True) for each, product in zip(parameters, products, strict=True)]
     return _combined(summands, [each.groups for each in parameters])
 
 
-class _Found:
-    def __init__(self, value: Tensor, vector: Tensor, residual: float) -> None:
-        """``value``: 0-dim, float64, on the CPU. ``residual``: relative to the value."""
-        self.value, self.vector, self.residual = value, vector, residual
+class _Found(NamedTuple):
+    value: Tensor
+    """0-dim, float64, on the CPU."""
+    vector: Tensor
+    residual: float
+    """Relative to the value."""
 
 
 class _Krylov:
@@ -252,13 +247,8 @@ def _combined(
     groups: Sequence[tuple[ProcessGroup, ...]],
     how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[Tensor]:
-    """Reduce each part over the ranks that share its tensor, in one collective.
-
-    Args:
-        parts: fp32, of any shape; on this rank.
-        groups: the process groups that each tensor is sharded over.
-        how: a sum, or a maximum.
-    """
+    """Reduce each part, fp32 of any shape, over the ranks that share its tensor, in one collective. ``groups``: those
+    that each tensor is sharded over."""
     reduced = list(parts)
     group = joint_group(groups)
     if group is None:

@@ -101,10 +101,8 @@ class _Counter(TorchDispatchMode):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
         result = _grouped(function, args, kwargs) if function in _GROUPED else function(*args, **kwargs)
-        if not (
-            self._is_backward and torch.is_grad_enabled()
-        ):  # else it is a recomputation by activation checkpointing
-            self.flops += _flops_of(function, args, kwargs, result)
+        is_recomputed = self._is_backward and torch.is_grad_enabled()  # by activation checkpointing
+        self.flops += 0 if is_recomputed else _flops_of(function, args, kwargs, result)
         return result
 
 
@@ -167,20 +165,16 @@ def _twice(formula: _Formula) -> _Formula:
 
 
 _ATTENTION_BACKWARD = _twice(_after_first(_attention))
-_KERNELS = ("flash", "efficient", "cudnn")
+_MATRIX = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_scaled_mm_v2", "_int_mm")
+_KERNELS = (
+    *("flash_attention", "efficient_attention", "cudnn_attention"),
+    *("flash_attention_for_cpu", "fused_attention_overrideable"),
+)
 _FORMULAS: Mapping[str, _Formula] = {
-    "aten::_grouped_mm": _matrix,
-    "aten::_scaled_grouped_mm": _matrix,
-    "aten::_scaled_grouped_mm_v2": _matrix,
-    "aten::_scaled_mm_v2": _matrix,
-    "aten::_int_mm": _matrix,
-    "aten::mv": _vector,
-    "aten::dot": _vector,
-    "aten::vdot": _vector,
-    "aten::addmv": _after_first(_vector),
-    "aten::addmv_": _after_first(_vector),
-    "aten::addbmm": _after_first(_matrix),
-    **dict.fromkeys(("aten::addmm_", "aten::baddbmm_", "aten::addbmm_"), _after_first(_matrix)),
+    **{f"aten::{name}": _matrix for name in _MATRIX},
+    **{f"aten::{name}": _after_first(_matrix) for name in ("addmm_", "addbmm", "addbmm_", "baddbmm_")},
+    **{f"aten::{name}": _vector for name in ("mv", "dot", "vdot")},
+    **{f"aten::{name}": _after_first(_vector) for name in ("addmv", "addmv_")},
     "aten::_cudnn_rnn": _recurrent,
     "aten::_cudnn_rnn_backward": _twice(_recurrent),
     "aten::mkldnn_rnn_layer": _recurrent_layer,
@@ -189,12 +183,8 @@ _FORMULAS: Mapping[str, _Formula] = {
     "transformers::grouped_mm_fallback_backward": _twice(_after_first(_matrix)),
     "flex_attention": _attention,
     "flex_attention_backward": _twice(_attention),
-    **{f"aten::_scaled_dot_product_{kernel}_attention": _attention for kernel in _KERNELS},
-    **{f"aten::_scaled_dot_product_{kernel}_attention_backward": _ATTENTION_BACKWARD for kernel in _KERNELS},
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _ATTENTION_BACKWARD,
-    "aten::_scaled_dot_product_fused_attention_overrideable": _attention,
-    "aten::_scaled_dot_product_fused_attention_overrideable_backward": _ATTENTION_BACKWARD,
+    **{f"aten::_scaled_dot_product_{kernel}": _attention for kernel in _KERNELS},
+    **{f"aten::_scaled_dot_product_{kernel}_backward": _ATTENTION_BACKWARD for kernel in _KERNELS},
 }
 """Formulas by operation, for those that torch's table lacks or counts differently."""
 
@@ -206,9 +196,7 @@ _WITHOUT_FORMULA = {"aten::_trilinear", "aten::miopen_rnn", "aten::_weight_int4p
 _LARGEST_KEPT = 1 << 20  # elements
 
 _NO_HOOKS = {name: value for name, value in vars(nn.Module()).items() if "hooks" in name}
-_GLOBAL_HOOKS = [
-    value for name, value in vars(torch_modules).items() if name.startswith("_global_") and "hooks" in name
-]
+_GLOBAL_HOOKS = [each for name, each in vars(torch_modules).items() if name.startswith("_global_") and "hooks" in name]
 
 
 def shadow_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -273,9 +261,8 @@ def _without_data(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 def _class_of(module: nn.Module) -> type[nn.Module]:
     """Return the module's class; for FSDP2's derived class, the original one."""
-    return next(
-        each for each in type(module).__mro__ if issubclass(each, nn.Module) and not issubclass(each, FSDPModule)
-    )
+    kinds = (each for each in type(module).__mro__ if issubclass(each, nn.Module))
+    return next(each for each in kinds if not issubclass(each, FSDPModule))
 
 
 def _inside(module: nn.Module) -> nn.Module | None:

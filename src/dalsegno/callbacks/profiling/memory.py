@@ -96,9 +96,8 @@ class PeakMemory(FlaglessCallback):
     def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind not in ("train", "final"):
             return
-        self._peaks = [
-            int(peak) for (peak,) in collectives.gather_floats([float(peak_memory(self._device))], "PeakMemory")
-        ]
+        of_ranks = collectives.gather_floats([float(self.max_allocated)], "PeakMemory")
+        self._peaks = [int(peak) for (peak,) in of_ranks]
         if self.do_log and ctx.kind == "train":
             ctx.logs["rank_peak_mem"] = self._peaks
 
@@ -111,7 +110,7 @@ class PeakMemory(FlaglessCallback):
         here = collectives.rank()
         peaks = self._peaks if ctx.reason != "exception" else []  # the other ranks may be gone
         if here == 0 or not peaks:
-            for rank, peak in enumerate(peaks) if peaks else [(here, peak_memory(self._device))]:
+            for rank, peak in enumerate(peaks) if peaks else [(here, self.max_allocated)]:
                 print(f"peak memory of rank {rank}: {peak / 2**30:.3f} GiB", flush=True)
         if self.show_details and (summary := accelerator.memory_summary(self._device)) is not None:
             print(summary, flush=True)

@@ -58,9 +58,8 @@ class ProfilerCallback(FlaglessCallback):
         self._num_steps = whole("ProfilerCallback", "num_steps", num_steps)
         self._warmup = min(whole("ProfilerCallback", "warmup_steps", warmup_steps, least=0), start_step)
         self._rank = None if rank is None else whole("ProfilerCallback", "rank", rank, least=0)
-        self._output_dir = (
-            None if output_dir is None else folder("ProfilerCallback", "output_dir", output_dir).absolute()
-        )
+        given = None if output_dir is None else folder("ProfilerCallback", "output_dir", output_dir)
+        self._output_dir = None if given is None else given.absolute()
         self._with_stack = flag("ProfilerCallback", "with_stack", with_stack)
         self._with_flops = flag("ProfilerCallback", "with_flops", with_flops)
         self._record_shapes = flag("ProfilerCallback", "record_shapes", record_shapes)

@@ -82,7 +82,7 @@ class Outbox:
         try:
             content = json.loads(self._cursor_path.read_bytes())
             self._stored, self._handed, self._timeline = (
-                int(content[name]) for name in ("stored", "handed", "timeline")
+                int(content[each]) for each in ("stored", "handed", "timeline")
             )
         except FileNotFoundError:
             return
@@ -112,7 +112,8 @@ class Outbox:
             position = self._end
         self._last_step = self._step_before(position)
         self._cards = self._find_cards()
-        self._replay = self._ordered(position)
+        entries = self._read(position, self._end, self._descriptor)
+        self._replay = (each for each in entries if not isinstance(each[1], (Card, Return)))
         self._expect_next()
 
     def add(self, entry: Entry) -> None:
@@ -155,9 +156,8 @@ class Outbox:
             was_handed = self._handed > begin
             filesystem.truncate(self._descriptor, begin, self._path)
             self._end = self._front = begin
-            self._stored, self._handed, self._begin, self._uncertain = (
-                min(each, begin) for each in (self._stored, self._handed, self._begin, self._uncertain)
-            )
+            self._stored, self._handed = min(self._stored, begin), min(self._handed, begin)
+            self._begin, self._uncertain = min(self._begin, begin), min(self._uncertain, begin)
             self._claimed = min(self._claimed, begin)
             self._timeline += was_handed
             self._write_cursor()
@@ -206,16 +206,11 @@ class Outbox:
                 self._write_cursor()
         return Batch(entries, uncertain, begin, end)
 
-    def handed_over(self, batch: Batch, *, stored: bool) -> None:
-        """Continue after ``batch``, or after what a timeline that has begun meanwhile has left of it. ``stored``: the
-        tracker has stored it; else it may still lose it."""
+    def handed_over(self, batch: Batch) -> None:
+        """Continue after ``batch``, or after what a timeline that has begun meanwhile has left of it."""
         with self._changed:
-            if self._is_closed:
-                return
-            self._begin = min(batch.end, self._claimed)
-            if stored:
-                self._stored = self._begin
-                self._write_cursor()
+            if not self._is_closed:
+                self._begin = min(batch.end, self._claimed)
 
     def all_stored(self) -> None:
         """The tracker has stored everything that was handed over."""
@@ -249,13 +244,12 @@ class Outbox:
 
     def _whole_lines(self) -> int:
         """Return the length of the file without a line that a kill has torn, which is removed."""
-        size = os.fstat(self._descriptor).st_size
-        begin = size
-        while begin and os.pread(self._descriptor, 1, begin - 1) != b"\n":
-            begin -= 1
-        if begin < size:
-            filesystem.truncate(self._descriptor, begin, self._path)
-        return begin
+        size = end = os.fstat(self._descriptor).st_size
+        while end and os.pread(self._descriptor, 1, end - 1) != b"\n":
+            end -= 1
+        if end < size:
+            filesystem.truncate(self._descriptor, end, self._path)
+        return end
 
     def _lines(self, begin: int, end: int, descriptor: int) -> Iterator[tuple[int, bytes]]:
         """Yield the position of each line, and the line."""
@@ -276,10 +270,6 @@ class Outbox:
                 yield position, from_line(line)
             except StateMismatch as error:
                 logger.warning("%s: a line is skipped: %s", self._path, error)
-
-    def _ordered(self, position: int) -> Iterator[tuple[int, Entry]]:
-        entries = self._read(position, self._end, self._descriptor)
-        return (each for each in entries if not isinstance(each[1], (Card, Return)))
 
     def _find_cards(self) -> set[int]:
         mark = to_line(Card(0, 0.0, "", ""))[:15]
@@ -366,7 +356,9 @@ class Sender:
                     self._tracker.return_to(cast(Return, point))
             else:
                 self._tracker.send(list(some))
-        self._outbox.handed_over(batch, stored=self._tracker.stores_at_once)
+        self._outbox.handed_over(batch)
+        if self._tracker.stores_at_once:
+            self._outbox.all_stored()
         if self._failures:
             logger.info("%s: the tracker answers again", self._name)
             self._failures = 0

@@ -121,24 +121,21 @@ class ExpertLoadBalance(FlaglessCallback):
         while self._handles:
             self._handles.pop().remove()
 
-    def _current_batch(self) -> Any:
-        """Return the batch whose forward pass is counted; None if there is none."""
-        if not self._batches:
-            return None
-        number = running_microbatch() if self._is_cut else -1  # a pipeline's recomputation of activations is in none
-        return None if number is None else self._batches[number]
-
     def _counter(self, name: str, config: Any) -> Any:
         masked_by = "attention_mask"
         if getattr(config, "is_encoder_decoder", False) and "decoder" in name.split("."):
             masked_by = "decoder_attention_mask"
 
         def count(module: nn.Module, args: Any, outputs: Any) -> None:
-            batch = self._current_batch()
-            if batch is None or not torch.is_grad_enabled():
+            if not self._batches or not torch.is_grad_enabled():
+                return
+            number = running_microbatch() if self._is_cut else -1  # a pipeline's recomputation is in none
+            batch = None if number is None else self._batches[number]
+            if batch is None:
                 return
             try:
-                sent = routed(module, outputs, self._top_k or experts_of_a_token(module, config))
+                top_k = self._top_k or _attribute(_TOP_K, module) or _attribute(_TOP_K, config) or 1
+                sent = routed(module, outputs, top_k)
             except ValueError as error:
                 raise ConfigurationError(
                     f"ExpertLoadBalance: {name} {error}; router={self._router.pattern!r} must match routers only"
@@ -178,7 +175,6 @@ class LoadSums:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """``device``: of the loads."""
         self._device = device
         self._run: dict[str, int] = {}  # number of experts of each router that this rank has run
         self._experts: dict[str, int] = {}  # of each router of all ranks, in the same order on all
@@ -214,11 +210,6 @@ class LoadSums:
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "n_experts")
 _TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
 """Common attribute names, mostly of Hugging Face's models, for the numbers of experts and of experts per token."""
-
-
-def experts_of_a_token(router: nn.Module, config: Any) -> int:
-    """Return the number of experts per token from the router's attributes, else from ``config``; else 1."""
-    return _attribute(_TOP_K, router) or _attribute(_TOP_K, config) or 1
 
 
 def routed(router: nn.Module, outputs: Any, top_k: int) -> Tensor:
