@@ -1,7 +1,8 @@
 """The built-in callbacks.
 
 Each is imported on first use: a run that uses ten of them does not wait for all. Each raises ConfigurationError for an
-argument that cannot work; the message names it.
+argument that cannot work, for a library that is not installed, and before the first step of a run in which it cannot do
+what it is for; UnknownName for a name that does not exist, with the nearest that does. The message names the argument.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Policies: when to save, which checkpoints to keep, how to recover. Here: their base classes, and their notation.
 
+Each raises ConfigurationError for a value that cannot work.
+
 The notation is Python's own, so that a policy looks the same in a program, a log and a configuration file::
 
     Every(steps=500) | Every(minutes=30) | OnBest()

@@ -132,11 +132,7 @@ class EveryNth(Retention):
 
 
 class Steps(ListedSteps, Retention):
-    """Keep exactly these, permanently: ``Steps(1, 2, 4, 8)``. ``save=AtSteps(1, 2, 4, 8)`` saves there.
-
-    Raises:
-        ConfigurationError: if no step is given, or one is not an integer of at least 1.
-    """
+    """Keep exactly these, permanently: ``Steps(1, 2, 4, 8)``. ``save=AtSteps(1, 2, 4, 8)`` saves there."""
 
     __slots__ = ()
 

@@ -57,9 +57,6 @@ class Every(SaveTrigger):
 
     Steps and epochs are pure functions of the position in the run, so a resumed run saves exactly where an
     uninterrupted one does. ``seconds`` and ``minutes`` (their sum counts) use rank 0's clock and restart with each leg.
-
-    Raises:
-        ConfigurationError: if a number is negative, or steps or epochs are not integers.
     """
 
     steps: int = 0
@@ -91,11 +88,7 @@ class Every(SaveTrigger):
 
 
 class AtSteps(ListedSteps, SaveTrigger):
-    """Due after exactly these numbers of optimizer steps: ``AtSteps(100, 1000, 10_000)``.
-
-    Raises:
-        ConfigurationError: if no step is given, or one is not an integer of at least 1.
-    """
+    """Due after exactly these numbers of optimizer steps: ``AtSteps(100, 1000, 10_000)``."""
 
     __slots__ = ()
 
@@ -164,9 +157,6 @@ class InMemory(Policy):
 
     ``copies``: number of other hosts that keep a copy of what this host's ranks save, so that the run also resumes from
     memory after that many neighbouring hosts are lost. Each takes as much memory again.
-
-    Raises:
-        ConfigurationError: if a number is negative, or not an integer.
     """
 
     steps: int = 0

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dalsegno.callbacks.argument_checks import flag, number, whole
 from dalsegno.callbacks.averages.averaged_weights import WeightAverages
+from dalsegno.errors import ConfigurationError
 from dalsegno.events import contexts
 from dalsegno.stateful.schema import Count
 
@@ -38,7 +39,9 @@ class EMA(WeightAverages):
 
     def __init__(self, decay: float = 0.999, *, every: int = 1, warmup: bool = False, name: str | None = None) -> None:
         super().__init__(name)
-        self._decay = number("EMA", "decay", decay, least=0, under=1)
+        self._decay = number("EMA", "decay", decay, least=0)
+        if decay >= 1:
+            raise ConfigurationError(f"EMA: decay={decay!r}; needs a number below 1: at 1 the average never moves")
         self._every = whole("EMA", "every", every)
         self._warmup = flag("EMA", "warmup", warmup)
         self._updates = 0

@@ -30,18 +30,14 @@ class ModelMerge(WeightAverages):
     Covers the same parameters as ``EMA``; the means are sharded, saved and resharded like its averages, and
     ``export_model(..., average="ModelMerge")`` writes them. Tensors are allocated when the first window begins, and
     replaced when the next one does. Training and evaluations use the weights themselves; ``with merge.averaged():``
-    swaps in the merged ones.
+    swaps in the merged ones. Windows must not overlap, since there is one mean at a time, and a checkpoint must be due
+    at each merge step.
 
     Args:
         steps: one or several merge steps. None: the run's last step.
         window: number of steps up to a merge step, including it, that are averaged; fewer if the run has fewer.
         every: steps between averaged steps; a merge step is always averaged.
         name: the callback's key, and the merged weights' name in checkpoints; None: the class's name.
-
-    Raises:
-        ConfigurationError: for an invalid value, or for windows that overlap: a ``ModelMerge`` has one mean at a time.
-            When training begins: if no checkpoint will be saved at a merge step, or if the last step is needed and
-            unknown.
     """
 
     state_schema = ModelMergeState

@@ -73,11 +73,7 @@ class ScopedFlags(FlaglessCallback):
         ScopedFlags({"cuda.matmul.allow_tf32": True, "cudnn.benchmark": True})
 
     Args:
-        flags: values by name below ``torch.backends``; a value must have the flag's type.
-
-    Raises:
-        UnknownName: for an unknown flag; the message names the nearest.
-        ConfigurationError: for a value of another type.
+        flags: values by name below ``torch.backends``, of the flags' types.
     """
 
     def __init__(self, flags: Mapping[str, Any]) -> None:

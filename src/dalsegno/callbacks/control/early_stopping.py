@@ -24,15 +24,12 @@ class EarlyStopping(Callback):
     ``train(continue_stopped=True)`` is called; the count then starts again. NaN does not count as an improvement.
 
     Args:
-        metric: name of an evaluation metric, with or without ``eval_``.
+        metric: name of an evaluation metric, with or without ``eval_``; the first evaluation raises UnknownName if no
+            set has it.
         patience: number of consecutive evaluations without an improvement that stops training.
         min_delta: an improvement must exceed this, in the metric's unit.
         mode: ``"min"`` for a metric that should fall, ``"max"`` for one that should rise.
         name: the key of its state in checkpoints; None: the class's name.
-
-    Raises:
-        ConfigurationError: for an invalid value; when training begins, if there is no evaluation set.
-        UnknownName: at the first evaluation, if no evaluation set has the metric; the message names the nearest.
     """
 
     needs_evaluations = True

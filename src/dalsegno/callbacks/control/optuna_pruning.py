@@ -32,10 +32,6 @@ class OptunaPruning(Callback):
         trial: on ranks other than 0, None.
         metric: name of an evaluation metric, with or without ``eval_``.
         name: the key in messages; None: the class's name.
-
-    Raises:
-        ConfigurationError: if optuna is not installed, or for an invalid value; when training begins, if there is no
-            evaluation set.
     """
 
     ranks = "zero"

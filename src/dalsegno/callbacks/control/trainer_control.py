@@ -39,13 +39,10 @@ class TrainerControlCallback(FlaglessCallback):
         host: address to listen on; None: ``127.0.0.1``, which only this machine reaches.
         auth_token: bearer token that clients send, of at least 16 characters; None: 32 random bytes, which clients of
             the same user read from a private file.
-        disable_auth: answer without a token; for addresses that only this machine reaches. Other users of the machine
-            can then control the job, so a warning is logged.
+        disable_auth: answer without a token; refused on an address that other machines reach. Other users of the
+            machine can then control the job, so a warning is logged.
         certfile: TLS certificate in PEM; None: plain HTTP.
         keyfile: its key.
-
-    Raises:
-        ConfigurationError: for a value that cannot work, or ``disable_auth`` on an address that other machines reach.
     """
 
     ranks = "zero"

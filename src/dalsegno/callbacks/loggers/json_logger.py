@@ -129,10 +129,7 @@ class JsonLogger(RecordCallback):
         path: relative to ``output_dir``; None: ``logs/train.jsonl``. With the suffix ``.json`` the file is a JSON array
             that is valid after every record, with ``.jsonl`` it has one record per line.
         name: the key of its state in checkpoints; None: the class's name.
-        header: further entries of the first record, as JSON values.
-
-    Raises:
-        ConfigurationError: for a header key that is part of every record.
+        header: further entries of the first record, as JSON values; not those of every record.
     """
 
     ranks = "zero"

@@ -32,10 +32,6 @@ class Notify(FlaglessCallback):
     Args:
         urls: one or several addresses in apprise's form.
         on: one or several of ``begin``, ``evaluate``, ``save``, ``end``, ``exception``.
-
-    Raises:
-        ConfigurationError: for an address that apprise does not understand, or if apprise is not installed.
-        UnknownName: for an unknown value of ``on``; the message names the nearest.
     """
 
     ranks = "zero"

@@ -24,11 +24,7 @@ class LogOptimizerParamGroup(FlaglessCallback):
     made: the learning rate is that of the next update.
 
     Args:
-        keys: names of settings, such as ``["lr", "weight_decay"]``, or a single name.
-
-    Raises:
-        ConfigurationError: if there is no key, or a key is not a string.
-        UnknownName: when training begins, if no group has the setting; the message names the nearest.
+        keys: names of settings, such as ``["lr", "weight_decay"]``, or a single name; one that no group has is refused.
     """
 
     def __init__(self, keys: str | Iterable[str]) -> None:
@@ -125,9 +121,6 @@ class LogLosses(FlaglessCallback):
     Args:
         tokens: (batch) → number of tokens whose mean the batch's loss is. None: the ``labels`` other than -100, without
             each row's first for a model of Hugging Face's that predicts the next token, which leaves it out.
-
-    Raises:
-        ConfigurationError: if ``tokens`` is not a function.
     """
 
     state_scope = "per_rank"

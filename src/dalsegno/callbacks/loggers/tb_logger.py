@@ -68,9 +68,6 @@ class TBLogger(FlaglessCallback):
         experiment_info: a text in Markdown, or a mapping of titles to such texts or to JSON values; written once per
             run.
         name: the key of its state in checkpoints; None: the class's name.
-
-    Raises:
-        ConfigurationError: for a curve that is not specified in this way, or a writer without these methods.
     """
 
     ranks = "zero"

@@ -33,9 +33,6 @@ class GradHistogram(RecordCallback):
         summary_writer: also gets each histogram, as ``gradients/<parameter>``, over log2 |g|: a logger of a tracker or
             a :class:`ResumableSummaryWriter` that is also among the trainer's callbacks, or any object with torch's
             ``add_histogram_raw``.
-
-    Raises:
-        ConfigurationError: if ``every`` is not an integer, or for a writer without this method.
     """
 
     def __init__(self, every: int = 100, summary_writer: Any = None) -> None:

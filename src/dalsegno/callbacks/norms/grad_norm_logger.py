@@ -33,12 +33,8 @@ class GradNormLogger(RecordCallback):
     Args:
         pattern: a regular expression, searched in parameters' names. Only gradients of matching parameters are measured
             and written; None: all.
-        path: relative to ``output_dir``; None: ``logs/gradient_norms.jsonl``. With the suffix ``.json`` the file is a
-            JSON array that is valid after every record, with ``.jsonl`` it has one record per line.
+        path: that of the log, as of :class:`JsonLogger`; None: ``logs/gradient_norms.jsonl``.
         name: the key of its state in checkpoints; None: the class's name.
-
-    Raises:
-        ConfigurationError: for an invalid value; when training begins, if no name matches ``pattern``.
     """
 
     state_schema = GradNormState

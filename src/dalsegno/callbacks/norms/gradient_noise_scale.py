@@ -32,15 +32,12 @@ class GradientNoiseScale(FlaglessCallback):
     loss, with any ``loss_weight``. Single estimates scatter widely, so each is averaged exponentially, over the whole
     run and every resume, and the ratio of the averages is logged while it is positive.
 
-    Measures steps with a record. Skips a step with a single micro-batch, and one with NaN or infinity.
+    Measures steps with a record. Skips a step with a single micro-batch, and one with NaN or infinity. Refused without
+    gradient accumulation; with sharded weights, whose gradients exist on no rank before the reduction; and with
+    ``fuse_optim_with_backward``, where they are freed before the end of the step.
 
     Args:
         decay: factor of the averages at each new estimate, from 0 to below 1.
-
-    Raises:
-        ConfigurationError: for an invalid value. When training begins: without gradient accumulation; with sharded
-            weights, whose gradients exist on no rank before the reduction; or with ``fuse_optim_with_backward``, where
-            they are freed before the end of the step.
     """
 
     state_schema = NoiseScaleState

@@ -118,8 +118,7 @@ class ParameterNormLogger(RecordCallback):
         log_norms: write ``norms``.
         log_spectral_norms: write ``spectral_norms``.
         power_iter_steps: maximum number of iterations per evaluation.
-        path: relative to ``output_dir``; None: ``logs/parameter_norms.jsonl``. With the suffix ``.json`` the file is a
-            JSON array that is valid after every record, with ``.jsonl`` it has one record per line.
+        path: that of the log, as of :class:`JsonLogger`; None: ``logs/parameter_norms.jsonl``.
         name: the key of its state in checkpoints; None: the class's name.
     """
 

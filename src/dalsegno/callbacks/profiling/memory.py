@@ -184,9 +184,6 @@ class GPUMonitor(FlaglessCallback):
 
     They are what NVIDIA's driver has measured last, over up to a second, as ``nvidia-smi`` shows it. What it does not
     report is left out. On other devices nothing is logged, which a warning says.
-
-    Raises:
-        ConfigurationError: when training begins on NVIDIA's GPUs, if ``nvidia-ml-py`` is not installed.
     """
 
     def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:

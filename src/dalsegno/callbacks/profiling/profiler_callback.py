@@ -24,7 +24,7 @@ class ProfilerCallback(FlaglessCallback):
 
     Writes a Chrome trace, ``…-rank-00000.trace.json.gz`` (open it at https://ui.perfetto.dev), and a table of the
     operations that took the longest, ``…-rank-00000.txt``, which is also printed. If training ends while the profiler
-    runs, both cover the steps until then.
+    runs, both cover the steps until then. Refused where Python's allocations are traced (``TraceMalloc``).
 
     Args:
         start_step: number of the leg's steps before the first profiled step; a leg's first steps are slower than
@@ -38,9 +38,6 @@ class ProfilerCallback(FlaglessCallback):
         warmup_steps: number of steps before ``start_step`` that already run under the profiler, and are left out, since
             the profiler is slow at its start. At most ``start_step``.
         rank: the rank that profiles; None: every rank, each with separate files. For hundreds of ranks that is a lot.
-
-    Raises:
-        ConfigurationError: before the first step, if Python's allocations are traced on the rank that profiles.
     """
 
     def __init__(

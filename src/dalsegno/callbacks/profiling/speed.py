@@ -89,10 +89,6 @@ class DefaultMetrics(UtilizationCallback):
         peak_hardware_flops: peak of the only device in FLOP/s, for the training's dtype; refused on several ranks.
         peak_flops_per_device: peak of each rank's device. None of the three: the known peak, in bf16 or fp16.
         peak_flops_in_total: peak of all ranks' devices together.
-
-    Raises:
-        ConfigurationError: for a peak that is not a number over 0, for several of them, and before the first step for
-            ``peak_hardware_flops`` on several ranks.
     """
 
     _device = torch.device("cpu")
@@ -150,7 +146,7 @@ class FlopUtilization(UtilizationCallback):
     - ``mfu``: ``flops_per_second`` over the peak of all ranks' devices, where the peak is known; the same value that
       ``DefaultMetrics`` adds.
 
-    Arguments and errors are those of :class:`DefaultMetrics`.
+    Arguments are those of :class:`DefaultMetrics`.
     """
 
     _counts_always = True

@@ -113,9 +113,6 @@ class MLflowLogger(TrackerLogger):
             ``Every(steps=1000)``, or that as text; None: of none.
         wait_s: seconds that the end of training waits for MLflow.
         name: the key of its state in checkpoints; None: the class's name.
-
-    Raises:
-        ConfigurationError: if mlflow is not installed, or for an invalid value.
     """
 
     package = "mlflow"

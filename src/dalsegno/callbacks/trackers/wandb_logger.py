@@ -147,9 +147,6 @@ class WandbLogger(TrackerLogger):
             as text; None: of none.
         wait_s: seconds that the end of training waits for W&B.
         name: the key of its state in checkpoints; None: the class's name.
-
-    Raises:
-        ConfigurationError: if wandb is not installed, or for an invalid value.
     """
 
     package = "wandb"

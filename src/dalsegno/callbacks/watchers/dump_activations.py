@@ -31,9 +31,6 @@ class DumpActivations(FlaglessCallback):
         outdir: directory, relative to ``output_dir``.
         buffer_steps: number of steps in one file.
         modules: regular expression, searched in modules' names; modules that do not match are left out. None: all.
-
-    Raises:
-        ConfigurationError: for an invalid value; when training begins, if no module's name matches.
     """
 
     def __init__(self, outdir: str | Path = "activations", buffer_steps: int = 1, modules: str | None = None) -> None:

@@ -49,9 +49,6 @@ class ExpertLoadBalance(FlaglessCallback):
         top_k: experts per token, for routers that output scores only. None: from the router or the model's ``config``
             (``top_k``, ``num_experts_per_tok``, ...), else 1.
         name: the key of its state in checkpoints; None: the class's name.
-
-    Raises:
-        ConfigurationError: for an invalid value; when training begins, if no module's name matches.
     """
 
     state_schema = ExpertLoadState
