@@ -262,24 +262,19 @@ def components_of(callbacks: Iterable[Callback]) -> list[Component]:
     ]
 
 
-_global: dict[int, tuple[Callback, int]] = {}  # id → callback and its number of registrations
+_global: list[Callback] = []  # each as often as it is registered
 
 
 def global_callbacks() -> list[Callback]:
     """Return the callbacks registered for every run, in order of registration."""
-    return [callback for callback, _ in _global.values()]
+    return list({id(callback): callback for callback in _global}.values())
 
 
 def register_globally(callback: Callback) -> None:
     """Register ``callback`` once more for every run; it takes as many unregistrations to remove it."""
-    _, count = _global.get(id(callback), (callback, 0))
-    _global[id(callback)] = (callback, count + 1)
+    _global.append(callback)
 
 
 def unregister_globally(callback: Callback) -> None:
-    """Undo one registration."""
-    _, count = _global[id(callback)]
-    if count == 1:
-        del _global[id(callback)]
-    else:
-        _global[id(callback)] = (callback, count - 1)
+    """Undo one registration, the last one."""
+    del _global[max(number for number, each in enumerate(_global) if each is callback)]

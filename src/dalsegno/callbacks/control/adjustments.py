@@ -103,19 +103,16 @@ class ScopedFlags(FlaglessCallback):
 def _place(name: str) -> tuple[Any, str]:
     """Return the module or object that has the flag, and the flag's attribute name."""
     owner: Any = torch.backends
-    *path, attribute = name.split(".")
-    for step in path:
-        _require(owner, step, name)
-        owner = getattr(owner, step)
-    _require(owner, attribute, name)
-    return owner, attribute
-
-
-def _require(owner: Any, attribute: str, name: str) -> None:
-    if attribute.startswith("_") or not hasattr(owner, attribute):
-        before = name.rpartition(attribute)[0]
-        known = {each for each in (*dir(owner), *dir(type(owner))) if not each.startswith("_")}
-        raise UnknownName("ScopedFlags: flag", name, sorted(f"{before}{each}" for each in known))
+    found = owner
+    step = ""
+    for step in name.split("."):
+        owner = found
+        if step.startswith("_") or not hasattr(owner, step):
+            before = name.rpartition(step)[0]
+            known = {each for each in (*dir(owner), *dir(type(owner))) if not each.startswith("_")}
+            raise UnknownName("ScopedFlags: flag", name, sorted(f"{before}{each}" for each in known))
+        found = getattr(owner, step)
+    return owner, step
 
 
 class GarbageCollection(FlaglessCallback):

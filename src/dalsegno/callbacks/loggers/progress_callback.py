@@ -175,20 +175,18 @@ class Lines:
         print(line, file=self._stream or sys.stdout, flush=True)
 
 
-class _Tqdm(tqdm):  # type: ignore[misc]  # tqdm has no types
-    monitor_interval = 0  # no monitor thread, which would outlive training
-
-
-class Bar:
+class Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
     """A tqdm bar of the steps done, followed by the last record's values.
 
     First drawn after the first step, so that earlier prints do not break it.
     """
 
+    monitor_interval = 0  # no monitor thread, which would outlive training
+
     def __init__(self, stream: TextIO | None, wanted: Mapping[str, Column], done: int, planned: int) -> None:
         self._stream = stream
         self._wanted = {key: column for key, column in wanted.items() if key != "step"}
-        self._bar = _Tqdm(
+        super().__init__(
             total=planned if planned > 0 else None,
             initial=done,
             unit="step",
@@ -201,19 +199,16 @@ class Bar:
 
     def advance(self, step: int, planned: int) -> None:
         """Show that ``step`` of ``planned`` steps (-1: unknown) are done. Called after each step: must be cheap."""
-        self._bar.total = planned if planned > 0 else None  # a command may change it
-        self._bar.update(step - self._bar.n)
+        self.total = planned if planned > 0 else None  # a command may change it
+        self.update(step - self.n)
 
     def record(self, values: Mapping[str, Any], outlook: str) -> None:
         """A bar has an outlook of its own."""
         texts = [f"{column.label} {column.text(values[key])}" for key, column in self._wanted.items() if key in values]
-        self._bar.set_postfix_str(", ".join(texts), refresh=False)
+        self.set_postfix_str(", ".join(texts), refresh=False)
 
     def say(self, line: str) -> None:
-        self._bar.write(line, file=self._stream or sys.stdout)
-
-    def close(self) -> None:
-        self._bar.close()
+        self.write(line, file=self._stream or sys.stdout)
 
 
 def _aligned(cells: Iterable[tuple[Column, str]]) -> str:

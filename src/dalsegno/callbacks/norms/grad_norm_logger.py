@@ -33,7 +33,7 @@ class GradNormLogger(RecordCallback):
     Args:
         pattern: a regular expression, searched in parameters' names. Only gradients of matching parameters are measured
             and written; None: all.
-        path: that of the log, as of :class:`JsonLogger`; None: ``logs/gradient_norms.jsonl``.
+        path: of the log, as for :class:`JsonLogger`; None: ``logs/gradient_norms.jsonl``.
         name: the key of its state in checkpoints; None: the class's name.
     """
 

@@ -118,7 +118,7 @@ class ParameterNormLogger(RecordCallback):
         log_norms: write ``norms``.
         log_spectral_norms: write ``spectral_norms``.
         power_iter_steps: maximum number of iterations per evaluation.
-        path: that of the log, as of :class:`JsonLogger`; None: ``logs/parameter_norms.jsonl``.
+        path: of the log, as for :class:`JsonLogger`; None: ``logs/parameter_norms.jsonl``.
         name: the key of its state in checkpoints; None: the class's name.
     """
 

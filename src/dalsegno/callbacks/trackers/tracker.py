@@ -165,20 +165,15 @@ def without_secrets(text: str) -> str:
     return _USER_INFO.sub(f"{HIDDEN}@", text)
 
 
-def public(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with the values hidden that are secrets, by their names or by :func:`without_secrets`."""
-    return {
-        name: HIDDEN if isinstance(value, str) and value and _SECRET_NAME.search(str(name)) else _public(value)
-        for name, value in settings.items()
-    }
-
-
-def _public(value: Any) -> Any:
+def public(value: Any, name: str = "") -> Any:
+    """Return settings with the values hidden that are secrets, by their names or by :func:`without_secrets`."""
     if isinstance(value, Mapping):
-        return public(value)
+        return {key: public(each, str(key)) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_public(each) for each in value]
-    return without_secrets(value) if isinstance(value, str) else value
+        return [public(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    return HIDDEN if value and _SECRET_NAME.search(name) else without_secrets(value)
 
 
 def code_versions() -> dict[str, str]:
