@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Container, Iterable
 
-from dalsegno import callbacks
 from dalsegno.callbacks.control.adjustments import GarbageCollection
 from dalsegno.callbacks.loggers.info_callback import InfoCallback
 from dalsegno.callbacks.loggers.progress_callback import ProgressCallback
@@ -12,8 +12,12 @@ from dalsegno.callbacks.profiling.speed import DefaultMetrics
 from dalsegno.distributed import collectives
 from dalsegno.events import Callback
 
-_LOGGERS = {"tensorboard": "TBLogger", "wandb": "WandbLogger", "mlflow": "MLflowLogger"}
-"""Of each tracker."""
+_TRACKERS = {
+    "tensorboard": ("loggers.tb_logger", "TBLogger"),
+    "wandb": ("trackers.wandb_logger", "WandbLogger"),
+    "mlflow": ("trackers.mlflow_logger", "MLflowLogger"),
+}
+"""Module and class of the logger of each tracker."""
 
 
 def default_callbacks() -> list[Callback]:
@@ -25,5 +29,5 @@ def default_callbacks() -> list[Callback]:
 def reporting_callbacks(report_to: Iterable[str], without: Container[str] = ()) -> list[Callback]:
     """Return the loggers of the trackers in ``TrainingArguments(report_to=…)``, without those with these keys. Raises
     ConfigurationError if a tracker's library is not installed."""
-    names = (_LOGGERS[tracker] for tracker in report_to)
-    return [getattr(callbacks, name)() for name in names if name not in without]
+    wanted = [(module, name) for module, name in map(_TRACKERS.__getitem__, report_to) if name not in without]
+    return [getattr(importlib.import_module(f".{module}", __package__), name)() for module, name in wanted]
