@@ -88,7 +88,8 @@ class DiLoCoServer:
         self._rules = rules or Rules(num_workers)
         self._make_optimizer = outer_optimizer or nesterov()
         self._host, self._port = host, port
-        self._token, self._disable_auth = auth_token, disable_auth
+        self.token, self._disable_auth = auth_token, disable_auth
+        """Bearer token, from :meth:`start` on; None if none is needed."""
         self._tls = None if certfile is None or keyfile is None else tls_context(certfile, keyfile)
         self._from_checkpoint = from_checkpoint
         self._held = ExitStack()
@@ -96,11 +97,6 @@ class DiLoCoServer:
         self._ended = threading.Event()
         self._failure: BaseException | None = None
         self._bound: tuple[str, int] | None = None
-
-    @property
-    def token(self) -> str | None:
-        """Bearer token; None if none is needed."""
-        return self._token
 
     @property
     def token_file(self) -> Path:
@@ -139,7 +135,7 @@ class DiLoCoServer:
         with ExitStack() as held:
             held.enter_context(DirectoryLock(self.folder))
             if not self._disable_auth:
-                self._token = self._token or self._stored_token()
+                self.token = self.token or self._stored_token()
             from .api import build_app  # starlette takes long to import
 
             bell = Bell()
@@ -158,7 +154,7 @@ class DiLoCoServer:
             self._bound = self._host, listener.getsockname()[1]
 
             def build(stopping: asyncio.Event) -> ASGIApp:
-                return build_app(coordinator, bell, stopping, host=self._host, token=self._token)
+                return build_app(coordinator, bell, stopping, host=self._host, token=self.token)
 
             server = ServerThread(
                 listener,
@@ -172,7 +168,7 @@ class DiLoCoServer:
             held.callback(server.stop)
             self._held = held.pop_all()
         logger.info("DiLoCo server: %s", self.address)
-        if self._token is None:
+        if self.token is None:
             logger.warning("DiLoCo server: disable_auth=True: every user of this machine can change the run")
         if not is_loopback(self._host) and self._tls is None:
             logger.warning(

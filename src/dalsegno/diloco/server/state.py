@@ -1,8 +1,4 @@
-"""ServerState: rounds, members and submissions of a DiLoCo run, changed only by events.
-
-Every event is in the server's journal before anything that depends on it leaves the server. So a server that was killed
-repeats the events after its newest checkpoint, and is where every worker left it.
-"""
+"""ServerState: rounds, members and submissions of a DiLoCo run, changed only by events."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -51,11 +51,8 @@ Call = Callable[[Any, Any], Answer]
 """``(adapted, ctx)``"""
 
 
-class Invoke(Protocol):
-    """Calls a method with the arguments of every event, and with those that this event adds."""
-
-    def __call__(self, adapted: Any, ctx: Any, /, **added: Any) -> Answer: ...
-
+Invoke = Callable[..., Answer]
+"""``(adapted, ctx, **added)``: calls a method with the arguments of every event, and with those that this one adds."""
 
 Wrapper = Callable[[Invoke, Binder], Call]
 """Makes the call of a method at an event of one run."""
@@ -238,15 +235,6 @@ WRAPPERS: Wrappers = {
 }
 """Hugging Face's."""
 
-ADDED: Mapping[Wrapper, Sequence[str]] = {
-    with_record: ("logs",),
-    with_mutable_record: ("logs",),
-    with_metrics: ("metrics",),
-    with_mutable_metrics: ("metrics",),
-    with_step_metrics: ("metrics", *_OF_STEP),
-}
-"""Keyword arguments that a wrapper adds."""
-
 
 class IntervalState(TypedDict):
     squares: Annotated[float, Must("0 or more", lambda squares: not squares < 0)]
@@ -341,12 +329,13 @@ FORGATHER: Wrappers = {
     (Event.TRAIN_METRICS, "on_step_end"): direct,  # in place of STEP_END, if the callback has both methods
 }
 
-FORGATHER_ADDED: Mapping[Wrapper, Sequence[str]] = {
-    **ADDED,
-    with_mutable_interval_record: ("logs",),
-    with_interval_record: ("logs",),
+ADDED: Mapping[Wrapper, Sequence[str]] = {
+    **dict.fromkeys((with_record, with_mutable_record, with_interval_record, with_mutable_interval_record), ("logs",)),
+    **dict.fromkeys((with_metrics, with_mutable_metrics), ("metrics",)),
+    with_step_metrics: ("metrics", *_OF_STEP),
     before_count: _OF_STEP,
 }
+"""Keyword arguments that a wrapper adds."""
 
 
 # --- the adapter, and the base class ----------------------------------------------------------------------------
@@ -374,16 +363,12 @@ class HuggingFace(CallbackAdapter):
 
     def __init__(self, foreign: object, name: str | None = None) -> None:
         self._is_forgather = any(cls.__module__.startswith("forgather.") for cls in type(foreign).__mro__)
-        self._wrappers, self._added = (FORGATHER, FORGATHER_ADDED) if self._is_forgather else (WRAPPERS, ADDED)
+        self._wrappers = FORGATHER if self._is_forgather else WRAPPERS
         super().__init__(foreign, name)
 
     def arguments(self, method: str) -> tuple[Sequence[str], Sequence[str]]:
-        added = {
-            name: None
-            for (_, called), wrapper in self._wrappers.items()
-            if called == method
-            for name in self._added.get(wrapper, ())
-        }
+        wrappers = [wrapper for (_, called), wrapper in self._wrappers.items() if called == method]
+        added = dict.fromkeys(name for wrapper in wrappers for name in ADDED.get(wrapper, ()))
         return ("args", "state", "control"), (*KEYWORDS, *self._extras(method), *added)
 
     def overridden_calls(self) -> list[tuple[Event, str]]:
