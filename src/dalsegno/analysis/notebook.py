@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
 import numpy as np
@@ -57,10 +58,20 @@ def _facts(loss: Series) -> list[tuple[str, str]]:
     return facts
 
 
-Floats = NDArray[np.float64]
+MARGINS = 48, 8, 8, 20  # left, right, top and bottom, for the labels, in pixels
 
-LEFT, RIGHT, TOP, BOTTOM = 48, 8, 8, 20
-"""Margins for the labels, in pixels."""
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """Maps numbers from ``low`` to ``high`` to pixels from ``begin`` to ``end``."""
+
+    low: float
+    high: float
+    begin: int
+    end: int
+
+    def __call__(self, number: float) -> float:
+        return self.begin + (number - self.low) / ((self.high - self.low) or 1) * (self.end - self.begin)
 
 
 def svg_curve(series: Series, *, width: int = 460, height: int = 150, labelled: bool = True) -> str:
@@ -71,60 +82,41 @@ def svg_curve(series: Series, *, width: int = 460, height: int = 150, labelled: 
     finite = np.abs(series.values) <= HUGE
     if not finite.any():
         return ""
-    frame = _Frame(series.steps[finite].astype(np.float64), series.values[finite], width, height, labelled)
-    window = automatic_window(len(frame.values))
+    steps, values = series.steps[finite], series.values[finite]
+    left, right, top, bottom = MARGINS if labelled else (2, 2, 2, 2)
+    x = _Scale(float(steps.min()), float(steps.max()), left, width - right)
+    y = _Scale(float(values.min()), float(values.max()), height - bottom, top)
+
+    def line(values: NDArray[np.float64], style: str) -> str:
+        kept = downsample(values, width)
+        places = zip(steps[kept].tolist(), values[kept].tolist(), strict=True)
+        points = [f"{x(step):.1f},{y(value):.1f}" for step, value in places]
+        points *= 2 if len(points) == 1 else 1  # a line from a point to itself draws a dot
+        return f"<polyline points='{' '.join(points)}' fill='none' stroke='{colour(0)}' {style}/>"
+
+    window = automatic_window(len(values))
     raw = "stroke-width='1' opacity='.3'" if window > 1 else "stroke-width='1.5'"
-    raw = raw if len(frame.values) > 1 else "stroke-width='5' stroke-linecap='round'"
-    lines = [frame.line(frame.values, raw)]
+    raw = raw if len(values) > 1 else "stroke-width='5' stroke-linecap='round'"
+    lines = [_labels(x, y, height)] if labelled else []
+    lines.append(line(values, raw))
     if window > 1:
-        lines.append(frame.line(trailing_mean(frame.values, window), "stroke-width='1.8'"))
+        lines.append(line(trailing_mean(values, window), "stroke-width='1.8'"))
     return (
         f"<svg width='{width}' height='{height}' viewBox='0 0 {width} {height}' role='img' "
         f"aria-label='{escape(series.name, quote=True)} by step' style='font:10px sans-serif' fill='currentColor'>"
-        f"{frame.labels() if labelled else ''}{''.join(lines)}</svg>"
+        f"{''.join(lines)}</svg>"
     )
 
 
-class _Frame:
-    """Maps steps and values (finite, at least one) to pixels."""
-
-    def __init__(self, steps: Floats, values: Floats, width: int, height: int, labelled: bool) -> None:
-        self.values = values
-        self._steps = steps
-        self._width, self._height = width, height
-        self._left, self._right, self._top, self._bottom = (LEFT, RIGHT, TOP, BOTTOM) if labelled else (2, 2, 2, 2)
-        self._first, self._last = float(steps.min()), float(steps.max())
-        self._low, self._high = float(values.min()), float(values.max())
-
-    def line(self, values: Floats, style: str) -> str:
-        kept = downsample(values, self._width)
-        points = zip(self._steps[kept].tolist(), values[kept].tolist(), strict=True)
-        path = " ".join(f"{self._x(step):.1f},{self._y(value):.1f}" for step, value in points)
-        if len(kept) == 1:
-            path = f"{path} {path}"  # a line from a point to itself draws a dot
-        return f"<polyline points='{path}' fill='none' stroke='{colour(0)}' {style}/>"
-
-    def labels(self) -> str:
-        values = nice_ticks(self._low, self._high, 4)
-        steps = nice_ticks(self._first, self._last, 5)
-        right = self._width - self._right
-        parts = [
-            f"<line x1='{self._left}' x2='{right}' y1='{self._y(tick):.1f}' y2='{self._y(tick):.1f}' "
-            f"stroke='currentColor' opacity='.15'/>"
-            f"<text x='{self._left - 5}' y='{self._y(tick) + 3:.1f}' text-anchor='end'>{label}</text>"
-            for tick, label in labelled(values)
-        ]
-        parts += [
-            f"<text x='{self._x(tick):.1f}' y='{self._height - 5}' text-anchor='middle'>{label}</text>"
-            for tick, label in labelled(steps)
-            if self._x(tick) < right - 12
-        ]
-        return "".join(parts)
-
-    def _x(self, step: float) -> float:
-        part = (step - self._first) / ((self._last - self._first) or 1)
-        return self._left + part * (self._width - self._left - self._right)
-
-    def _y(self, value: float) -> float:
-        part = (value - self._low) / ((self._high - self._low) or 1)
-        return self._height - self._bottom - part * (self._height - self._top - self._bottom)
+def _labels(x: _Scale, y: _Scale, height: int) -> str:
+    rows = [
+        f"<line x1='{x.begin}' x2='{x.end}' y1='{y(tick):.1f}' y2='{y(tick):.1f}' stroke='currentColor' opacity='.15'/>"
+        f"<text x='{x.begin - 5}' y='{y(tick) + 3:.1f}' text-anchor='end'>{label}</text>"
+        for tick, label in labelled(nice_ticks(y.low, y.high, 4))
+    ]
+    columns = [
+        f"<text x='{x(tick):.1f}' y='{height - 5}' text-anchor='middle'>{label}</text>"
+        for tick, label in labelled(nice_ticks(x.low, x.high, 5))
+        if x(tick) < x.end - 12
+    ]
+    return "".join([*rows, *columns])

@@ -292,11 +292,10 @@ class MetricsCsv(Source):
     unit = "line"
 
     def read(self, skipped: Skipped) -> Iterator[tuple[int, Record]]:
-        names: list[str] | None = None
-        for number, row in self._rows(skipped):
-            if names is None:
-                names = row
-            elif len(row) == len(names):
+        rows = self._rows(skipped)
+        _, names = next(rows, (1, []))
+        for number, row in rows:
+            if len(row) == len(names):
                 yield number, {name: _value(text) for name, text in zip(names, row, strict=True) if text}
             else:
                 skipped.note(f"line {number}: {len(row)} fields under {len(names)} names")
@@ -309,7 +308,6 @@ class MetricsCsv(Source):
         return naming
 
     def _rows(self, skipped: Skipped) -> Iterator[tuple[int, list[str]]]:
-        """Each row with its number."""
         with self.path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
             rows = csv.reader(_whole_lines(file, skipped))
             for number in count(1):
