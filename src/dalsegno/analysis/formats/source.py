@@ -42,9 +42,7 @@ OF_ALL_KINDS = (*BOOKKEEPING, "num_input_tokens_seen", "train_runtime", "train_t
 """Fields that tell no kind: with ``include_num_input_tokens_seen`` Hugging Face adds them to each record."""
 
 FIRST = 100  # leading records among which one must have a step
-
-EARLY = 1e8
-"""UTC seconds in 1973: a smaller ``time`` is a duration, not a timestamp."""
+EARLY = 1e8  # UTC seconds in 1973: a smaller ``time`` is a duration, not a timestamp
 
 BOUNDS = {"timestamp": (0.0, 253402300800.0), "epoch": (-math.inf, math.inf)}
 """Between these such numbers are sound: a date has no year after 9999."""

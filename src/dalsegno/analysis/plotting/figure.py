@@ -37,8 +37,7 @@ LONGEST = 90  # most characters of a run's name in a legend; longer names lose t
 
 _LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))
 """Line styles: one for each time that the palette repeats."""
-_STYLES: dict[bool, Any] = {False: (0, (5, 3)), True: (0, (1, 2))}
-"""Line styles of restarts and rollbacks."""
+_STYLES: dict[bool, Any] = {False: (0, (5, 3)), True: (0, (1, 2))}  # line styles of restarts and rollbacks
 _SHAPES = {False: "^", True: "<"}  # markers of restarts and rollbacks
 
 
