@@ -7,8 +7,8 @@ every rank has, and saving changes nothing.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -49,11 +49,13 @@ class SharedBuffers:
             tensors = [each for _, each in self._found()]
             _share_in_stages(tensors)
             found = {id(each): unexpanded(each.detach()) for each in tensors if place_of(each) is None}.values()
-            large = [each for each in found if each.nbytes >= _SMALL]
-            small = sorted((each for each in found if each.nbytes < _SMALL), key=_kind)
-            collectives.broadcast_tensors(large)
-            for _, group in groupby(small, key=_kind):
-                _broadcast_flat(list(group))
+            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+            for each in found:
+                if each.nbytes < _SMALL:
+                    alike[each.device, each.dtype].append(each)
+            collectives.broadcast_tensors(each for each in found if each.nbytes >= _SMALL)
+            for small in alike.values():
+                _broadcast_flat(small)
 
     def _found(self) -> list[tuple[tuple[nn.Module, str], Tensor]]:
         """Look up the present tensors: a step may have replaced a buffer by another tensor."""
@@ -72,10 +74,6 @@ def _share_in_stages(tensors: Iterable[Tensor]) -> None:
 def _persistent(module: nn.Module) -> list[tuple[nn.Module, str]]:
     left_out = module._non_persistent_buffers_set
     return [(module, name) for name, _ in module.named_buffers(recurse=False) if name not in left_out]
-
-
-def _kind(tensor: Tensor) -> tuple[str, str]:
-    return str(tensor.device), str(tensor.dtype)
 
 
 def _broadcast_flat(tensors: list[Tensor]) -> None:

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
-from dalsegno.distributed.sharded_tensors import dense, mesh_groups
+from dalsegno.distributed.sharded_tensors import complete, dense, mesh_groups
 from dalsegno.distributed.stage_places import is_on_other_stage, place_of
 
 
@@ -80,7 +79,10 @@ def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         if gradient is None:
             continue
         if type(gradient) is not Tensor:  # faster than to ask whether each is a DTensor
-            gradient = dense(complete(parameter, gradient))
+            completed = complete(parameter, gradient)
+            if completed is not gradient:
+                parameter.grad = completed
+            gradient = dense(completed)
         elif gradient.is_sparse:
             parameter.grad = gradient = gradient.coalesce()
             gradient = gradient.values()
@@ -105,13 +107,6 @@ def _scale(gradients: Iterable[list[Tensor]], max_norm: float, norm: Tensor) -> 
     for some in gradients:
         if some:
             torch._foreach_mul_(some, factor.to(some[0].device))
-
-
-def complete(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Sum a gradient that is spread as partial sums, as that of a norm under sequence parallelism is."""
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-        parameter.grad = gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-    return gradient
 
 
 # --- loss and gradient norm of a step, over all ranks that hold parts of one model ----------------------------------

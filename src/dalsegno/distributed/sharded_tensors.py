@@ -266,13 +266,14 @@ def local_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tens
     is_plain = set(map(type, gradients)) == {Tensor} and set(map(_layout, gradients)) == {torch.strided}
     if is_plain and not any(dtype.is_complex for dtype in set(map(_dtype, gradients))):
         return [*gradients]  # fast path for the usual case of hundreds of plain tensors
-    return [_local_gradient(*each) for each in zip(parameters, gradients, strict=True)]
+    return [dense(complete(*each)) for each in zip(parameters, gradients, strict=True)]
 
 
-def _local_gradient(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+def complete(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """Sum a gradient that is spread as partial sums, as that of a norm under sequence parallelism is."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-    return dense(gradient)
+        return gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return gradient
 
 
 def _gradient_shard(name: str, parameter: nn.Parameter) -> LocalShard:
@@ -280,7 +281,7 @@ def _gradient_shard(name: str, parameter: nn.Parameter) -> LocalShard:
     if place is not None and (gradient is None or not place.counts):
         # Which gradients exist on other stages is unknown here: each is listed, as zero if there is none.
         return LocalShard(name, torch.zeros(0, device=place.device), place.groups)
-    local = torch.zeros((), device=parameter.device) if gradient is None else _local_gradient(parameter, gradient)
+    local = torch.zeros((), device=parameter.device) if gradient is None else dense(complete(parameter, gradient))
     return LocalShard(name, local, shard_groups(parameter), gradient is not None)
 
 

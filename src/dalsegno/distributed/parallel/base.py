@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -78,6 +79,16 @@ def sharded_parts(model: nn.Module) -> list[FSDPModule]:
 def make_copies_equal(model: nn.Module) -> None:
     """Broadcast rank 0's parameters and buffers: each rank is about to keep a part of its own copy. Collective."""
     collectives.broadcast_tensors([*model.parameters(), *map(unexpanded, model.buffers())])
+
+
+def tied_parameters(model: nn.Module) -> dict[nn.Parameter, dict[str, tuple[nn.Module, str]]]:
+    """Of each parameter that has several places, these, a module and a key, by its names there."""
+    places: dict[nn.Parameter, dict[str, tuple[nn.Module, str]]] = defaultdict(dict)
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                places[parameter][f"{name}.{key}" if name else key] = module, key
+    return {parameter: its for parameter, its in places.items() if len(its) > 1}
 
 
 # --- a model and a loss function with its own parameters, trained together ------------------------------------------

@@ -20,15 +20,16 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dalsegno.distributed.inference import run_stages_of
 from dalsegno.distributed.layout import data_dimensions
-from dalsegno.distributed.loss_and_norm import StageTotals, StepTotals, complete
+from dalsegno.distributed.loss_and_norm import StageTotals, StepTotals
 from dalsegno.distributed.modes import FSDP, STAGES, TENSOR, Pipeline, TensorParallel
 from dalsegno.distributed.pipeline.cut import Cut, cut
 from dalsegno.distributed.pipeline.runner import PipelineRunner
 from dalsegno.distributed.pipeline.stage import StageModule
+from dalsegno.distributed.sharded_tensors import complete
 from dalsegno.distributed.stage_places import StagePlace, place_of, set_place
 from dalsegno.errors import ConfigurationError
 
-from .base import Parallel, make_copies_equal
+from .base import Parallel, make_copies_equal, tied_parameters
 from .fsdp import shard, unit_names
 from .tensor import planned_styles, split_layers
 
@@ -81,7 +82,7 @@ class Pipelined(Parallel):
             _leave_whole(model)
         modules = {number: StageModule(stages, number) for number in range(here, len(stages.stages), ranks)}
         if sharding is not None:
-            tied, chosen = _tied_parameters(model), unit_names(model, sharding)
+            tied, chosen = tied_parameters(model), unit_names(model, sharding)
             for module in modules.values():
                 # Gathered once a step: a schedule has many micro-batches.
                 shard(module, _names_in(module, model, chosen), sharding, mesh[data], dtype, False)
@@ -218,22 +219,12 @@ def _replace(model: nn.Module, replaced: Mapping[int, Tensor]) -> None:
                     own[key] = replaced[id(present)]  # type: ignore[assignment]
 
 
-def _tied_parameters(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
-    """Each tied parameter, with its modules and keys."""
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                places[parameter].append((module, key))
-    return [(parameter, its) for parameter, its in places.items() if len(its) > 1]
-
-
-def _tie_again(tied: list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]) -> None:
+def _tie_again(tied: Mapping[nn.Parameter, Mapping[str, tuple[nn.Module, str]]]) -> None:
     """Put what has replaced a parameter in the places that belong to modules of other stages, too."""
-    for before, places in tied:
-        found = [module._parameters[key] for module, key in places]
+    for before, places in tied.items():
+        found = [module._parameters[key] for module, key in places.values()]
         sharded = next((each for each in found if each is not before), before)
-        for module, key in places:
+        for module, key in places.values():
             module._parameters[key] = sharded
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from dalsegno.distributed.blocks import matching_names
 from dalsegno.distributed.modes import TensorParallel
 from dalsegno.errors import ConfigurationError
 
-from .base import Parallel, make_copies_equal
+from .base import Parallel, make_copies_equal, tied_parameters
 
 _STYLES_OF_TRANSFORMERS: Mapping[str, Any] = {
     "colwise": ColwiseParallel,
@@ -42,11 +41,11 @@ class TensorSharded(Parallel):
 def split_layers(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
     """Replace the parameters of the modules in ``styles`` by DTensors on ``mesh``, which has one dimension. Each rank
     keeps a part of its own copy, so the copies must be equal."""
-    tied = _tied_names(model)
+    tied = tied_parameters(model)
     for name, style in styles.items():
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
-    for names in tied:
-        _tie_again(model, names)
+    for places in tied.values():
+        _tie_again(places)
 
 
 def planned_styles(model: nn.Module, mode: TensorParallel) -> dict[str, ParallelStyle]:
@@ -80,28 +79,18 @@ def _plan_of_transformers(model: nn.Module) -> dict[str, ParallelStyle]:
     return {pattern: _STYLES_OF_TRANSFORMERS[style]() for pattern, style in plan.items()}
 
 
-def _tied_names(model: nn.Module) -> list[list[str]]:
-    """Names of each parameter that has several."""
-    names: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
-    return [several for several in names.values() if len(several) > 1]
-
-
-def _tie_again(model: nn.Module, names: Sequence[str]) -> None:
-    """Raises ConfigurationError if the modules that shared a parameter are split in different ways."""
-    first, *others = [model.get_parameter(name) for name in names]
-    for name, other in zip(names[1:], others, strict=True):
-        if other is first:
-            continue
-        if _placement(other) != _placement(first):
+def _tie_again(places: Mapping[str, tuple[nn.Module, str]]) -> None:
+    parameters = {name: module._parameters[key] for name, (module, key) in places.items()}
+    first, *others = parameters
+    for name in others:
+        if _placement(parameters[name]) != _placement(parameters[first]):
             raise ConfigurationError(
-                f"TensorParallel: {names[0]} and {name} are one tied weight, and the plan splits them differently; "
+                f"TensorParallel: {first} and {name} are one tied weight, and the plan splits them differently; "
                 "split both alike (an embedding by RowwiseParallel, the output by ColwiseParallel), or neither"
             )
-        module, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module), attribute, first)
+        module, key = places[name]
+        module._parameters[key] = parameters[first]
 
 
-def _placement(parameter: torch.Tensor) -> object:
+def _placement(parameter: torch.Tensor | None) -> object:
     return (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
