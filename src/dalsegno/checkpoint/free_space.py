@@ -7,7 +7,6 @@ import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _SHARE = 0.9
@@ -50,16 +49,10 @@ def _of_process() -> int | None:
     return None if limit == resource.RLIM_INFINITY else max(0, limit - pages * resource.getpagesize())
 
 
-class _Names(NamedTuple):
-    """File names of a control group version; ``droppable``: entries of ``memory.stat`` for the page cache."""
-
-    limit: str
-    used: str
-    droppable: tuple[str, str]
-
-
-_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
-_V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_V2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
+"""Of each version of control groups: files of the limit and of what is used; entries of ``memory.stat`` for the page
+cache."""
 
 
 def _groups() -> Iterator[Path]:
@@ -78,13 +71,13 @@ def _groups() -> Iterator[Path]:
 
 def _of_group(group: Path) -> int | None:
     """Bytes that the group's limit leaves. Its page cache can be dropped, and counts as free."""
-    names = _V2 if (group / _V2.limit).exists() else _V1
+    limit_file, used_file, droppable = _V2 if (group / _V2[0]).exists() else _V1
     try:
-        limit = (group / names.limit).read_text().strip()
+        limit = (group / limit_file).read_text().strip()
         if limit == "max":
             return None
-        used = int((group / names.used).read_text())
+        used = int((group / used_file).read_text())
         counts = dict(line.split(maxsplit=1) for line in (group / "memory.stat").read_text().splitlines())
-        return max(0, int(limit) - used + sum(int(counts[name]) for name in names.droppable))
+        return max(0, int(limit) - used + sum(int(counts[name]) for name in droppable))
     except (OSError, ValueError, KeyError):
         return None

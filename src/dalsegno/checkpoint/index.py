@@ -45,12 +45,8 @@ class StoredTensor:
 _MOST_RANKS = 1 << 24
 
 
-def _is_ranks(value: object) -> bool:
-    return isinstance(value, list) and all(type(rank) is int and 0 <= rank < _MOST_RANKS for rank in value)
-
-
-def _is_cut(value: object) -> bool:
-    return is_shape(value) and len(value) == 2  # type: ignore[arg-type]
+def _is_ranks(value: list[Any]) -> bool:
+    return all(type(rank) is int and 0 <= rank < _MOST_RANKS for rank in value)
 
 
 class FormEntry(TypedDict):
@@ -61,7 +57,7 @@ class FormEntry(TypedDict):
 class ShardingEntry(TypedDict):
     ranks: Annotated[list[Any], Must("a list of ranks", _is_ranks)]
     mesh: Shape
-    cuts: list[Annotated[list[Any], Must("a pair of dimensions", _is_cut)]]
+    cuts: list[Annotated[list[Any], Must("a pair of dimensions", lambda cut: is_shape(cut) and len(cut) == 2)]]
 
 
 class TensorEntry(FormEntry):

@@ -30,16 +30,12 @@ from dalsegno.errors import CannotSave
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """A file that one rank writes, with tensors of one ``component``: frozen ones, or those that training changes."""
+    """A file that this rank writes, with tensors of one ``component``: frozen ones, or those that training changes."""
 
+    name: str
     component: str
-    writer: int
     is_frozen: bool
     layout: FileLayout
-
-    @property
-    def name(self) -> str:
-        return names.shard(self.component, self.writer, is_frozen=self.is_frozen)
 
     def tensors(self, of: TensorsByComponent) -> list[torch.Tensor]:
         """This rank's shards in the order of the layout; not copies. Read them under ``torch.no_grad()``."""
@@ -90,10 +86,9 @@ def plan(tensors: TensorsByComponent, frozen: FrozenNames, absent: FrozenNames) 
                 index.add_absent(f"{component}.{name}", dtype, shape)
             elif index is not None:
                 index.add(f"{component}.{name}", dtype, shape, sharding, replica=replica, is_frozen=is_frozen)
-        files += [
-            FilePlan(component, rank, is_frozen, FileLayout.of(of_file))
-            for is_frozen, of_file in sorted(chunks.items())
-        ]
+        for is_frozen, of_file in sorted(chunks.items()):
+            file = names.shard(component, rank, is_frozen=is_frozen)
+            files.append(FilePlan(file, component, is_frozen, FileLayout.of(of_file)))
     return Plan(files, unsaved, None if index is None else index.to_bytes())
 
 

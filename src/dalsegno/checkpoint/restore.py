@@ -289,7 +289,7 @@ def find_mismatches(stored: StoredTensors, sharded: Sequence[ShardedState], *, a
     return found
 
 
-class ShardedLoad:
+class ShardedLoad(PlannedLoad):
     """Loads all that fits, at any number of ranks that saved. Nothing is changed before :meth:`run`."""
 
     def __init__(self, stored: StoredTensors, sharded: Sequence[ShardedState]) -> None:
@@ -298,27 +298,23 @@ class ShardedLoad:
         for each in sharded:
             with add_context(f"{stored.origin}: {each.key}"):
                 self.targets[each.key] = each.prepare(stored.index, stored.rests[each.key])
-        tensors = {key: each.tensors for key, each in self.targets.items()}
-        self._reading = PlannedLoad(tensors, stored.files, stored.index)
-
-    def fetch(self) -> None:
-        self._reading.fetch()
+        super().__init__({key: each.tensors for key, each in self.targets.items()}, stored.files, stored.index)
 
     def run(self) -> None:
-        self._reading.run()
+        super().run()
         for key, each in self.targets.items():
             with add_context(f"{self._stored.origin}: {key}"):
                 each.commit()
 
     def casts(self) -> list[str]:
-        return [note for key, each in self.targets.items() for note in _casts(key, each, self._stored.index)]
-
-
-def _casts(key: str, target: LoadTarget, index: Index) -> list[str]:
-    stored = index.of(key)
-    pairs = Counter((stored[name].dtype, tensor.dtype) for name, tensor in target.tensors.items())
-    return [
-        f"{key}: cast {count} tensor(s) from {name_of(was)} to {name_of(now)}"
-        for (was, now), count in pairs.items()
-        if was != now
-    ]
+        """A note for each pair of dtypes."""
+        notes = []
+        for key, target in self.targets.items():
+            stored = self._stored.index.of(key)
+            pairs = Counter((stored[name].dtype, tensor.dtype) for name, tensor in target.tensors.items())
+            notes += [
+                f"{key}: cast {count} tensor(s) from {name_of(was)} to {name_of(now)}"
+                for (was, now), count in pairs.items()
+                if was != now
+            ]
+        return notes

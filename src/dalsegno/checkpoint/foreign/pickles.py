@@ -124,25 +124,14 @@ class MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"GLOBAL {module}.{name} is not part of a description of tensors")
 
 
-_REFUSED = (
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-    RuntimeError,
-    ValueError,
-    EOFError,
-    LookupError,
-    # a damaged file has other values where these are used
-    TypeError,
-    AttributeError,
-)
-
-
 @contextmanager
 def refusal(path: Path) -> Iterator[None]:
     """Turn what an unpickler raises into a StateMismatch that names the class or function that the file wants."""
     try:
         yield
-    except _REFUSED as error:
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged file has other values where these are used
         raise StateMismatch(f"{path}: refused: {_reason(str(error) or repr(error))}; nothing was imported") from error
 
 
