@@ -9,7 +9,6 @@ import os
 import stat
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import xxhash
 
 from dalsegno.errors import DamagedCheckpoint
-from dalsegno.system.machine import thread_count
+from dalsegno.system.machine import run_on_threads, thread_count
 
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)  # missing, or not a regular file
 
@@ -161,52 +160,35 @@ _PIECE = 2 << 20  # bytes read at once: still in the processor's cache; from a c
 
 
 def checksum_of_file(descriptor: int, length: int) -> str:
-    """Hexadecimal xxh3-128 of the first ``length`` bytes of an open file; of fewer if it ends before."""
-    reading = _Reading(descriptor, length)
-    threads = min(thread_count(), -(-length // _PIECE))
-    with ThreadPoolExecutor(max(1, threads), thread_name_prefix="dalsegno-checksum") as beside:
-        others = [beside.submit(reading.run) for _ in range(threads - 1)]
-        reading.run()
-        for other in others:
-            other.result()
-    return reading.checksum.hexdigest()
+    """Hexadecimal xxh3-128 of the first ``length`` bytes of an open file, which several threads read in turn; of fewer
+    if it ends before."""
+    checksum, begins, turn = xxhash.xxh3_128(), iter(range(0, length, _PIECE)), threading.Condition()
+    hashed, has_failed = 0, False
 
-
-class _Reading:
-    """A file that several threads read and hash."""
-
-    def __init__(self, descriptor: int, length: int) -> None:
-        self._descriptor, self._length = descriptor, length
-        self._begins = iter(range(0, length, _PIECE))
-        self._turn = threading.Condition()
-        self._hashed = 0
-        self._has_failed = False
-        self.checksum = xxhash.xxh3_128()
-
-    def run(self) -> None:
-        memory = memoryview(bytearray(min(_PIECE, self._length)))
+    def read(_: int) -> None:
+        nonlocal hashed, has_failed
+        memory = memoryview(bytearray(min(_PIECE, length)))
         try:
-            for begin in self._begins:  # each thread takes the next one
-                piece = self._read(memory[: self._length - begin], begin)
-                with self._turn:
-                    while self._hashed < begin and not self._has_failed:
-                        self._turn.wait()
-                    if self._has_failed:
+            for begin in begins:  # each thread takes the next one
+                piece, count = memory[: length - begin], 0
+                while count < len(piece) and (more := os.preadv(descriptor, [piece[count:]], begin + count)):
+                    count += more
+                with turn:
+                    while hashed < begin and not has_failed:
+                        turn.wait()
+                    if has_failed:
                         return
-                    self.checksum.update(piece)
-                    self._hashed = begin + _PIECE
-                    self._turn.notify_all()
+                    checksum.update(piece[:count])
+                    hashed = begin + _PIECE
+                    turn.notify_all()
         except BaseException:
-            with self._turn:
-                self._has_failed = True
-                self._turn.notify_all()
+            with turn:
+                has_failed = True
+                turn.notify_all()
             raise
 
-    def _read(self, memory: memoryview, begin: int) -> memoryview:
-        read = 0
-        while read < len(memory) and (count := os.preadv(self._descriptor, [memory[read:]], begin + read)):
-            read += count
-        return memory[:read]
+    run_on_threads(read, min(thread_count(), -(-length // _PIECE)), "dalsegno-checksum")
+    return checksum.hexdigest()
 
 
 def share_of_rank(files: Mapping[str, FileRecord], rank: int, world_size: int) -> list[str]:

@@ -16,7 +16,6 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -27,7 +26,7 @@ from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk
 from dalsegno.distributed import accelerator
 from dalsegno.errors import SaveFailed
 from dalsegno.system import filesystem
-from dalsegno.system.machine import thread_count
+from dalsegno.system.machine import run_on_threads, thread_count
 
 Layouts = Mapping[str, FileLayout]
 """Layouts of files by their names."""
@@ -311,14 +310,7 @@ class HostCopies:
             begins[number] = last  # it holds the others up no longer
             advance(min(begins))
 
-        if threads == 1:
-            copy(0)
-            return
-        with ThreadPoolExecutor(threads - 1, thread_name_prefix="dalsegno-copy") as beside:
-            copies = [beside.submit(copy, number) for number in range(1, threads)]
-            copy(0)
-            for each in copies:
-                each.result()
+        run_on_threads(copy, threads, "dalsegno-copy")
 
 
 class CopyProgress:

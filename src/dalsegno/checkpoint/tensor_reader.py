@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -25,7 +24,7 @@ from dalsegno.checkpoint.sharding import Box, StoredChunk
 from dalsegno.checkpoint.tensor_files import StoredFile, as_bytes, byte_count
 from dalsegno.distributed.sharded_tensors import unexpanded
 from dalsegno.errors import DamagedCheckpoint, StateMismatch
-from dalsegno.system.machine import thread_count
+from dalsegno.system.machine import run_on_threads, thread_count
 
 
 class PlannedLoad:
@@ -59,7 +58,7 @@ def _read_all(reads: Sequence[Read], reader: ChunkReader) -> None:
     is_inference = torch.is_inference_mode_enabled()  # of this thread alone
     remaining = iter(reads)
 
-    def read() -> None:
+    def read(_: int) -> None:
         with torch.inference_mode() if is_inference else contextlib.nullcontext():
             try:
                 for each in remaining:  # each thread takes the next one
@@ -70,11 +69,7 @@ def _read_all(reads: Sequence[Read], reader: ChunkReader) -> None:
 
     are_large = sum(each.bytes for each in reads) > _LARGE_BYTES * len(reads)
     threads = thread_count() if are_large and all(each.target.is_cpu for each in reads) else 1
-    with ThreadPoolExecutor(threads, thread_name_prefix="dalsegno-read") as executor:
-        others = [executor.submit(read) for _ in range(threads - 1)]
-        read()
-        for other in others:
-            other.result()
+    run_on_threads(read, threads, "dalsegno-read")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 try:
@@ -137,3 +139,16 @@ def thread_count() -> int:
     """This rank's share of the processors that it may run on; at most 4, which saturate the memory."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(_MOST_THREADS, allowed // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+def run_on_threads(work: Callable[[int], object], count: int, name: str) -> None:
+    """Call ``work`` with 0 on this thread, and with each further number below ``count`` on another one; raises what one
+    has raised once all have ended. ``name``: prefix of the threads' names."""
+    if count <= 1:
+        work(0)
+        return
+    with ThreadPoolExecutor(count - 1, thread_name_prefix=name) as beside:
+        others = [beside.submit(work, number) for number in range(1, count)]
+        work(0)
+        for other in others:
+            other.result()
