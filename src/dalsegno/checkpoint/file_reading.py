@@ -59,9 +59,13 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def read_json(path: Path) -> Any:
+def read_bytes(path: Path) -> bytes:
     with opened(path) as descriptor, os.fdopen(descriptor, "rb", closefd=False) as stream:
-        return parse_json(stream.read(), path)
+        return stream.read()
+
+
+def read_json(path: Path) -> Any:
+    return parse_json(read_bytes(path), path)
 
 
 def parse_json(data: bytes, path: Path) -> Any:

@@ -25,7 +25,7 @@ from typing import Any
 import xxhash
 
 from dalsegno.checkpoint import names
-from dalsegno.checkpoint.file_reading import FileRecord, parse_json, read_json, verify_files
+from dalsegno.checkpoint.file_reading import FileRecord, parse_json, read_bytes, verify_files
 from dalsegno.errors import DamagedCheckpoint, NotFound, StateMismatch
 from dalsegno.policies.retention import CheckpointSummary
 
@@ -100,20 +100,16 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Read the manifest of the checkpoint in ``directory``. Does not verify the files that it names. Raises
-        DamagedCheckpoint if it is missing, or has content that dalsegno cannot have written. Raises OSError if it
-        cannot be read. Raises StateMismatch if it is valid, but of a format that only a newer dalsegno reads."""
+        """Read the manifest of the checkpoint in ``directory``; the files that it names are not verified. Raises
+        StateMismatch if it is valid, but of a format that only a newer dalsegno reads."""
         path = directory / names.MANIFEST
         if path.is_file() and path.stat().st_size > _LARGEST:
             raise DamagedCheckpoint(f"{path}: is larger than a manifest can be")
-        return cls._checked(read_json(path), path)
+        return cls.parse(read_bytes(path), path)
 
     @classmethod
     def parse(cls, data: bytes, path: Path) -> Manifest:
-        return cls._checked(parse_json(data, path), path)
-
-    @classmethod
-    def _checked(cls, content: Any, path: Path) -> Manifest:
+        content = parse_json(data, path)
         try:
             _expect(type(content) is dict, "not an object")
             claimed = content.pop("xxh3")
@@ -126,7 +122,8 @@ class Manifest:
         except StateMismatch:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-            raise DamagedCheckpoint(f"{path}: {_reason(error)}") from error
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise DamagedCheckpoint(f"{path}: {reason}") from error
 
     @classmethod
     def _parse(cls, content: dict[str, Any]) -> Manifest:
@@ -231,7 +228,3 @@ def _component_record(entry: Any) -> ComponentRecord:
     _expect(scope in ("replicated", "per_rank", "sharded"), f"{scope!r} is not a scope")
     varies = tuple(_text(name) for name in entry.get("varies", ()))
     return ComponentRecord(_text(entry["class"]), _whole(entry["version"], "a version"), scope, varies)
-
-
-def _reason(error: Exception) -> str:
-    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
