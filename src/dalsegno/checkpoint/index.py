@@ -102,8 +102,12 @@ class Index:
     @classmethod
     def parse(cls, content: Any, path: Path) -> Index:
         check(content, IndexFile, str(path), DamagedCheckpoint)
+        tensors = {}
         try:
-            tensors = _tensors_of(content)
+            shardings = [Sharding.checked(each["ranks"], each["mesh"], each["cuts"]) for each in content["shardings"]]
+            for full_name, entry in content["tensors"].items():
+                chunks = ShardedChunks.of_entry(full_name, entry, shardings)
+                tensors[full_name] = StoredTensor(DTYPES[entry["dtype"]], chunks.shape, chunks)
         except ValueError as error:
             raise DamagedCheckpoint(f"{path}: {error}") from error
         absent = {
@@ -152,12 +156,3 @@ class IndexWriter:
 def _within(component: str, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     prefix = f"{component}."
     return {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
-
-
-def _tensors_of(content: IndexFile) -> Mapping[str, StoredTensor]:
-    shardings = [Sharding.checked(each["ranks"], each["mesh"], each["cuts"]) for each in content["shardings"]]
-    tensors = {}
-    for full_name, entry in content["tensors"].items():
-        chunks = ShardedChunks.of_entry(full_name, entry, shardings)
-        tensors[full_name] = StoredTensor(DTYPES[entry["dtype"]], chunks.shape, chunks)
-    return tensors
