@@ -119,3 +119,17 @@ def test_they_train_as_one_process_does(tmp_path: Path) -> None:
             left_out = () if spread in COUNTED else ("total_petaflops",)
             same = {name: value for name, value in expected.items() if name not in left_out}
             assert ours == pytest.approx(same, rel=1e-4), spread
+
+
+def refusal(output_dir: Path) -> str:
+    sizes = {**SIZES, "num_key_value_heads": 1}
+    args = ds.TrainingArguments(output_dir, max_steps=1, use_cpu=True, parallel=ds.TensorParallel("auto"))
+    trainer = ds.Trainer(LlamaForCausalLM(LlamaConfig(**sizes)), args, train_dataset=Sentences())
+    with pytest.raises(ds.ConfigurationError) as refused:
+        trainer.train()
+    return str(refused.value)
+
+
+def test_heads_that_the_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
+    message = "2 ranks cannot share the 1 num_key_value_heads of LlamaForCausalLM"
+    assert all(message in each for each in run_ranks(refusal, 2, tmp_path))

@@ -45,7 +45,7 @@ class FullySharded(Parallel):
         else:
             make_copies_equal(model)
             if layers is not None and layer_mesh is not None:
-                split_layers(model, planned_styles(model, layers), layer_mesh)
+                split_layers(model, planned_styles(model, layers, layer_mesh), layer_mesh)
             shard(model, unit_names(model, mode), mode, mesh, dtype)
         self._sharded = sharded_parts(model)
 

@@ -76,7 +76,7 @@ class Pipelined(Parallel):
         make_copies_equal(model)
         _leave_to_others(model, stores, here, device)
         if layers is not None:
-            styles = planned_styles(model, layers)
+            styles = planned_styles(model, layers, mesh[TENSOR])
             _expect_in_stages(styles, stages)
             split_layers(model, styles, mesh[TENSOR])
             _leave_whole(model)

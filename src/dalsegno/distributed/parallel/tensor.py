@@ -35,7 +35,7 @@ class TensorSharded(Parallel):
         """``mesh``: of one dimension."""
         super().__init__(model)
         make_copies_equal(model)
-        split_layers(model, planned_styles(model, mode), mesh)
+        split_layers(model, planned_styles(model, mode, mesh), mesh)
 
 
 def split_layers(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
@@ -48,9 +48,9 @@ def split_layers(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: De
         _tie_again(places)
 
 
-def planned_styles(model: nn.Module, mode: TensorParallel) -> dict[str, ParallelStyle]:
-    """The style of each split module, by its name."""
-    plan = _plan_of_transformers(model) if isinstance(mode.plan, str) else mode.plan
+def planned_styles(model: nn.Module, mode: TensorParallel, mesh: DeviceMesh) -> dict[str, ParallelStyle]:
+    """The style of each module to split over ``mesh``, by its name."""
+    plan = _plan_of_transformers(model, mesh.size()) if isinstance(mode.plan, str) else mode.plan
     styles: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle):
@@ -62,7 +62,7 @@ def planned_styles(model: nn.Module, mode: TensorParallel) -> dict[str, Parallel
     return styles
 
 
-def _plan_of_transformers(model: nn.Module) -> dict[str, ParallelStyle]:
+def _plan_of_transformers(model: nn.Module, ranks: int) -> dict[str, ParallelStyle]:
     plan: Mapping[str, str] | None = getattr(model, "tp_plan", None)
     if not plan:
         raise ConfigurationError(
@@ -76,6 +76,13 @@ def _plan_of_transformers(model: nn.Module) -> dict[str, ParallelStyle]:
             f"TensorParallel('auto'): the plan of {type(model).__name__} has styles that split weights outside of "
             f"torch.distributed.tensor.parallel: {unknown}; pass a plan without these modules, of {list(known)}"
         )
+    for heads in ("num_attention_heads", "num_key_value_heads"):
+        number = getattr(getattr(model, "config", None), heads, None)
+        if number is not None and number % ranks:
+            raise ConfigurationError(
+                f"TensorParallel('auto'): {ranks} ranks cannot share the {number} {heads} of {type(model).__name__}; "
+                "use a size that divides them, or pass a plan that leaves the attention whole"
+            )
     return {pattern: _STYLES_OF_TRANSFORMERS[style]() for pattern, style in plan.items()}
 
 
