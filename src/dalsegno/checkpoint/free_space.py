@@ -24,7 +24,7 @@ def available_memory() -> int | None:
     host, of what the host and its control groups have left; at most what the process's own limit (``ulimit -v``)
     leaves."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    shared = [limit // ranks_here for limit in (_of_host(), *map(_of_group, _groups())) if limit is not None]
+    shared = [limit // ranks_here for limit in (_of_host(), *map(_of_group, control_groups())) if limit is not None]
     return min((limit for limit in (_of_process(), *shared) if limit is not None), default=None)
 
 
@@ -55,7 +55,7 @@ _V2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
 cache."""
 
 
-def _groups() -> Iterator[Path]:
+def control_groups() -> Iterator[Path]:
     """This process's control groups, of both versions, and their parents."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()

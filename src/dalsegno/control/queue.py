@@ -10,8 +10,8 @@ import logging
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,30 +47,23 @@ class Ticket:
 
     def __init__(self, id: str) -> None:
         self.id = id
-        self._resolved = threading.Event()
-        self._outcome: Outcome | None = None
-        self._calls: deque[Callable[[], None]] = deque()
+        self._outcome: Future[Outcome] = Future()
 
     def wait(self, timeout: float | None = None) -> Outcome | None:
         """Wait up to ``timeout`` seconds for the command's effect; None if it has had none by then."""
-        self._resolved.wait(timeout)
-        return self._outcome
+        try:
+            return self._outcome.result(timeout)
+        except TimeoutError:
+            return None
 
     def when_resolved(self, call: Callable[[], None]) -> None:
         """Run ``call``, which must be quick, once the outcome is known: on the thread that resolves it, or now."""
-        self._calls.append(call)
-        if self._resolved.is_set():
-            self._run_calls()
+        self._outcome.add_done_callback(lambda _: call())
 
     def _resolve(self, outcome: Outcome) -> None:
-        self._outcome = outcome
-        self._resolved.set()
-        self._run_calls()
-
-    def _run_calls(self) -> None:
-        with contextlib.suppress(IndexError):  # each call runs once, whichever of two threads takes it
-            while True:
-                self._calls.popleft()()
+        if self._outcome.done():  # an earlier leg left it to this one
+            self._outcome = Future()
+        self._outcome.set_result(outcome)
 
 
 class CommandQueue:
@@ -246,7 +239,7 @@ class CommandQueue:
     def _ticket(self, id: str) -> Ticket:
         """The ticket of this id, new if there is none. The oldest ones are forgotten once there are too many."""
         if len(self._tickets) >= _MOST_TICKETS:
-            oldest = next((each for each in self._tickets.values() if each._resolved.is_set()), None)
+            oldest = next((each for each in self._tickets.values() if each._outcome.done()), None)
             if oldest is not None:
                 del self._tickets[oldest.id]
         return self._tickets.setdefault(id, Ticket(id))

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from dalsegno.checkpoint.free_space import control_groups
+
 MOST_LOSSES = 3
 """Number of legs in a row, lost at the same step or an earlier one, after which there are no more restarts."""
 
@@ -109,7 +111,8 @@ class OutOfMemoryKills:
     """Counts the kernel's out-of-memory kills: of this process's cgroup, else of the host."""
 
     def __init__(self, files: list[Path] | None = None) -> None:
-        self._files = _counters() if files is None else files
+        groups = (each / "memory.events" for each in control_groups())
+        self._files = files or [*groups, Path("/proc/vmstat")]  # with a line ``oom_kill N``, the most specific first
         self._before = self._count()
 
     def happened(self) -> bool:
@@ -127,16 +130,6 @@ class OutOfMemoryKills:
             if counts:
                 return counts[0]
         return 0
-
-
-def _counters() -> list[Path]:
-    """Files with a line ``oom_kill N``, the most specific first."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    groups = [line.partition("::")[2] for line in lines if line.startswith("0::")]
-    return [*(Path("/sys/fs/cgroup" + each) / "memory.events" for each in groups), Path("/proc/vmstat")]
 
 
 class RestartProgress:

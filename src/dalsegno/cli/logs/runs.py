@@ -246,37 +246,28 @@ def lineage(arguments: argparse.Namespace) -> int:
     return 0
 
 
+LEG = (
+    *("leg", "parent", "from_checkpoint", "first_step", "last_step", "redone", "world_size", "host", "pid", "started"),
+    *("ended", "reason", "by", "why", "cause", "idle", "changed", "resumed", "rollbacks"),
+)
+"""What is shown of a leg as JSON; where its summary has the same, that."""
+
+
 def _as_json(summary: analysis.LegSummary, tails: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
-    leg = summary.leg
-    return {
-        "leg": leg.leg,
-        "parent": summary.parent,
-        "from_checkpoint": leg.from_checkpoint,
-        "first_step": leg.first_step,
-        "last_step": summary.last_step,
-        "redone": summary.redone,
-        "world_size": leg.world_size,
-        "host": leg.host,
-        "pid": leg.pid,
-        "started": leg.started,
-        "ended": summary.ended,
-        "reason": summary.reason,
-        "by": leg.by,
-        "why": leg.why,
-        "cause": leg.cause,
-        "idle": summary.idle,
-        "changed": leg.changed,
-        "resumed": None if leg.resumed is None else asdict(leg.resumed),
-        "rollbacks": leg.rollbacks,
-        "cut_off": [_tail_as_json(tail, tails) for tail in summary.cut_off],
-    }
-
-
-def _tail_as_json(tail: analysis.Tail, records: bool) -> dict[str, Any]:
-    steps = {"path": str(tail.path), "first_step": tail.first_step, "last_step": tail.last_step}
-    return {**steps, "records": tail.records if records else len(tail.records)}
+    later = ("parent", "last_step", "redone", "ended", "reason", "idle")
+    known = asdict(summary.leg) | {name: getattr(summary, name) for name in later}
+    cut_off = [
+        {
+            "path": str(tail.path),
+            "first_step": tail.first_step,
+            "last_step": tail.last_step,
+            "records": tail.records if tails else len(tail.records),
+        }
+        for tail in summary.cut_off
+    ]
+    return {**{name: known[name] for name in LEG}, "cut_off": cut_off}
 
 
 def _tree(log: analysis.TrainingLog, legs: Sequence[analysis.LegSummary], tails: bool) -> Iterator[str]:
