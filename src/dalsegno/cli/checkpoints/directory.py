@@ -226,7 +226,14 @@ def prune(arguments: argparse.Namespace) -> int:
             if row["deleted"] or arguments.dry_run:
                 row["freed"] = freed
                 staying.remove(path)
-    _print_prune(rows, arguments)
+    if arguments.json:
+        print_json(rows)
+        return 0
+    going = "would be deleted" if arguments.dry_run else "deleted"
+    for row in rows:
+        row["fate"] = ", ".join(row["kept"]) or (going if row["deleted"] or arguments.dry_run else "not deleted")
+    print_table([*numbers(step="step"), *sizes(size="size"), *texts(fate="kept by")], rows)
+    print(f"{size(sum(row['freed'] for row in rows))} {'would be freed' if arguments.dry_run else 'freed'}")
     return 0
 
 
@@ -281,17 +288,6 @@ def _verifies(found: CheckpointInfo) -> bool:
     except DamagedCheckpoint:
         return False
     return True
-
-
-def _print_prune(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
-    if arguments.json:
-        print_json(rows)
-        return
-    going = "would be deleted" if arguments.dry_run else "deleted"
-    for row in rows:
-        row["fate"] = ", ".join(row["kept"]) or (going if row["deleted"] or arguments.dry_run else "not deleted")
-    print_table([*numbers(step="step"), *sizes(size="size"), *texts(fate="kept by")], rows)
-    print(f"{size(sum(row['freed'] for row in rows))} {'would be freed' if arguments.dry_run else 'freed'}")
 
 
 @command(

@@ -88,7 +88,11 @@ def plot(arguments: argparse.Namespace) -> int:
         raise ConfigurationError("--loss-curves and --metrics both choose metrics; leave one of them out")
     path = None if arguments.terminal else output_path(arguments, "plot")
     editor = wanted_editor(arguments)
-    logs = _labelled(given_runs(arguments, partial(_has, arguments.metrics)), arguments.labels)
+    logs = given_runs(arguments, partial(_has, arguments.metrics))
+    if arguments.labels is not None and len(arguments.labels) != len(logs):
+        raise ConfigurationError(f"--labels: {len(arguments.labels)} names for {len(logs)} runs")
+    for log, label in zip(logs, arguments.labels or (), strict=False):
+        log.name = label
     metrics = _loss_curves(logs) if arguments.loss_curves else arguments.metrics
     if path is None:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
@@ -105,15 +109,6 @@ def plot(arguments: argparse.Namespace) -> int:
 def _has(metrics: list[str] | None, log: analysis.TrainingLog) -> bool:
     """Whether a log has all these metrics; None: a loss."""
     return log.loss is not None if metrics is None else {*metrics} <= {*log.metrics()}
-
-
-def _labelled(logs: list[analysis.TrainingLog], labels: list[str] | None) -> list[analysis.TrainingLog]:
-    """Raises ConfigurationError if there are not as many labels as runs."""
-    if labels is not None and len(labels) != len(logs):
-        raise ConfigurationError(f"--labels: {len(labels)} names for {len(logs)} runs")
-    for log, label in zip(logs, labels or (), strict=False):
-        log.name = label
-    return logs
 
 
 def _loss_curves(logs: list[analysis.TrainingLog]) -> list[str]:
