@@ -43,10 +43,11 @@ if TYPE_CHECKING:
         "--rdzv-endpoint", metavar="HOST:PORT", help="one of the hosts and a free port there; the same on all hosts"
     ),
     option("--rdzv-id", metavar="ID", help="name of the job at that address (default: Slurm's job id)"),
-    option("--max-restarts", metavar="R", type=int, help="restarts after a failure (default: 3)"),
+    option("--max-restarts", metavar="R", default=3, help="restarts after a failure (default: 3)"),
     option(
         "--hang-timeout",
         metavar="SECONDS",
+        default=1800.0,
         help="ranks that train but make no step for this long are restarted; must exceed the longest step, evaluation "
         "or save; inf: never (default: 1800)",
     ),
@@ -64,13 +65,13 @@ def launch(arguments: argparse.Namespace) -> int:
     sys.path.insert(0, str(Path.cwd()))
 
     from dalsegno.launcher.launch import run_job
-    from dalsegno.launcher.options import HANG_TIMEOUT, MAX_RESTARTS, LaunchOptions
+    from dalsegno.launcher.options import LaunchOptions
 
-    options = LaunchOptions.checked(
+    options = LaunchOptions(
         arguments.nproc,
         arguments.nnodes,
-        MAX_RESTARTS if arguments.max_restarts is None else arguments.max_restarts,
-        HANG_TIMEOUT if arguments.hang_timeout is None else arguments.hang_timeout,
+        arguments.max_restarts,
+        arguments.hang_timeout,
         arguments.rdzv_endpoint,
         arguments.rdzv_id,
     )

@@ -150,9 +150,9 @@ class RankAgent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         environments = self._environments(worker_group)
-        for local_rank in range(self._options.nproc):
+        for local_rank in range(self._options.ranks):
             RankError.path(self._folder, local_rank).unlink(missing_ok=True)
-        self._beats = Heartbeats.create(self._folder / HEARTBEATS, self._options.nproc)
+        self._beats = Heartbeats.create(self._folder / HEARTBEATS, self._options.ranks)
         starts = [self._make(local_rank, each) for local_rank, each in enumerate(environments)]
         self._ranks = Ranks(self._options.start, starts)
         return dict(enumerate(self._ranks.pids()))
@@ -179,7 +179,7 @@ class RankAgent(SimpleElasticAgent):
         exits = ranks.exits()
         if any(status not in ENDED for status in exits.values()):
             return self._failed(worker_group, None)
-        if len(exits) == self._options.nproc:
+        if len(exits) == self._options.ranks:
             self.statuses = exits
             values = {worker.global_rank: exits[worker.local_rank] for worker in worker_group.workers}
             return RunResult(WorkerState.SUCCEEDED, return_values=values)
@@ -295,7 +295,7 @@ class RankAgent(SimpleElasticAgent):
             **({} if previous is None else previous.to_environment()),
         }
         common.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-        if self._options.nproc > 1:
+        if self._options.ranks > 1:
             common.setdefault("OMP_NUM_THREADS", "1")
         return [
             {
@@ -319,13 +319,12 @@ _TIMEOUT = timedelta(minutes=30)
 
 def rendezvous_for(options: LaunchOptions) -> RendezvousHandler:
     """torch's c10d rendezvous, or, on one host, a store: c10d waits a second before each leg for further hosts."""
-    if options.max_nodes == 1:
+    least, most = options.nodes
+    if most == 1:
         return OneHost(options.run_id)
     # Else the host of rank 0 announces its store before the first leg only, and one that joins later waits in vain.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    return get_rendezvous_handler(
-        RendezvousParameters("c10d", options.endpoint, options.run_id, options.min_nodes, options.max_nodes)
-    )
+    return get_rendezvous_handler(RendezvousParameters("c10d", options.endpoint or "", options.run_id, least, most))
 
 
 class OneHost(RendezvousHandler):

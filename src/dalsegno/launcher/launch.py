@@ -101,7 +101,7 @@ def launch(
         raise ConfigurationError(
             "ds.launch() was reached while a rank imports this program; put the call under if __name__ == '__main__':"
         )
-    options = LaunchOptions.checked(nproc, nnodes, max_restarts, hang_timeout, rdzv_endpoint, rdzv_id, start)
+    options = LaunchOptions(nproc, nnodes, max_restarts, hang_timeout, rdzv_endpoint, rdzv_id, start)
     given = check_callbacks(callbacks)
     function = Factory.find(factory).function if isinstance(factory, str) else factory
     if not callable(function):
@@ -135,7 +135,7 @@ def run_job(target: Target, options: LaunchOptions) -> JobEnd:
                 "a program on standard input cannot be imported by its ranks; put it into a file, or launch with "
                 "start='fork'"
             )
-        warm_up(_threads(options.nproc))
+        warm_up(_threads(options.ranks))
     with tempfile.TemporaryDirectory(prefix="dalsegno-launch-") as folder:  # 0700
         return _run(target, options, Path(folder))
 
@@ -147,7 +147,7 @@ def _run(target: Target, options: LaunchOptions, folder: Path) -> JobEnd:
     make = partial(
         RankStart,
         folder=str(folder),
-        threads=_threads(options.nproc),
+        threads=_threads(options.ranks),
         ignored=[number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN],
         launched=time.time(),
         needs_gpu=accelerator.device_count() > 0,
@@ -156,7 +156,7 @@ def _run(target: Target, options: LaunchOptions, folder: Path) -> JobEnd:
     rendezvous = rendezvous_for(options)
     spec = WorkerSpec(
         role="default",
-        local_world_size=options.nproc,
+        local_world_size=options.ranks,
         rdzv_handler=rendezvous,
         entrypoint=run_rank,
         max_restarts=options.max_restarts,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
 from dalsegno.distributed import accelerator
@@ -17,35 +17,28 @@ HANG_TIMEOUT = 1800.0
 """Seconds; as gloo's and longer than NCCL's default timeout of a collective."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class LaunchOptions:
-    """Checked options of a launch."""
+    """Options of a launch. Raises ConfigurationError for an invalid value."""
 
-    nproc: int
-    """Ranks on this host."""
-    min_nodes: int
-    max_nodes: int
-    endpoint: str
-    """``HOST:PORT`` of the rendezvous of several hosts."""
-    run_id: str
-    """Identifies the job at the endpoint."""
-    max_restarts: int
-    hang_timeout: float
+    nproc: InitVar[int | str] = "auto"
+    nnodes: InitVar[int | str] = 1
+    max_restarts: int = MAX_RESTARTS
+    hang_timeout: float = HANG_TIMEOUT
     """Seconds without a step after which a rank counts as hung; infinite: never."""
-    start: Start
+    endpoint: str | None = None
+    """``HOST:PORT`` of the rendezvous of several hosts."""
+    rdzv_id: InitVar[str | None] = None
+    start: Start = "forkserver"
 
-    @classmethod
-    def checked(
-        cls,
-        nproc: int | str = "auto",
-        nnodes: int | str = 1,
-        max_restarts: int = MAX_RESTARTS,
-        hang_timeout: float = HANG_TIMEOUT,
-        rdzv_endpoint: str | None = None,
-        rdzv_id: str | None = None,
-        start: Start = "forkserver",
-    ) -> LaunchOptions:
-        """Raises ConfigurationError for an invalid value."""
+    ranks: int = field(init=False)
+    """On this host."""
+    nodes: tuple[int, int] = field(init=False)
+    """Least and largest number of hosts."""
+    run_id: str = field(init=False)
+    """Identifies the job at the endpoint."""
+
+    def __post_init__(self, nproc: int | str, nnodes: int | str, rdzv_id: str | None) -> None:
         ranks = max(1, accelerator.device_count()) if nproc == "auto" else nproc
         ranks = int(ranks) if isinstance(ranks, str) and ranks.isdecimal() else ranks
         if type(ranks) is not int or ranks < 1:
@@ -54,24 +47,17 @@ class LaunchOptions:
         high = high or low
         if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
             raise ConfigurationError(f"nnodes={nnodes!r}; needs a number of hosts, or MIN:MAX")
-        min_nodes, max_nodes = int(low), int(high)
-        if max_nodes > 1 and rdzv_endpoint is None:
+        self.ranks, self.nodes = ranks, (int(low), int(high))
+        if self.nodes[1] > 1 and self.endpoint is None:
             raise ConfigurationError(
                 f"nnodes={nnodes}: several hosts need --rdzv-endpoint HOST:PORT (rdzv_endpoint=), the same on all"
             )
-        if type(max_restarts) is not int or max_restarts < 0:
-            raise ConfigurationError(f"max_restarts={max_restarts!r}; needs an integer, 0 or more")
-        if not isinstance(hang_timeout, (int, float)) or isinstance(hang_timeout, bool) or not hang_timeout > 0:
-            raise ConfigurationError(f"hang_timeout={hang_timeout!r}; needs seconds, more than 0 ('inf' for no limit)")
-        if start not in ("forkserver", "fork"):
-            raise ConfigurationError(f"start={start!r}; allowed: 'forkserver' or 'fork'")
-        return cls(
-            nproc=ranks,
-            min_nodes=min_nodes,
-            max_nodes=max_nodes,
-            endpoint=rdzv_endpoint or "",
-            run_id=rdzv_id or (os.environ.get("SLURM_JOB_ID", "dalsegno") if max_nodes > 1 else secrets.token_hex(8)),
-            max_restarts=max_restarts,
-            hang_timeout=float(hang_timeout),
-            start=start,
-        )
+        if type(self.max_restarts) is not int or self.max_restarts < 0:
+            raise ConfigurationError(f"max_restarts={self.max_restarts!r}; needs an integer, 0 or more")
+        limit = self.hang_timeout
+        if not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0:
+            raise ConfigurationError(f"hang_timeout={limit!r}; needs seconds, more than 0 ('inf' for no limit)")
+        if self.start not in ("forkserver", "fork"):
+            raise ConfigurationError(f"start={self.start!r}; allowed: 'forkserver' or 'fork'")
+        unnamed = os.environ.get("SLURM_JOB_ID", "dalsegno") if self.nodes[1] > 1 else secrets.token_hex(8)
+        self.run_id = rdzv_id or unnamed
