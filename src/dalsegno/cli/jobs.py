@@ -124,10 +124,6 @@ def _list(arguments: argparse.Namespace) -> int:
     return 0
 
 
-PLACE = {"job_id", "status", "timestamp", "logged_at", "global_step", "max_steps", "epoch"}
-"""Keys of a status that are not logged values."""
-
-
 @command(JOB, JSON)
 def _status(arguments: argparse.Namespace) -> int:
     """Show a job's step, epoch, and the last values of what it logs.
@@ -147,7 +143,7 @@ def _status(arguments: argparse.Namespace) -> int:
         ("step", step_of(status)),
         ("epoch", shown(status.get("epoch"))),
         ("last log", moment(status.get("logged_at"))),
-        *((name, shown(value)) for name, value in status.items() if name not in PLACE),
+        *((name, shown(value)) for name, value in status.items() if name not in control.PLACE),
     ]
     print_facts(visible(str(status.get("job_id"))), [(visible(name), visible(fact)) for name, fact in facts])
     return 0

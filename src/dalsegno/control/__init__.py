@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .commands import Command as Command
     from .commands import CommandKind as CommandKind
     from .commands import parse_command as parse_command
+    from .feed import PLACE as PLACE
     from .inbox import Answer as Answer
     from .inbox import Inbox as Inbox
     from .inbox import send as send

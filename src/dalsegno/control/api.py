@@ -45,7 +45,7 @@ from dalsegno.web.answers import Answer, answer_error, first_of, off_loop, read_
 from dalsegno.web.security import Gate
 
 from .commands import COMMANDS
-from .feed import LiveJob
+from .feed import PLACE, LiveJob
 from .jobs import list_jobs
 from .queue import Ticket
 
@@ -56,7 +56,6 @@ MOST_STREAMS = 16
 """Streams at a time."""
 
 _POLL = 0.25  # seconds between two reads of the log for a stream
-_PLACE = {"job_id", "status", "timestamp", "logged_at", "global_step", "epoch", "max_steps"}  # not logged values
 _HEARTBEAT = 15.0  # seconds after which an idle stream sends a comment, so that a dead connection is noticed
 
 
@@ -274,7 +273,7 @@ class _Status(Collector):
         logged = GaugeMetricFamily("dalsegno_logged", "Last value of everything that is logged.", labels=["name"])
         for name, value in status.items():
             number = from_json(value)
-            if name not in _PLACE and isinstance(number, (int, float)) and not isinstance(number, bool):
+            if name not in PLACE and isinstance(number, (int, float)) and not isinstance(number, bool):
                 logged.add_metric([name], _as_float(number))
         yield logged
 

@@ -36,6 +36,9 @@ REMEMBERED = 10_000
 MOST_COMMANDS = 1000
 """Commands in the history: the newest."""
 
+PLACE = ("job_id", "status", "timestamp", "logged_at", "global_step", "epoch", "max_steps")
+"""Keys of a status that are not logged values."""
+
 _LEG = (
     *("leg", "started", "ended", "from_checkpoint", "first_step", "last_step"),
     *("reason", "by", "why", "cause", "changed"),
