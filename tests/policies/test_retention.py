@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import dalsegno as ds
 from dalsegno.checkpoint import CheckpointManager
+from dalsegno.distributed.modes import modes_of
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.policies.retention import AnyRetention, CheckpointSummary, Retention, retention_of
 from support.listeners import Listener
@@ -73,6 +74,16 @@ def test_rules_are_read_as_they_are_written(rule: Retention) -> None:
 def test_a_quoted_name_may_contain_what_separates_rules(metric: str) -> None:
     rule = ds.Best(1, metric) | ds.Latest(2)
     assert retention_of(repr(rule)) == rule
+
+
+@pytest.mark.parametrize("metric", ["eval_loss", "eval/loss", "eval:loss", "loss%", "5th", "lambda", "#loss"])
+def test_a_word_needs_no_quotes(metric: str) -> None:
+    assert retention_of(f"Best(metric={metric}) | Latest(2)") == ds.Best(metric=metric) | ds.Latest(2)
+
+
+def test_words_of_parallel_modes_need_no_quotes(tmp_path: Path) -> None:
+    args = ds.TrainingArguments(tmp_path, parallel=["Pipeline(2, schedule=1f1b)", "FSDP(units=layers.*)"])
+    assert modes_of(args.parallel) == (ds.Pipeline(2, "1f1b"), ds.FSDP(units="layers.*"))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -18,6 +19,9 @@ from typing import Any, TypeVar
 from dalsegno.errors import ConfigurationError, UnknownName
 
 P = TypeVar("P", bound="Policy")
+
+_WORD = re.compile(r"""("[^"]*"|'[^']*')|[^\s"'=,|()\[\]{}]+(?=\s*[,)])""")
+"""A value without quotes, such as ``1f1b``, ``layers.*`` or ``eval/loss``; or, as the group, a quoted string."""
 
 
 class Policy:
@@ -88,19 +92,18 @@ def read_policies(text: str, known: Iterable[type[P]]) -> list[P]:
     Raises UnknownName for an unknown policy or argument; ConfigurationError for a syntax error, or an argument whose
     value cannot work."""
     kinds = {kind.__name__: kind for kind in known}
-    source = f"({text})"  # a line break within is not the end
     try:
-        rest = ast.parse(source, mode="eval").body
+        rest = ast.parse(f"({_WORD.sub(_quoted, text)})", mode="eval").body  # a line break within is not the end
     except SyntaxError:
         raise _not_a_rule(text, kinds) from None
     parts = []
     while isinstance(rest, ast.BinOp) and isinstance(rest.op, ast.BitOr):
         parts.append(rest.right)
         rest = rest.left
-    return [_read_rule(part, source, kinds) for part in (rest, *reversed(parts))]
+    return [_read_rule(part, kinds) for part in (rest, *reversed(parts))]
 
 
-def _read_rule(rule: ast.expr, source: str, kinds: Mapping[str, type[P]]) -> P:
+def _read_rule(rule: ast.expr, kinds: Mapping[str, type[P]]) -> P:
     written = ast.unparse(rule)
     if not isinstance(rule, ast.Call) or not isinstance(rule.func, ast.Name):
         raise _not_a_rule(written, kinds)
@@ -119,20 +122,31 @@ def _read_rule(rule: ast.expr, source: str, kinds: Mapping[str, type[P]]) -> P:
             raise UnknownName(f"argument of {name}", key, known)
         if key in arguments:
             raise ConfigurationError(f"{written}: {key} is given twice")
-        arguments[key] = _value(value, source)
+        arguments[key] = _value(value, written)
     required = [each.name for each in accepted if each.default is each.empty and each.name in known]
     if missing := [each for each in required if each not in arguments]:
         raise ConfigurationError(f"{written}: needs {', '.join(missing)}")
-    listed = [_value(each, source) for each in rule.args] if takes_any_number else []
+    listed = [_value(each, written) for each in rule.args] if takes_any_number else []
     return kinds[name](*listed, **arguments)
 
 
-def _value(written: ast.expr, source: str) -> Any:
+def _quoted(found: re.Match[str]) -> str:
+    word = found[0]
+    if found[1]:
+        return word
     try:
-        return ast.literal_eval(written)
+        ast.literal_eval(word)
+    except (ValueError, SyntaxError):
+        return repr(word)
+    return word
+
+
+def _value(value: ast.expr, written: str) -> Any:
+    try:
+        found = ast.literal_eval(value)
     except (ValueError, TypeError):
-        word = ast.get_source_segment(source, written)
-        return float(word) if word in ("inf", "nan") else word
+        raise ConfigurationError(f"{written}: {ast.unparse(value)!r} is not a value; quote a text") from None
+    return float(found) if found in ("inf", "-inf", "nan") else found
 
 
 def _not_a_rule(text: str, kinds: Mapping[str, type[Policy]]) -> ConfigurationError:
