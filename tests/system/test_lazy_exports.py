@@ -1,4 +1,4 @@
-"""A lazily exported name: an error inside its module is shown as it is."""
+"""Lazily exported names: an error inside a module is shown as it is; ``import *`` finds them."""
 
 from __future__ import annotations
 
@@ -35,3 +35,11 @@ def test_an_attribute_error_of_a_module_is_not_a_name_that_cannot_be_imported(
             attempt()
     with pytest.raises(AttributeError, match="module 'lazily_exported' has no attribute 'Other'"):
         _ = package.Other
+
+
+@pytest.mark.parametrize("package", ["callbacks", "control", "diloco"])
+def test_a_star_imports_the_lazy_names(package: str) -> None:
+    names: dict[str, object] = {}
+    exec(f"from dalsegno.{package} import *", names)
+    assert names.keys() >= set(importlib.import_module(f"dalsegno.{package}").__all__)
+    assert "lazy_exports" not in names

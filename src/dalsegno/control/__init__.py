@@ -35,3 +35,4 @@ if TYPE_CHECKING:
     from .queue import Ticket as Ticket
 else:
     __getattr__, __dir__ = lazy_exports(__name__)
+    __all__ = __dir__()

@@ -25,3 +25,4 @@ if TYPE_CHECKING:
     from .worker.worker import DiLoCoWorker as DiLoCoWorker
 else:
     __getattr__, __dir__ = lazy_exports(__name__)
+    __all__ = __dir__()
