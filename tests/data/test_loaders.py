@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import Counter
+from collections import Counter, UserList, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -294,6 +294,9 @@ def test_reading_again_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> N
         (("name", torch.zeros(4)), 4),
         (torch.tensor(1.0), 1),
         (["a", "b", "c"], 3),
+        ("abc", 3),
+        (UserList([torch.zeros(6, 2), torch.zeros(6)]), 6),
+        (deque([torch.zeros(6, 2)]), 6),
         (7, 1),
     ],
 )

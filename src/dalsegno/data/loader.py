@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Protocol, TypedDict
 
@@ -223,10 +223,10 @@ def sample_count(batch: Any) -> int:
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in a batch or a module's return value, inside nested tuples, lists and mappings too."""
+    """Yield every tensor in a batch or a module's return value, inside nested sequences and mappings too."""
     if isinstance(tree, torch.Tensor):
         yield tree
-    elif isinstance(tree, (Mapping, list, tuple)):
+    elif isinstance(tree, (Mapping, Sequence)) and not isinstance(tree, (str, bytes)):
         for each in tree.values() if isinstance(tree, Mapping) else tree:
             yield from tensors_in(each)
 

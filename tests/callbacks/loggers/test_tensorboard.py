@@ -342,6 +342,7 @@ def test_nothing_is_opened_where_nothing_is_written(tmp_path: Path) -> None:
         (lambda: TBLogger(scalars={"a": {"transform": abs}}), r"scalars\['a'\]: transform=.*\(value, metrics\)"),
         (lambda: TBLogger(scalars={"a": {"sauce": "b"}}), r"scalars\['a'\]=.*; needs a name in the records"),
         (lambda: TBLogger(scalars={"a": {"source": 3}}), r"scalars\['a'\]: source=3; needs a name"),
+        (lambda: TBLogger(scalars={"a": False}), r"scalars\['a'\]: source=False; .*, or None to remove the curve"),
         (lambda: ResumableSummaryWriter().add_scalar("a", 1), "relative to the run's output_dir.*callbacks="),
         (lambda: ProfilerCallback(num_steps=0), "num_steps=0; needs an integer of at least 1"),
     ],

@@ -39,3 +39,5 @@ def test_an_old_log_is_asked_where_it_would_have_gone_back(tmp_path: Path, capsy
     assert (run["fires_at"], run["back_to"]) == (720, 600)
     assert main(["logs", "detect", str(tmp_path), "--threshold", "2", "--save-steps", "200", "--margin", "150"]) == 1
     assert " 400 " in capsys.readouterr().out
+    assert main(["logs", "detect", str(tmp_path), "--threshold", "20", "--margin", "-1"]) == 2  # it does not fire
+    assert "RecoveryPolicy(margin=-1): needs an integer" in capsys.readouterr().err

@@ -148,14 +148,18 @@ def _of_each_set(scalars: Mapping[str, Scalar], sets: Iterable[str]) -> Iterator
 
 
 def _scalar(tag: str, spec: Spec) -> Scalar:
-    source, transform = spec.get("source") or tag.replace("-", "_"), spec.get("transform")
+    source, transform = spec.get("source"), spec.get("transform")
+    if source is None or source == "":
+        source = tag.replace("-", "_")
     if not spec.keys() <= {"source", "transform"}:
         raise ConfigurationError(
             f"TBLogger: scalars[{tag!r}]={spec!r}; needs a name in the records, a mapping that may have 'source' and "
             "'transform', or None"
         )
     if not isinstance(source, str):
-        raise ConfigurationError(f"TBLogger: scalars[{tag!r}]: source={source!r}; needs a name in the records")
+        raise ConfigurationError(
+            f"TBLogger: scalars[{tag!r}]: source={source!r}; needs a name in the records, or None to remove the curve"
+        )
     if transform is not None and not _takes_value_and_metrics(transform):
         raise ConfigurationError(
             f"TBLogger: scalars[{tag!r}]: transform={transform!r}; needs a function (value, metrics), where metrics is "

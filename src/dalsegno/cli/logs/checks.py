@@ -249,9 +249,10 @@ def _checkpoint_before(fired: Firing | None, arguments: argparse.Namespace) -> i
     """Step of the checkpoint to which the run would have gone back; None: not, or unknown without ``--save-steps``."""
     from dalsegno.policies.recovery import RecoveryPolicy
 
+    policy = RecoveryPolicy(margin=arguments.margin)  # an impossible margin is refused in any case
     if fired is None or arguments.save_steps is None:
         return None
-    latest = RecoveryPolicy(margin=arguments.margin).latest_checkpoint(fired.step, [])
+    latest = policy.latest_checkpoint(fired.step, [])
     return latest - latest % int(arguments.save_steps)
 
 
