@@ -122,8 +122,8 @@ def archive(path: Path, into: Path) -> Path:
 def delete(path: Path) -> bool:
     """Delete a checkpoint. One that contains files which its manifest does not name stays, with a warning."""
     own = {path / name for name in Manifest.read(path).files} | {path / names.MANIFEST}
-    found = [each for each in path.rglob("*") if each.is_symlink() or not each.is_dir()]
-    if foreign := [each for each in found if each not in own]:
+    others = [each for each in path.rglob("*") if each not in own]
+    if foreign := [each for each in others if each.is_symlink() or not each.is_dir()]:
         logger.warning("%s is not deleted: it contains %s, which is not part of it", path.name, foreign[0].name)
         return False
     hidden = names.partial_path(path)

@@ -106,8 +106,10 @@ class PipelineRunner:
         shared = []
         for number, kind in enumerate(kinds):
             if isinstance(kind, _TensorForm):
-                empty = torch.empty(kind.shape, dtype=kind.dtype, device=self._device)
-                leaf = leaves[number].detach().contiguous() if self.has_last else empty
+                if self.has_last:
+                    leaf = leaves[number].detach().contiguous()
+                else:
+                    leaf = torch.empty(kind.shape, dtype=kind.dtype, device=self._device)
                 dist.broadcast(leaf, src=self._last, group=self._group)
                 shared.append(leaf)
             else:
