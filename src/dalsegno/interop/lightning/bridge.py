@@ -37,6 +37,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.events.table import Event
 from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, checked, wrap
 from dalsegno.interop.states import Packed, samples_in
+from dalsegno.state import TrainerState
 from dalsegno.witness import OnResume
 
 UNSUPPORTED_EVENTS = dict.fromkeys(
@@ -103,7 +104,6 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         self._processing_class = processing_class
         self._on_resume = on_resume
         self._leg: Leg | None = None  # since the newest fit() began to train
-        self._trainer: Any = None
         self._is_training = False
         self._packed: Packed | None = None  # states that fit() has read, until training begins
         self._before: Mapping[str, Any] = {}  # metrics before the present batch or evaluation
@@ -131,8 +131,8 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
             causes=CAUSES,
             no_evaluations=None if trainer.enable_validation else "pass val_dataloaders= to fit()",
         )
-        self._leg, self._trainer, self._is_training = leg, trainer, True
-        self._mirror(_progress(trainer).current.processed % trainer.num_training_batches)
+        self._leg, self._is_training = leg, True
+        _mirror(trainer, leg.state, _progress(trainer).current.processed % trainer.num_training_batches)
         full_batches = trainer.global_step * trainer.accumulate_grad_batches  # all, if a checkpoint has no states
         leg.state.samples_seen = full_batches * _batch_size(trainer)
         packed, self._packed = self._packed, None
@@ -145,7 +145,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
             leg.before_update(optimizer)
 
         leg.installed.callback(wrap(pl_module, "configure_gradient_clipping", clip))
-        self._pass_on()
+        _pass_on(leg, trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         leg = self._leg
@@ -156,20 +156,20 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         leg.complete({}, is_stopped=leg.is_stopping)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if (leg := self._followed()) is not None:
+        if (leg := self._followed(trainer)) is not None:
             self._is_training = False
             leg.fail(exception)
 
     # -- epochs and steps -------------------------------------------------------------------------------------------
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if (leg := self._followed()) is not None:
+        if (leg := self._followed(trainer)) is not None:
             if _progress(trainer).is_last_batch:  # else training has stopped inside the epoch
                 leg.epoch_end()
-            self._pass_on()
+            _pass_on(leg, trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        leg = self._followed(batch_idx)
+        leg = self._followed(trainer, batch_idx)
         if leg is None:
             return
         leg.epoch_begin()  # here, since Lightning calls no callback for an epoch that a resume begins with
@@ -182,11 +182,11 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         leg.events.microbatch_begin.fire_with(batch, batch_idx % trainer.accumulate_grad_batches, samples_in(batch))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        if (leg := self._followed()) is not None:
+        if (leg := self._followed(trainer)) is not None:
             leg.events.gradients_ready.fire_with()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        leg = self._followed(batch_idx + 1)
+        leg = self._followed(trainer, batch_idx + 1)
         if leg is None:
             return
         accumulated = trainer.accumulate_grad_batches
@@ -200,39 +200,39 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         if is_last:
             # Lightning divides each loss by the number of batches of a full step; an epoch's last step may have fewer.
             leg.losses = [loss * (accumulated / len(leg.losses)) for loss in leg.losses]
-            self._end_step(leg)
+            self._end_step(leg, trainer)
 
-    def _end_step(self, leg: Leg) -> None:
+    def _end_step(self, leg: Leg, trainer: Any) -> None:
         leg.step_end()
         is_due = leg.state.will_log
         if is_due or leg.may_request_each_step():
-            is_due |= self._pass_on()
+            is_due |= _pass_on(leg, trainer)
         if is_due:
-            leg.record_step(self._new_metrics())
-            self._pass_on()
+            leg.record_step(self._new_metrics(trainer))
+            _pass_on(leg, trainer)
 
     # -- evaluations, saves -----------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        leg = self._followed()
+        leg = self._followed(trainer)
         if leg is None or trainer.sanity_checking:
             return
         self._before = dict(trainer.callback_metrics)
         leg.events.evaluate_begin.fire_with("eval")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        leg = self._followed()
+        leg = self._followed(trainer)
         if leg is None or trainer.sanity_checking:
             return
         weights = leg.evaluated_weights
         leg.events.evaluate_end.fire_with("eval")
-        new = self._new_metrics().items()
+        new = self._new_metrics(trainer).items()
         metrics = {
             name if name.startswith("eval_") else f"eval_{name.removeprefix('val_')}": each for name, each in new
         }
         leg.events.fire_record(metrics, "eval", weights)
         leg.evaluated(metrics, "eval", weights, is_last=True)
-        self._pass_on()
+        _pass_on(leg, trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Called on all ranks when a checkpoint is saved; rank 0 writes it."""
@@ -246,45 +246,44 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
 
     # -- between the two --------------------------------------------------------------------------------------------
 
-    def _followed(self, batches: int | None = None) -> Leg | None:
+    def _followed(self, trainer: Any, batches: int | None = None) -> Leg | None:
         """The leg, with the trainer's present progress; None if training does not run. ``batches``: of this epoch."""
-        if not self._is_training:
-            return None
-        self._mirror(batches)
-        return self._leg
+        leg = self._leg if self._is_training else None
+        if leg is not None:
+            _mirror(trainer, leg.state, _progress(trainer).current.processed if batches is None else batches)
+        return leg
 
-    def _mirror(self, batches: int | None) -> None:
-        leg, trainer = self._leg, self._trainer
-        assert leg is not None, "a leg begins with training"
-        state = leg.state
-        state.global_step = trainer.global_step
-        state.max_steps = trainer.max_steps
-        state.num_train_epochs = float(trainer.max_epochs or 0)
-        done = _progress(trainer).current.processed if batches is None else batches
-        state.epoch = trainer.current_epoch + done / trainer.num_training_batches
-
-    def _pass_on(self) -> bool:
-        """Do what callbacks on any rank request, on all ranks. Returns whether a record is wanted. Collective."""
-        leg, trainer = self._leg, self._trainer
-        assert leg is not None, "a leg begins with training"
-        requests = leg.requests()
-        if requests.evaluate or requests.end_epoch:
-            raise ConfigurationError(
-                "should_evaluate and should_epoch_stop: Lightning's Trainer has no such requests; leave them to "
-                "val_check_interval= and limit_train_batches="
-            )
-        stops = leg.stops_now(requests)
-        if requests.save or (stops and not requests.abort and trainer.checkpoint_callbacks):
-            path = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
-            trainer.save_checkpoint(Path(path) / f"step={leg.state.global_step}.ckpt")
-        trainer.should_stop |= stops
-        return requests.log
-
-    def _new_metrics(self) -> dict[str, Any]:
+    def _new_metrics(self, trainer: Any) -> dict[str, Any]:
         """Metrics that the module has logged since :attr:`_before` was noted: rank 0's, on all ranks. Collective."""
-        metrics = self._trainer.callback_metrics
-        new = {name: float(value) for name, value in metrics.items() if self._before.get(name) is not value}
+        new = {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if self._before.get(name) is not value
+        }
         return collectives.broadcast(new, "metrics of the module")
+
+
+def _mirror(trainer: Any, state: TrainerState, batches: int) -> None:
+    state.global_step = trainer.global_step
+    state.max_steps = trainer.max_steps
+    state.num_train_epochs = float(trainer.max_epochs or 0)
+    state.epoch = trainer.current_epoch + batches / trainer.num_training_batches
+
+
+def _pass_on(leg: Leg, trainer: Any) -> bool:
+    """Do what callbacks on any rank request, on all ranks. Returns whether a record is wanted. Collective."""
+    requests = leg.requests()
+    if requests.evaluate or requests.end_epoch:
+        raise ConfigurationError(
+            "should_evaluate and should_epoch_stop: Lightning's Trainer has no such requests; leave them to "
+            "val_check_interval= and limit_train_batches="
+        )
+    stops = leg.stops_now(requests)
+    if requests.save or (stops and not requests.abort and trainer.checkpoint_callbacks):
+        path = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
+        trainer.save_checkpoint(Path(path) / f"step={leg.state.global_step}.ckpt")
+    trainer.should_stop |= stops
+    return requests.log
 
 
 class Optimizer:
