@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,8 +73,10 @@ class Picture:
 
 def draw(rows: Sequence[Sequence[Panel]], view: View) -> Picture:
     """Draw rows of panels. Panels of a row share the y axis, those of a column the x axis."""
-    lines = list(_folded(rows))
-    columns = max(len(line.panels) for line in lines)
+    # Rows that are too long are broken: the first panels of each row, then the next ones of each.
+    begins = range(0, max(map(len, rows)), ABREAST)
+    lines = [(row, row[begin : begin + ABREAST]) for begin in begins for row in rows]
+    columns = max(len(panels) for _, panels in lines)
     width = WIDTH if columns == 1 else 4.6 * columns
     legends = {id(panel): _legend(panel) for row in rows for panel in row}
     labels = {str(handle.get_label()): handle for handles in legends.values() for handle in handles}
@@ -86,39 +88,19 @@ def draw(rows: Sequence[Sequence[Panel]], view: View) -> Picture:
     height = (4.8 if len(lines) == 1 else 3.2 * len(lines)) + 0.19 * math.ceil(len(outside) / abreast)
     figure = Figure(figsize=(width, height), layout="constrained")
     grid = figure.subplots(len(lines), columns, sharex="col", sharey="row", squeeze=False)
-    for line, places in zip(lines, grid, strict=True):
-        for panel, axes in zip(line.panels, places, strict=False):
-            _draw_panel(axes, panel, view, legends.get(id(panel), []), titled=line.first)
+    for (row, panels), places in zip(lines, grid, strict=True):
+        for panel, axes in zip(panels, places, strict=False):
+            _draw_panel(axes, panel, view, legends.get(id(panel), []), titled=row is rows[0])
             axes.label_outer()
-            if line.last and len(lines) > len(rows):
+            if row is rows[-1] and len(lines) > len(rows):
                 axes.tick_params(labelbottom=True)
                 axes.set_xlabel(panel.x_label, color=INK)
-        for axes in places[len(line.panels) :]:
+        for axes in places[len(panels) :]:
             axes.set_axis_off()
-        _scale_values(list(places), line, view)
+        _scale_values(list(places), panels, row, view)
     if outside:
         figure.legend(handles=outside, fontsize=8.5, frameon=False, loc="outside lower left", ncols=abreast)
     return Picture(figure)
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """Panels in one line of the figure."""
-
-    panels: Sequence[Panel]
-    row: Sequence[Panel]
-    """All panels of the metric, those in other lines included; they share the y axis."""
-    first: bool
-    """Whether this is the first metric of these runs."""
-    last: bool
-    """Whether this is the last metric of these runs."""
-
-
-def _folded(rows: Sequence[Sequence[Panel]]) -> Iterator[_Line]:
-    """Break rows that are too long: the first panels of each row, then the next ones of each."""
-    for begin in range(0, max(map(len, rows)), ABREAST):
-        for number, row in enumerate(rows):
-            yield _Line(row[begin : begin + ABREAST], row, number == 0, number == len(rows) - 1)
 
 
 def _draw_panel(axes: Axes, panel: Panel, view: View, legend: Sequence[Line2D], *, titled: bool) -> None:
@@ -235,9 +217,9 @@ def _legend(panel: Panel) -> list[Line2D]:
     return handles
 
 
-def _scale_values(places: list[Axes], line: _Line, view: View) -> None:
-    """Set the y axis shared by a row, and annotate each panel with the number of values outside it."""
-    curves = [curve for panel in line.row for curve in panel.curves]
+def _scale_values(places: list[Axes], panels: Sequence[Panel], row: Sequence[Panel], view: View) -> None:
+    """Set the y axis of ``panels``, which is that of their ``row``; annotate each with the number of values outside."""
+    curves = [curve for panel in row for curve in panel.curves]
     span = value_range(curves, view) or ((1.0, 10.0) if view.log else None)
     if span is not None:
         places[0].set_ylim(*_with_air(*span, log=view.log))
@@ -248,7 +230,7 @@ def _scale_values(places: list[Axes], line: _Line, view: View) -> None:
     if view.ylim is not None:
         places[0].set_ylim(*view.ylim)
     low, high = places[0].get_ylim()
-    for axes, panel in zip(places, line.panels, strict=False):
+    for axes, panel in zip(places, panels, strict=False):
         left, right = axes.get_xlim()
         here = [curve.values[(curve.x >= left) & (curve.x <= right)] for curve in panel.curves]
         values = np.concatenate([np.empty(0), *(each[np.isfinite(each)] for each in here)])
