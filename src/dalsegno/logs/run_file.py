@@ -332,9 +332,6 @@ def _parse(data: bytes, path: Path) -> RunRecord:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DamagedRunFile(f"{path}: damaged ({error})") from error
     check(run, RunRecord, f"{path}: damaged", DamagedRunFile)
-    return RunRecord(**run | {"legs": [_to_leg(leg) for leg in run["legs"]]})
-
-
-def _to_leg(fields: dict[str, Any]) -> Leg:
-    proof = fields.get("resumed")
-    return Leg(**fields | {"resumed": None if proof is None else ResumeProof(**proof)})
+    for leg in run["legs"]:
+        leg["resumed"] = ResumeProof(**leg["resumed"]) if leg.get("resumed") else None
+    return RunRecord(**run | {"legs": [Leg(**leg) for leg in run["legs"]]})
