@@ -96,8 +96,10 @@ def parse_command(name: str, data: Mapping[str, Any], args: TrainingArguments) -
         _check_plain(field, value)
     if name == "set":
         _check_set(data, args)
-    elif name == "switch":
-        _check_switch(data)
+    elif name == "switch" and not (isinstance(data.get("callback"), str) and isinstance(data.get("on"), bool)):
+        raise ConfigurationError(
+            'switch: needs {"callback": key, "on": true or false}, with the key of a callback, such as "JsonLogger"'
+        )
     elif not isinstance(data.get("evaluate", False), bool):
         raise ConfigurationError(f"{name}: evaluate={value_in_words(data['evaluate'])}; needs true or false")
     return Command(name, copy.deepcopy(dict(data)))
@@ -140,10 +142,3 @@ def _check_set(data: Mapping[str, Any], args: TrainingArguments) -> None:
         if type(number) not in (int, float) or number <= 0:
             raise ConfigurationError(f"{LEARNING_RATE}={value_in_words(value)}; needs a number over 0")
     with_settings(args, data)
-
-
-def _check_switch(data: Mapping[str, Any]) -> None:
-    if not isinstance(data.get("callback"), str) or not isinstance(data.get("on"), bool):
-        raise ConfigurationError(
-            'switch: needs {"callback": key, "on": true or false}, with the key of a callback, such as "JsonLogger"'
-        )

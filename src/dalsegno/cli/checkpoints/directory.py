@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dalsegno.cli.command import DIR, JSON, METRIC, argument, command, flag, option
 from dalsegno.cli.console import Column, numbers, print_json, print_rows, print_table, size, sizes, texts
-from dalsegno.errors import ConfigurationError
+from dalsegno.errors import ConfigurationError, DamagedCheckpoint
 from dalsegno.logs.values import WALL_CLOCK_ENDINGS
 
 if TYPE_CHECKING:
@@ -280,8 +280,6 @@ def _prune_rows(found: list[CheckpointInfo], rule: Retention) -> list[dict[str, 
 
 
 def _verifies(found: CheckpointInfo) -> bool:
-    from dalsegno.errors import DamagedCheckpoint
-
     assert found.checkpoint is not None
     try:
         found.checkpoint.verify(found.checkpoint.manifest.files)
@@ -309,12 +307,22 @@ def clean(arguments: argparse.Namespace) -> int:
     found = [each for each in memory_dir.find_all() if not wanted or each.output_dir in wanted]
     rows, removable = [], []
     for each in sorted(found, key=lambda each: str(each.output_dir)):
-        rows.append(_row(each))
+        state = _state(each)
         is_gone = each.output_dir in wanted and not each.output_dir.exists()
-        rows[-1]["removable"] = rows[-1]["state"] in (_RESUMABLE, _LEFT_OVER) or is_gone
-        if rows[-1]["removable"]:
+        is_removable = state in (_RESUMABLE, _LEFT_OVER) or is_gone
+        if is_removable:
             removable.append(each)
-            rows[-1]["removed"] = arguments.yes
+        rows.append(
+            {
+                "run": str(each.output_dir),
+                "path": str(each.path),
+                "step": each.newest_step,
+                "size": each.size,
+                "state": state,
+                "removed": is_removable and arguments.yes,
+                "removable": is_removable,
+            }
+        )
     freed = memory_dir.size_of(removable)
     for each in removable if arguments.yes else []:
         memory_dir.remove(each)
@@ -332,17 +340,6 @@ _IN_USE = "in use"
 _RESUMABLE = "of the last leg"
 _LEFT_OVER = "left over"
 _UNKNOWN = "of another container, or of a deleted run"
-
-
-def _row(directory: MemoryDir) -> dict[str, Any]:
-    return {
-        "run": str(directory.output_dir),
-        "path": str(directory.path),
-        "step": directory.newest_step,
-        "size": directory.size,
-        "state": _state(directory),
-        "removed": False,
-    }
 
 
 def _state(directory: MemoryDir) -> str:
