@@ -21,6 +21,7 @@ from dalsegno.cli.command import FAILED, Command, parse, place
 from dalsegno.cli.console import complain
 from dalsegno.errors import DalsegnoError, UnknownName
 from dalsegno.system.exit_status import ExitStatus, exit_status_of
+from dalsegno.system.imports import how_to_install, require_extra
 
 COMMANDS = {
     "demo": None,
@@ -69,8 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         lacking = (error.name or "").partition(".")[0]
         if lacking not in NOT_EVERYWHERE:
             raise
-        from dalsegno.system.imports import how_to_install
-
         complain(f"{words[0]} needs {lacking}, which is not installed; {how_to_install()}")
         return FAILED
     except KeyboardInterrupt:
@@ -160,8 +159,6 @@ class _Completion(argparse.Action):
     so that completing a word starts no Python."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, shell: Any, __: str | None = None) -> None:
-        from dalsegno.system.imports import require_extra
-
         if shell not in SHELLS:
             raise UnknownName("shell", shell, SHELLS)
         require_extra("completion", "shtab", "completion")

@@ -24,7 +24,7 @@ from dalsegno.cli.command import (
     settings_of,
     several,
 )
-from dalsegno.cli.console import Column, number, numbers, print_facts, print_json, print_table, text, visible
+from dalsegno.cli.console import Column, number, numbers, print_facts, print_json, print_table, size, text, visible
 from dalsegno.errors import ConfigurationError
 
 
@@ -219,7 +219,6 @@ def _worker(arguments: argparse.Namespace) -> int:
 def _status(arguments: argparse.Namespace) -> int:
     """Show a DiLoCo server's version and workers."""
     from dalsegno.diloco.worker.client import connect
-    from dalsegno.system.progress import format_bytes
 
     with connect(_options(arguments)) as client:
         status = client.status()
@@ -231,7 +230,7 @@ def _status(arguments: argparse.Namespace) -> int:
         ("mode", text(status["mode"])),
         ("version", text(status["version"])),
         ("parameters", number(status["parameters"])),
-        ("received", format_bytes(status["bytes_received"])),
+        ("received", size(status["bytes_received"])),
         *([("outer loss", number(newest["loss"]))] if "loss" in newest else []),
         *((name, visible(str(status[name]))) for name in ("failure", "obstacle") if status[name]),
     ]
