@@ -94,7 +94,7 @@ def read_policies(text: str, known: Iterable[type[P]]) -> list[P]:
     kinds = {kind.__name__: kind for kind in known}
     try:
         rest = ast.parse(f"({_WORD.sub(_quoted, text)})", mode="eval").body  # a line break within is not the end
-    except SyntaxError:
+    except (SyntaxError, ValueError):  # the latter of a null character
         raise _not_a_rule(text, kinds) from None
     parts = []
     while isinstance(rest, ast.BinOp) and isinstance(rest.op, ast.BitOr):

@@ -122,20 +122,14 @@ def _batch_line(ctx: contexts.Context) -> str:
     schedule, data_size = ctx.args.accumulation.values, ctx.layout.data_size
     accumulated = schedule[0]
     changes = f" at first; micro-batches by step: {schedule}" * (len(schedule) > 1)
-    size = _batch_size(ctx)
+    is_own = not hasattr(ctx.train_dataloader, "next_epoch")  # else it was built from the arguments
+    size = getattr(ctx.train_dataloader, "batch_size", None) if is_own else ctx.args.per_device_train_batch_size
     ranks = "ranks" if ctx.layout.sharing == 1 else f"groups of {ctx.layout.sharing} ranks"
     factors = f" x {accumulated} micro-batches" * (accumulated > 1) + f" x {data_size} {ranks}" * (data_size > 1)
     if size is None:
         return "as the loader gives it" + factors + changes
     product = f"{factors} = {size * accumulated * data_size} samples" if factors else " samples"
     return f"{size}{product} a step{changes}"
-
-
-def _batch_size(ctx: contexts.Context) -> int | None:
-    """Return the samples in a rank's micro-batch; None if a user's own loader has no ``batch_size``."""
-    loader = ctx.train_dataloader
-    is_own = not hasattr(loader, "next_epoch")  # else it was built from the arguments
-    return getattr(loader, "batch_size", None) if is_own else ctx.args.per_device_train_batch_size
 
 
 def _steps_line(ctx: contexts.TrainBeginContext) -> str:

@@ -12,8 +12,6 @@ from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError
 from dalsegno.events import FlaglessCallback, contexts
 
-Select = Callable[[Any, Any], tuple[Any, ...]]
-
 
 class ModelEvalMetrics(FlaglessCallback):
     """Computes metrics of the model's outputs, such as accuracy, in each evaluation::
