@@ -235,7 +235,7 @@ def _steps(folder: Path, size: int, repeats: int) -> tuple[Figure, Figure]:
     worker.join()
     times: dict[bool, list[float]] = {False: [], True: []}
     while min(len(times[False]), len(times[True])) < 10 * repeats:
-        travels = worker._flight is not None and worker._flight.is_travelling
+        travels = worker._flight is not None and worker._flight._thread.is_alive()
         began = time.perf_counter()
         model(batch).square().mean().backward()
         optimizer.step()
