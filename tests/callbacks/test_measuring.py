@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 import threading
 from collections.abc import Iterator
@@ -292,7 +293,7 @@ def inbox() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 def test_messages_arrive(tmp_path: Path, inbox: tuple[str, list[dict[str, Any]]]) -> None:
     address, messages = inbox
     parts = {"eval_dataset": tiny_regression_data(4)}
-    own = Notify(address, on=["begin", "evaluate", "save", "end"])
+    own = pickle.loads(pickle.dumps(Notify(address, on=["begin", "evaluate", "save", "end"])))
     small_trainer(tmp_path / "run", own, parts=parts, max_steps=4, eval_steps=4, save_steps=4).train()
     titles = sorted(message["title"] for message in messages)
     assert titles == ["run: begins", "run: evaluated (eval)", "run: finished", "run: saved"]

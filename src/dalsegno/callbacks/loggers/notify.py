@@ -48,7 +48,7 @@ class Notify(FlaglessCallback):
                 raise ConfigurationError(
                     f"Notify: urls[{number}]: apprise does not understand the address {scheme}://…; see its list"
                 )
-        self._worker = Worker("dalsegno-notify")
+        self._worker: Worker | None = None  # from the first message on: before, the callback can be copied and pickled
         self._error: BaseException | None = None
 
     def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
@@ -75,11 +75,14 @@ class Notify(FlaglessCallback):
         if "end" in self._on and not (self._error is not None and "exception" in self._on):
             asked = ctx.control.stop_reason
             self._send(ctx, ctx.reason, f"asked for by {ctx.control.stopped_by}: {asked}" if asked else "")
-        self._worker.close(_JOIN_TIMEOUT)
+        if self._worker is not None:
+            self._worker.close(_JOIN_TIMEOUT)
+            self._worker = None
 
     def _send(self, ctx: contexts.Context, what: str, text: str) -> None:
         title = f"{ctx.args.run_name or ctx.args.directory.name}: {what}"
         body = f"step {ctx.state.global_step:,} on {socket.gethostname()}" + (f"\n{text}" if text else "")
+        self._worker = self._worker or Worker("dalsegno-notify")
         self._worker.submit(partial(self._deliver, title, body))
 
     def _deliver(self, title: str, body: str) -> None:
