@@ -56,8 +56,8 @@ So a checkpoint contains everything that happened in its step, and a resumed run
 depends on the disk, else at the end of this one. Its `ctx.state` is that of the checkpoint.
 
 It comes after the capture. What it changes or logs is not in this checkpoint, so a run that resumes from there fires it
-once more, as its first event of a step; but not for a checkpoint that only a signal or a time limit has caused. A
-handler that needs what `on_before_save` has left for it keeps that in its state.
+once more, as its first event of a step; but not for a checkpoint that only a signal or a time limit has caused. What
+`on_before_save` leaves for `on_save`, a callback keeps in its state.
 
 A save [in memory](saving.md#in-memory) fires `on_before_save`, and no `on_save`.
 

@@ -190,7 +190,7 @@ class TrainingArguments:
     metric_for_best_model: str | None = None
     """Name of an evaluation metric, with or without ``eval_``. None: the evaluation loss."""
     greater_is_better: bool | None = None
-    """Whether a higher metric is better. None: by its name, which falls if it is a loss, an error, a perplexity …"""
+    """Whether a higher metric is better. None: by its name; a loss, an error, a perplexity … is to fall."""
 
     seed: int = 42
     """Seed of all random generators, and of shuffling unless ``data_seed`` is given."""

@@ -10,7 +10,8 @@ A configuration of 'dalsegno train' is checked too, in directories of its own: d
 
 With --thorough the run is interrupted in the middle and at the end of each of its first four epochs, by SIGKILL and by
 SIGTERM, on one rank and on two; build a run of at least four epochs, as small as possible. Each interruption is exact
-(nothing differs), refused (an error before the first step), said (a warning before the first step) or different.
+(nothing differs), refused (an error before the first step), said (the difference is reported), not proven (no step is
+repeated that could show it) or different.
 """
 
 from __future__ import annotations

@@ -199,8 +199,8 @@ RUN = ("train", "launch")
 def _worker(arguments: argparse.Namespace) -> int:
     """Run a training as a worker of a DiLoCo server.
 
-        dalsegno diloco worker --server outer.example:8512 --token-file auth_token -- train run.toml
-        dalsegno diloco worker --server outer.example:8512 --token-file auth_token -- launch --nproc 8 run.toml
+        dalsegno diloco worker --server https://outer.example:8512 --token-file auth_token -- train run.toml
+        dalsegno diloco worker --server https://outer.example:8512 --token-file auth_token -- launch --nproc 8 run.toml
 
     Sets the environment variables that DiLoCoCallback reads, and runs the command after '--'. The training's callbacks
     must include DiLoCoCallback. Options that are not given are taken from the environment, or from its arguments.

@@ -21,7 +21,7 @@ class DiLoCoCallback(FlaglessCallback):
 
     ::
 
-        DiLoCoCallback("outer.example:8512", sync_every=500)     # or DILOCO_SERVER=outer.example:8512
+        DiLoCoCallback("https://outer.example:8512", sync_every=500)  # or DILOCO_SERVER=https://outer.example:8512
 
     Every ``sync_every`` steps the run sends the change of its parameters and continues with the server's: see
     docs/guides/diloco.md. Without an address the callback does nothing. An argument that has its default is taken from
