@@ -26,7 +26,7 @@ MOST_FILES = {
     "analysis": 31,
     "args": 4,
     "callbacks": 53,
-    "checkpoint": 45,
+    "checkpoint": 44,
     "cli": 23,
     "config": 5,
     "control": 11,
@@ -39,7 +39,7 @@ MOST_FILES = {
     "logs": 10,
     "policies": 4,
     "stateful": 4,
-    "system": 14,
+    "system": 15,
     "testing": 7,
     "training": 31,
     "web": 5,
@@ -79,7 +79,7 @@ FLOORS_WITHIN = {
         ["contract", "dtensors", "tensor_reader", "wrapped"],
         ["model_state", "optimizer_rows", "optimizer_state"],
         # a save
-        ["free_space", "staging", "files", "plan"],
+        ["tensor_copies", "files", "plan"],
         # a load
         ["compatibility", "frozen_checksums", "restore"],
         ["snapshot", "async_save"],

@@ -14,8 +14,8 @@ from torch import nn
 
 import dalsegno as ds
 from checkpoint import jobs
-from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, files, free_space
-from dalsegno.system import filesystem
+from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, files
+from dalsegno.system import filesystem, free_space
 from dalsegno.testing import run_ranks
 from support.disks import small_disk
 from support.heavy import (

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 import dalsegno as ds
-from dalsegno.checkpoint import free_space
 from dalsegno.checkpoint.async_save import AsyncSave
 from dalsegno.distributed import collectives
-from dalsegno.system import filesystem
+from dalsegno.system import filesystem, free_space
 from support.listeners import Listener
 from support.models import Line
 from support.small import small_trainer

@@ -18,7 +18,7 @@ import dalsegno as ds
 from dalsegno.logs import RunFile
 from dalsegno.system.slurm import SlurmJob
 from dalsegno.testing import compare_runs, run_ranks
-from dalsegno.training import stopping
+from dalsegno.training import stop_requests
 from support import slurm_job
 from support.listeners import Listener
 from support.own_loops import OwnLoop
@@ -259,7 +259,7 @@ def test_the_end_of_the_job_where_slurm_does_not_announce_it(
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_END_TIME")
     clock = SimpleNamespace(monotonic=itertools.count(1000).__next__, time=lambda: 1_800_000_000.0)
-    monkeypatch.setattr(stopping, "time", clock)
+    monkeypatch.setattr(stop_requests, "time", clock)
     scontrol.answer(end="1800000020")
     result = small_trainer(tmp_path / "run", max_steps=1_000_000).train()
     assert result.stopped_by == "clock"

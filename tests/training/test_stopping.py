@@ -26,7 +26,7 @@ from dalsegno.testing import (
     run_ranks,
     tiny_regression_data,
 )
-from dalsegno.training import stopping
+from dalsegno.training import stop_requests
 from support.listeners import Journal, Listener
 from support.own_loops import OwnLoop
 from support.small import small_trainer
@@ -152,7 +152,7 @@ def test_the_workers_of_a_loader_outlive_a_signal_to_the_group(tmp_path: Path, n
 
 def test_a_leg_ends_when_its_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second passes from one look at the clock to the next."""
-    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=itertools.count(1000).__next__))
+    monkeypatch.setattr(stop_requests, "time", SimpleNamespace(monotonic=itertools.count(1000).__next__))
     trainer = small_trainer(tmp_path, max_steps=1_000_000, max_seconds=20, num_train_epochs=1)
     first = trainer.train()
     assert 0 < first.global_step <= 20
@@ -165,7 +165,7 @@ def test_a_leg_ends_when_its_time_is_up(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_leg_ends_before_slurm_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second passes from one look at the clock to the next."""
     clock = SimpleNamespace(monotonic=itertools.count(1000).__next__, time=lambda: 1_800_000_000.0)
-    monkeypatch.setattr(stopping, "time", clock)
+    monkeypatch.setattr(stop_requests, "time", clock)
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1800000020")
     result = small_trainer(tmp_path / "soon", max_steps=100).train()
     assert (result.reason, result.stopped_by) == ("stopped", "clock")

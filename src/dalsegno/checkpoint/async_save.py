@@ -19,12 +19,12 @@ from pathlib import Path
 from dalsegno.checkpoint import checkpoint_dir, names
 from dalsegno.checkpoint.file_reading import FileRecord
 from dalsegno.checkpoint.files import Advance, LinkableFiles
-from dalsegno.checkpoint.free_space import free_disk
 from dalsegno.checkpoint.manifest import Manifest
 from dalsegno.checkpoint.snapshot import Snapshot
 from dalsegno.distributed import collectives
 from dalsegno.errors import SaveFailed
 from dalsegno.system import filesystem
+from dalsegno.system.free_space import free_disk
 from dalsegno.system.progress import Progress, format_bytes
 from dalsegno.system.worker import lower_thread_priority
 

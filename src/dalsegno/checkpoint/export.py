@@ -37,7 +37,6 @@ from dalsegno.checkpoint.async_save import NewDirectory
 from dalsegno.checkpoint.contract import Captured, class_name_of
 from dalsegno.checkpoint.file_reading import FileRecord
 from dalsegno.checkpoint.files import Advance, LinkableFiles, UnchangedFile, write_hashed
-from dalsegno.checkpoint.free_space import free_disk
 from dalsegno.checkpoint.index import Index, StoredTensor
 from dalsegno.checkpoint.manifest import Checkpoint, Manifest, is_safe_name
 from dalsegno.checkpoint.names import ADAPTERS, CALLBACKS, MODEL, SETTINGS, checkpoint_path, component_and_name
@@ -46,6 +45,7 @@ from dalsegno.checkpoint.tensor_files import SAFETENSORS_NAMES, byte_count, name
 from dalsegno.checkpoint.tensor_reader import ChunkReader
 from dalsegno.errors import CannotSave, ConfigurationError, DamagedCheckpoint, NotFound, UnknownName
 from dalsegno.system import filesystem
+from dalsegno.system.free_space import free_disk
 from dalsegno.system.progress import format_bytes, parse_bytes
 
 SINGLE_FILE = "model.safetensors"

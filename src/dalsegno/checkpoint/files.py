@@ -22,11 +22,11 @@ import xxhash
 
 from dalsegno.checkpoint import checkpoint_dir
 from dalsegno.checkpoint.file_reading import FileRecord, opened, verify_files
-from dalsegno.checkpoint.free_space import has_memory_for
-from dalsegno.checkpoint.staging import SMALL, Buffer, CopyProgress, anonymous
+from dalsegno.checkpoint.tensor_copies import SMALL, Buffer, CopyProgress, anonymous
 from dalsegno.checkpoint.tensor_files import FileLayout, as_bytes
 from dalsegno.errors import DalsegnoError, DamagedCheckpoint, SaveFailed
 from dalsegno.system import filesystem
+from dalsegno.system.free_space import has_memory_for
 from dalsegno.system.machine import thread_count
 from dalsegno.system.worker import LOWEST, lower_thread_priority
 

@@ -36,7 +36,6 @@ from dalsegno.checkpoint.async_save import AsyncSave, BufferPrefault, NewDirecto
 from dalsegno.checkpoint.contract import ShardedState
 from dalsegno.checkpoint.file_reading import verify_files
 from dalsegno.checkpoint.files import Advance, LinkableFiles, UnchangedFile
-from dalsegno.checkpoint.free_space import available_memory, free_disk
 from dalsegno.checkpoint.frozen_checksums import FrozenChecksums
 from dalsegno.checkpoint.manifest import Checkpoint, Manifest
 from dalsegno.checkpoint.memory_dir import MemoryDir
@@ -44,13 +43,14 @@ from dalsegno.checkpoint.names import MODEL
 from dalsegno.checkpoint.optimizer_state import tensors_per_parameter
 from dalsegno.checkpoint.sidecar import SavedState
 from dalsegno.checkpoint.snapshot import Snapshotter
-from dalsegno.checkpoint.staging import NoRoom, SharedFiles
+from dalsegno.checkpoint.tensor_copies import NoRoom, SharedFiles
 from dalsegno.distributed import collectives
 from dalsegno.distributed.hosts import Hosts, Transfer, transfer
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, RankFailed, StateMismatch
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
+from dalsegno.system.free_space import available_memory, free_disk
 from dalsegno.system.machine import thread_count
 from dalsegno.system.progress import format_bytes
 from dalsegno.system.worker import lower_thread_priority

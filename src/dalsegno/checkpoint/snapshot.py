@@ -30,20 +30,20 @@ from dalsegno.checkpoint.files import (
     UnchangedFile,
     live_digest,
 )
-from dalsegno.checkpoint.free_space import available_memory, has_memory_for
 from dalsegno.checkpoint.frozen_checksums import Checksums, Fingerprint, FrozenChecksums, to_bytes, unchanged_everywhere
 from dalsegno.checkpoint.manifest import ComponentRecord, Manifest
 from dalsegno.checkpoint.names import SHARED, rank_sidecar
 from dalsegno.checkpoint.plan import FilePlan, Plan
 from dalsegno.checkpoint.sharding import Box
 from dalsegno.checkpoint.sidecar import Encoded, SavedState, sidecar_arrays, sidecar_json
-from dalsegno.checkpoint.staging import Buffer, Copying, Layouts, NoRoom, SharedFiles
+from dalsegno.checkpoint.tensor_copies import Buffer, Copying, Layouts, NoRoom, SharedFiles
 from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import RankFailed
 from dalsegno.stateful.component import Component, varying_fields
 from dalsegno.system import filesystem
+from dalsegno.system.free_space import available_memory, has_memory_for
 from dalsegno.system.progress import format_bytes
 
 logger = logging.getLogger("dalsegno")

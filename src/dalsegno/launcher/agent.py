@@ -39,7 +39,7 @@ from dalsegno.launcher.options import LaunchOptions
 from dalsegno.launcher.ranks import HEARTBEATS, Ranks, RankStart
 from dalsegno.logs import PreviousLeg
 from dalsegno.system.exit_status import ExitStatus
-from dalsegno.training.stopping import SIGNALS
+from dalsegno.training.stop_requests import SIGNALS
 
 
 class ForwardedSignals:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from dalsegno.checkpoint.free_space import control_groups
+from dalsegno.system.free_space import control_groups
 
 MOST_LOSSES = 3
 """Number of legs in a row, lost at the same step or an earlier one, after which there are no more restarts."""

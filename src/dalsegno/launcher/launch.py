@@ -25,7 +25,7 @@ from dalsegno.errors import ConfigurationError, LeaseLost, RankFailed
 from dalsegno.events.registration import check_callbacks
 from dalsegno.system.exit_status import ExitStatus
 from dalsegno.training.result import TrainResult
-from dalsegno.training.stopping import SIGNALS
+from dalsegno.training.stop_requests import SIGNALS
 
 from .agent import ENDED, MONITOR_INTERVAL, ForwardedSignals, RankAgent, rendezvous_for
 from .options import HANG_TIMEOUT, MAX_RESTARTS, LaunchOptions, Start

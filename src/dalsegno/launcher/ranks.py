@@ -24,7 +24,7 @@ from dalsegno.errors import ConfigurationError, DalsegnoError
 from dalsegno.events.registration import register_global_callback
 from dalsegno.system.exit_status import ExitStatus, exit_status_of
 from dalsegno.system.machine import set_process_title
-from dalsegno.training.stopping import SIGNALS
+from dalsegno.training.stop_requests import SIGNALS
 
 from .findings import RankError
 from .hangs import HeartbeatCallback, Heartbeats, write_stacks_at_signal

@@ -1,4 +1,5 @@
-"""Retention: which checkpoints to keep. A rule is a pure function of the list of checkpoints and deletes nothing.
+"""Retention: which checkpoints to keep. A rule is a pure function of the list of checkpoints;
+``checkpoint.manager`` deletes the others.
 
 ``Latest(3) | Best(2)`` keeps the newest three and the best two. A checkpoint that a rule keeps now was also kept at
 every earlier time since its save, so it does not matter how often, and in which leg, the rule is evaluated.

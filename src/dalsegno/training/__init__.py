@@ -12,8 +12,8 @@ In reading order: no module imports from a line above its own.
     step_boundary                           between two steps: log, evaluate, save, stop
     commands · rollback · step_log · save_coordinator · control_sync
     run_checkpoints · contents · settings   where checkpoints are, what they contain, what is compared
-    run_json · chosen_start                 files that say how legs began and ended, and where the next one begins
+    leg_recorder · chosen_start             files that say how legs began and ended, and where the next one begins
     evaluation · placement · train_step
     parts                                   what all of these share
-    flags · mean_loss · rollback_effects · learning_rate · optimizers · muon · stopping · result
+    module_flags · mean_loss · rollback_effects · learning_rate · optimizers · muon · stop_requests · result
 """

@@ -23,8 +23,8 @@ from dalsegno.errors import CannotSave, ConfigurationError, UnknownName
 from dalsegno.events.callback import components_of
 from dalsegno.stateful.component import Component, Stateful
 
-from .flags import sum_of_bytes
 from .learning_rate import form_check
+from .module_flags import sum_of_bytes
 from .optimizers import expect_optimizer
 from .parts import Comparison, RunParts
 from .settings import RecordedSettings, adapter_settings

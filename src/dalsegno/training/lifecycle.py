@@ -34,16 +34,16 @@ from .commands import CommandExecutor
 from .contents import CheckpointContents
 from .evaluation import Evaluation, expect_evaluations
 from .learning_rate import planned_steps
+from .leg_recorder import LastLeg, LegRecorder
 from .parts import RunParts
 from .result import TrainResult
 from .rollback import RollbackDecisions
 from .run_checkpoints import RunCheckpoints
-from .run_json import LastLeg, LegRecorder
 from .save_coordinator import SaveCoordinator
 from .session import Session
 from .settings import RecordedSettings, UserSupplied
 from .step_boundary import StepBoundary
-from .stopping import Requeue, SignalWatcher, TimeLimit
+from .stop_requests import Requeue, SignalWatcher, TimeLimit
 
 logger = logging.getLogger("dalsegno")
 

@@ -32,8 +32,8 @@ from dalsegno.state import TrainerControl, TrainerState
 from dalsegno.stateful.component import TensorHolder
 from dalsegno.witness import Witness
 
-from .flags import Flags
 from .mean_loss import MetricAccumulator
+from .module_flags import Flags
 from .rollback_effects import RollbackEffects
 
 logger = logging.getLogger("dalsegno")

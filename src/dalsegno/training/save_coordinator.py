@@ -25,7 +25,7 @@ from .contents import CheckpointContents
 from .control_sync import expect_lease, requests_against_save
 from .parts import Comparison, RunParts
 from .run_checkpoints import RunCheckpoints
-from .stopping import TimeLimit
+from .stop_requests import TimeLimit
 
 logger = logging.getLogger("dalsegno")
 

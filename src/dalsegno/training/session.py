@@ -31,10 +31,10 @@ from dalsegno.events.dispatcher import note_failures, raise_first
 from dalsegno.policies.recovery import Rollback
 from dalsegno.state import NO_REQUESTS, ControlRequests
 
+from .leg_recorder import LegRecorder
 from .parts import RunParts
 from .result import TrainResult, reason_of
 from .run_checkpoints import RunCheckpoints
-from .run_json import LegRecorder
 from .step_boundary import ActionSchedule, StepBoundary
 
 logger = logging.getLogger("dalsegno")

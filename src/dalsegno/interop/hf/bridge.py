@@ -1,4 +1,4 @@
-"""Bridge: dalsegno's callbacks in Hugging Face's Trainer, and in those built on it.
+"""Bridge: dalsegno's callbacks in Hugging Face's Trainer, and in those built on it; theirs here: ``dialect``.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Bridge: dalsegno's callbacks in Lightning's Trainer.
+"""Bridge: dalsegno's callbacks in Lightning's Trainer; Lightning's callbacks here: ``dialect``.
 
 ::
 

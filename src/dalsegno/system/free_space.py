@@ -1,4 +1,4 @@
-"""Available memory and disk space, checked before a save."""
+"""Available memory and disk space, asked before a save; ``checkpoint.async_save`` refuses one that has no room."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A signal handler records the signal, and does nothing else. The ranks find the recorded signal, or the end of the time,
 when they synchronize, between two steps or two batches of an evaluation; then all of them stop, save and return. A
-second Ctrl-C raises ``KeyboardInterrupt`` at once.
+second Ctrl-C raises ``KeyboardInterrupt`` at once. ``step_boundary`` decides that a run stops, also for callbacks.
 """
 
 from __future__ import annotations
