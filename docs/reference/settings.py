@@ -14,10 +14,11 @@ from written import page_with, write
 
 def table() -> str:
     """Return name, default and meaning of every setting, in the order of the class."""
-    rows = [
-        f"| `{name}` | {'required' if default is None else f'`{default}`'} | {meaning.replace('``', '`')} |"
-        for name, default, meaning in described_settings()
-    ]
+    rows = []
+    for name, default, meaning in described_settings():
+        value = "required" if default is None else f"`{default}`"
+        text = meaning.replace("``", "`").replace("|", r"\|")
+        rows.append(f"| `{name}` | {value} | {text} |")
     return "\n".join(["| setting | default | meaning |", "|---|---|---|", *rows]) + "\n"
 
 

@@ -105,9 +105,18 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = dalsegno.Trianer
 
 
-@pytest.mark.parametrize(
-    "page", sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]), ids=lambda path: path.name
-)
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_rows_of_a_table_have_as_many_cells_as_its_head(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        rows = table.splitlines()
+        assert {row: len(re.findall(r"(?<!\\)\|", row)) for row in rows} == dict.fromkeys(rows, rows[0].count("|"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"^\[[\w-]+\]: (\S+)$", r"[](\1)", page.read_text(), flags=re.MULTILINE)  # as README's table has them
     for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)]*)\)", text):

@@ -43,6 +43,8 @@ def test_the_reference_has_every_public_name() -> None:
         ("see :class:<code>~dalsegno.Trainer</code>.", "see <code>Trainer</code>."),
         ("see :func:<code>open_log</code>.", "see <code>open_log</code>."),
         ("<code>a: b</code>", "<code>a: b</code>"),
+        (r"<td><code>a \| b</code></td>", "<td><code>a | b</code></td>"),
+        (r"<code>a\|b</code>", r"<code>a\|b</code>"),
         ("see docs/guides/control.md.", 'see <a href="../../../guides/control/">docs/guides/control.md</a>.'),
     ],
 )
