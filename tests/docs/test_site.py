@@ -44,6 +44,7 @@ def test_the_reference_has_every_public_name() -> None:
         ("see :func:<code>open_log</code>.", "see <code>open_log</code>."),
         ("<code>a: b</code>", "<code>a: b</code>"),
         (r"<td><code>a \| b</code></td>", "<td><code>a | b</code></td>"),
+        ("<p>see:</p><p>::</p><p>A file::</p>", "<p>see:</p><p>A file:</p>"),
         (r"<code>a\|b</code>", r"<code>a\|b</code>"),
         ("see docs/guides/control.md.", 'see <a href="../../../guides/control/">docs/guides/control.md</a>.'),
     ],
