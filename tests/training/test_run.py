@@ -97,6 +97,17 @@ def test_a_finished_run_has_no_batches_left_and_tells_its_result(tmp_path: Path)
     assert (tmp_path / "logs" / "train.jsonl").read_bytes() == before
 
 
+def test_a_leg_that_cannot_begin_has_no_result(tmp_path: Path) -> None:
+    run = OwnLoop(tmp_path).run()
+    with pytest.raises(ZeroDivisionError), run:
+        next(run.batches())
+        1 / 0  # noqa: B018
+    assert run.result is not None and run.result.reason == "exception"
+    with pytest.raises(ds.ConfigurationError, match="there is no checkpoint to resume from"), run:
+        pass
+    assert run.result is None
+
+
 def test_a_callback_that_needs_what_the_loop_cannot_fire_is_refused(tmp_path: Path) -> None:
     class NeedsBackward(ds.Callback):
         def on_after_backward(self, ctx: ds.BackwardContext) -> None: ...

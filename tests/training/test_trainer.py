@@ -266,6 +266,18 @@ def test_a_second_trainer_in_this_process_is_locked_out_too(tmp_path: Path) -> N
     assert other.train().global_step == 1
 
 
+def test_a_leg_inside_another_one_is_refused_and_does_not_disturb_it(tmp_path: Path) -> None:
+    def train_inside(ctx: Any) -> None:
+        if ctx.state.global_step == 0:
+            with pytest.raises(Locked):
+                trainer.train()
+
+    trainer = small_trainer(tmp_path, Listener({"on_step_begin": train_inside}), max_steps=1, save_strategy="no")
+    trainer.train()
+    trainer.args.max_steps = 2
+    assert trainer.train().global_step == 2, "the second leg begins in memory, where the first one ended"
+
+
 # --- what is kept -----------------------------------------------------------------------------------------------------
 
 

@@ -109,10 +109,11 @@ class RunLifecycle:
 
         At the end, a job that was stopped in time is requeued: no file of the run is open any more.
         """
-        parts, self._session = self._parts, None
+        parts = self._parts
         self._time_limit.start()
         with self._signals.listening():
             with locked_run_dir(parts.args), self._checkpoints.opened():
+                self._session = None  # not before: the lock refuses a leg inside another one, which goes on
                 try:
                     self.resumed_from = self.restore(options)
                     finished = self._finished_result()
