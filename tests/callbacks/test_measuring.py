@@ -313,6 +313,22 @@ def test_a_run_that_breaks_off_says_so_once(tmp_path: Path, inbox: tuple[str, li
     assert message["title"] == "run: failed" and "ValueError: no more" in message["message"]
 
 
+def test_a_message_does_not_wait_for_the_answer_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived = threading.Event()
+    in_time: list[bool] = []
+
+    def notify(apprise: Any, body: str, title: str) -> bool:
+        if title == "run: begins":
+            in_time.append(arrived.wait(5))
+        else:
+            arrived.set()
+        return True
+
+    monkeypatch.setattr("apprise.Apprise.notify", notify)
+    small_trainer(tmp_path / "run", Notify("json://localhost", on=["begin", "end"]), max_steps=2).train()
+    assert in_time == [True]
+
+
 def test_a_server_that_is_gone_is_not_felt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert small_trainer(tmp_path, Notify("json://127.0.0.1:9/"), max_steps=2).train().reason == "finished"
     assert "could not be sent" in caplog.text

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 from collections.abc import Iterable
-from functools import partial
 
 from dalsegno.callbacks.argument_checks import one_of, texts
 from dalsegno.errors import ConfigurationError
 from dalsegno.events import FlaglessCallback, contexts
 from dalsegno.system.imports import require_extra
-from dalsegno.system.worker import Worker
 
 logger = logging.getLogger("dalsegno")
 
@@ -27,7 +26,7 @@ class Notify(FlaglessCallback):
 
         Notify("slack://xoxb-1234-1234-abcd/#runs", on=["end", "exception"])
 
-    Rank 0 sends them on a background thread. A message that cannot be sent is logged; training continues.
+    Rank 0 sends them on background threads. A message that cannot be sent is logged; training continues.
 
     Args:
         urls: one or several addresses in apprise's form.
@@ -48,7 +47,7 @@ class Notify(FlaglessCallback):
                 raise ConfigurationError(
                     f"Notify: urls[{number}]: apprise does not understand the address {scheme}://…; see its list"
                 )
-        self._worker: Worker | None = None  # from the first message on: before, the callback can be copied and pickled
+        self._sending: list[threading.Thread] = []
         self._error: BaseException | None = None
 
     def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
@@ -75,16 +74,20 @@ class Notify(FlaglessCallback):
         if "end" in self._on and not (self._error is not None and "exception" in self._on):
             asked = ctx.control.stop_reason
             self._send(ctx, ctx.reason, f"asked for by {ctx.control.stopped_by}: {asked}" if asked else "")
-        if self._worker is not None:
-            self._worker.close(_JOIN_TIMEOUT)
-            self._worker = None
+        while self._sending:
+            self._sending.pop().join(_JOIN_TIMEOUT)
 
     def _send(self, ctx: contexts.Context, what: str, text: str) -> None:
         title = f"{ctx.args.run_name or ctx.args.directory.name}: {what}"
         body = f"step {ctx.state.global_step:,} on {socket.gethostname()}" + (f"\n{text}" if text else "")
-        self._worker = self._worker or Worker("dalsegno-notify")
-        self._worker.submit(partial(self._deliver, title, body))
+        # One for each, so that none waits for an answer to another; daemonic, so that none keeps the process alive.
+        thread = threading.Thread(target=self._deliver, args=(title, body), name="dalsegno-notify", daemon=True)
+        self._sending = [each for each in self._sending if each.is_alive()] + [thread]
+        thread.start()
 
     def _deliver(self, title: str, body: str) -> None:
-        if not self._apprise.notify(body=body, title=title):
-            logger.warning("Notify: %r could not be sent to every address", title)
+        try:
+            if not self._apprise.notify(body=body, title=title):
+                logger.warning("Notify: %r could not be sent to every address", title)
+        except Exception as error:
+            logger.warning("Notify: %r could not be sent: %s", title, error)
