@@ -86,7 +86,7 @@ def _table(package: ModuleType, names: list[str]) -> str:
 def _sentence(text: str) -> str:
     sentence = " ".join(re.split(r"(?<=[^.]\.)\s|:*\n\n", text, maxsplit=1)[0].split())
     without_roles = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", sentence)
-    return without_roles.replace("``", "`").replace("|", "\\|")
+    return without_roles.removesuffix(".").replace("``", "`").replace("|", "\\|") + "."
 
 
 def _entry(name: str) -> str:
