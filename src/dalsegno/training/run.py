@@ -102,7 +102,7 @@ class Run(OfRun):
         loader: yields the batches. One with ``state_dict`` resumes by itself, another is read again up to its place.
         lr_scheduler: one or a list, saved too; stepped by the loop.
         callbacks: as for the Trainer.
-        evaluate: called when an evaluation is due, on all ranks; returns metrics over all ranks: ``{"eval_loss": 0.7}``.
+        evaluate: called on all ranks when an evaluation is due; returns metrics of all ranks: ``{"eval_loss": 0.7}``.
         state: further objects with ``state_dict`` and ``load_state_dict``, such as a ``GradScaler``, by names that are
             not reserved.
         resume_from_checkpoint: as in ``Trainer.train``, like the next five.
