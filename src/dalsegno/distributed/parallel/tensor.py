@@ -76,9 +76,10 @@ def _plan_of_transformers(model: nn.Module, ranks: int) -> dict[str, ParallelSty
             f"TensorParallel('auto'): the plan of {type(model).__name__} has styles that split weights outside of "
             f"torch.distributed.tensor.parallel: {unknown}; pass a plan without these modules, of {list(known)}"
         )
+    splits_attention = any("attn" in pattern or "attention" in pattern for pattern in plan)
     for heads in ("num_attention_heads", "num_key_value_heads"):
         number = getattr(getattr(model, "config", None), heads, None)
-        if number is not None and number % ranks:
+        if splits_attention and number is not None and number % ranks:
             raise ConfigurationError(
                 f"TensorParallel('auto'): {ranks} ranks cannot share the {number} {heads} of {type(model).__name__}; "
                 "use a size that divides them, or pass a plan that leaves the attention whole"
