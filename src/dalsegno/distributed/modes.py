@@ -44,7 +44,8 @@ class FSDP(Mode):
     """Parameters, gradients and optimizer state sharded over the ranks: FSDP2, ``fully_shard``."""
 
     mp_policy: MixedPrecisionPolicy | None = field(default=None, kw_only=True)
-    """Dtypes of gathered parameters and reduced gradients. None: those of the parameters."""
+    """Dtypes of gathered parameters and reduced gradients. None: those of the parameters; with ``bf16=True``, bfloat16
+    and float32."""
     reshard_after_forward: bool | int | None = field(default=None, kw_only=True)
     """Whether to free gathered parameters after the forward pass, and gather them again in the backward pass; a number
     of ranks to shard them over meanwhile. None: free them, except those of the root."""
