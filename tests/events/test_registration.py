@@ -53,6 +53,17 @@ def test_a_handler_of_a_class_is_inspected_once(monkeypatch: pytest.MonkeyPatch)
         one.handled_events()
 
 
+def test_a_class_may_switch_off_a_handler_that_it_inherits() -> None:
+    class Watches(ds.Callback):
+        def on_step_end(self, ctx: ds.StepEndContext) -> None: ...
+        def on_save(self, ctx: ds.SaveContext) -> None: ...
+
+    class WatchesLess(Watches):
+        on_save = ds.Callback.on_save
+
+    assert WatchesLess().handled_events() == [ds.Event.STEP_END]
+
+
 def test_a_class_without_a_constructor_takes_no_arguments() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'every'"):
         type("Watches", (ds.Callback,), {})(every=3)

@@ -157,10 +157,15 @@ class Callback:
         for name in names:
             if name not in HANDLERS and callable(getattr(self, name)):
                 raise UnknownName(f"handler in {type(self).__name__}:", name, HANDLERS, _NAMES_ELSEWHERE)
-        events = [event for handler, event in HANDLERS.items() if handler in names]
+        events = [event for handler, event in HANDLERS.items() if handler in names and not self._is_empty(handler)]
         for event in events:
             _check_signature(self, event)
         return events
+
+    def _is_empty(self, handler: str) -> bool:
+        """Of a class that switches off what it inherits: ``on_log = Callback.on_log``."""
+        own = getattr(self, handler)
+        return getattr(own, "__func__", own) is getattr(Callback, handler)
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
         """Return the events of one run and the handlers to call, in this order."""
