@@ -130,7 +130,10 @@ def test_so_is_one_that_hangs_and_its_stacks_are_printed(
 ) -> None:
     """To the launcher, a thousand seconds pass while it hangs, and none else that would matter."""
     hangs = tmp_path / "hangs"
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000 * hangs.exists(), time=time.time)
+    both = [hangs / "0", hangs / "1"]
+    clock = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + 1000 * all(each.exists() for each in both), time=time.time
+    )
     monkeypatch.setattr(agent, "time", clock)
     result = launch(tmp_path / "run", Hang(3, hangs), hang_timeout=500.0, start="fork")
     assert result.global_step == 8

@@ -90,18 +90,27 @@ class Titles(AtStep):
 
 
 class Hang(AtStep):
-    """Rank 0 hangs; there is a file while it does."""
+    """Rank 0 hangs. While it does, and once rank 1 has made the step too, there is a file of each in ``folder``."""
 
-    def __init__(self, step: int, path: Path) -> None:
+    def __init__(self, step: int, folder: Path) -> None:
         super().__init__(step, rank=0)
-        self.path = path
+        self.folder = folder
 
     def on_train_begin(self, ctx: ds.Context) -> None:
-        self.path.unlink(missing_ok=True)
+        self.folder.mkdir(exist_ok=True)
+        self._mine.unlink(missing_ok=True)
+
+    def on_step_done(self, ctx: ds.StepDoneContext) -> None:
+        if ctx.step == self.step and os.environ[STARTS] == "0":
+            self._mine.touch()
+        super().on_step_done(ctx)
 
     def act(self) -> None:
-        self.path.touch()
         threading.Event().wait()
+
+    @property
+    def _mine(self) -> Path:
+        return self.folder / os.environ["RANK"]
 
 
 class Touch(AtStep):

@@ -49,14 +49,17 @@ def tell(out: Path, steps: int, seed: int) -> int:
     comparison = compare_runs(out / "reference", out / "killed")
     _print(f"\nKilled run compared with the reference\n\n{comparison.table()}\n")
     _print("Nothing differs." if comparison.identical else "THE RUNS DIFFER.")
-    if find_spec("matplotlib") is None:
-        _print(f"No plot of both losses: matplotlib is not installed; {how_to_install('analysis')}")
-    else:
-        target = draw(out / "loss.png", out / "reference", out / "killed", legs)
-        _print(f"Plot of both losses and the kills: {target}")
+    _print(_plot(out, legs))
     _print(f"What became of each leg: dalsegno logs lineage {shlex.quote(str(out / 'killed'))}")
     _print(f"Total time: {time.monotonic() - began:.0f} s.")
     return 0 if comparison.identical else 1
+
+
+def _plot(out: Path, legs: list[LegSpan]) -> str:
+    """A line that names the plot, or says why there is none."""
+    if find_spec("matplotlib") is None:
+        return f"No plot of both losses: matplotlib is not installed; {how_to_install('analysis')}"
+    return f"Plot of both losses and the kills: {draw(out / 'loss.png', out / 'reference', out / 'killed', legs)}"
 
 
 def _killed_and_resumed(job: Job, trace: EventTrace) -> list[LegSpan]:
