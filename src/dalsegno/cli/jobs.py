@@ -316,7 +316,7 @@ def _open(arguments: argparse.Namespace) -> int:
 
 def _show(name: str, address: str, fragment: Mapping[str, str], secret: Mapping[str, str], *, only_print: bool) -> Path:
     """Open the page at ``address`` by a private file of that name, which is returned, or print where it is. The browser
-    is told ``fragment`` and ``secret``, and sends neither; ``secret`` is in the file alone."""
+    gets ``fragment`` and ``secret``, and sends neither; ``secret`` is in the file alone."""
     import webbrowser
 
     target = json.dumps(f"{address}/#{urlencode({**secret, **fragment})}").replace("<", "\\u003c")

@@ -113,7 +113,7 @@ class RunLifecycle:
         self._time_limit.start()
         with self._signals.listening():
             with locked_run_dir(parts.args), self._checkpoints.opened():
-                self._session = None  # not before: the lock refuses a leg inside another one, which goes on
+                self._session = None  # not before: the lock refuses a leg inside another one, which continues
                 try:
                     self.resumed_from = self.restore(options)
                     finished = self._finished_result()

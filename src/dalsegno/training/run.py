@@ -196,7 +196,7 @@ class Run(OfRun):
 
     @short_traceback
     def __enter__(self) -> Self:
-        if self._held is None:  # otherwise the lock refuses this leg, and the one around it goes on
+        if self._held is None:  # otherwise the lock refuses this leg, and the one around it continues
             self._session = self._finished = None
         with ExitStack() as held:
             begun = held.enter_context(self._lifecycle.leg(self._options))

@@ -179,7 +179,7 @@ def with_checkpoint_view(invoke: Invoke, binder: Binder) -> Call:
         with ExitStack() as inside:
             try:
                 inside.enter_context(checkpoint_view(ctx, shared))
-            except (CannotSave, OSError) as error:  # the checkpoint is safe, and training goes on
+            except (CannotSave, OSError) as error:  # the checkpoint is safe, and training continues
                 logger.error("%s.on_save is left out at step %d: %s", adapted.key, ctx.step, error)
                 return None
             return invoke(adapted, ctx)
