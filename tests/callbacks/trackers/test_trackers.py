@@ -112,6 +112,22 @@ def test_a_run_that_is_killed_three_times_has_every_point_once(tracked: str, tmp
     assert list(log.series(["loss"])["loss"].values) == [points["loss", step][0] for step in range(1, STEPS + 1)]
 
 
+def test_a_step_and_its_evaluation_in_one_millisecond_are_two_records(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric
+
+    client = MlflowClient()
+    run = client.create_run("0")
+    values = {"loss": 0.5, "eval_loss": 0.7, "epoch": 2.0}
+    client.log_batch(run.info.run_id, [Metric(name, value, 1_700_000_000_000, 8) for name, value in values.items()])
+    (log,) = ds.open_logs(tmp_path.glob(PLACES["mlflow"]))
+    place = {"timestamp": 1_700_000_000.0, "global_step": 8, "epoch": 2.0}
+    assert list(log.records()) == [
+        {**place, "kind": "train", "loss": 0.5},
+        {**place, "kind": "eval", "eval_loss": 0.7},
+    ]
+
+
 def test_a_return_to_an_older_checkpoint_is_marked(tracked: str, tmp_path: Path) -> None:
     kill(tmp_path / "run", tracked, 7)
     trainer(tmp_path / "run", tracked_runs.LOGGERS[tracked](), learning_rate=0.02).train()

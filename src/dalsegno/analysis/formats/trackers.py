@@ -93,16 +93,23 @@ def without_old_timelines(records: Iterator[Record], skipped: Skipped) -> Iterat
 
 
 def _records_of_row(row: dict[str, Any]) -> Iterator[Record]:
-    """Yield the records of a step with dalsegno's names: training, evaluation, the end."""
     numbers = {key: value for key, value in row.items() if not key.startswith("_") and isinstance(value, (int, float))}
     values = _plain_names(numbers)
     place: Record = {"timestamp": row["_timestamp"]} if "_timestamp" in row else {}
     place["global_step"] = values.pop("global_step", row.get("_step", 0))
+    return _by_kind(place, values)
+
+
+def _by_kind(place: Record, values: Record) -> Iterator[Record]:
+    """Yield what trackers have joined as a record each: training, evaluation, the end. Each has the epoch."""
+    shared = {name: values[name] for name in ("epoch",) if name in values}
     parts: dict[str, Record] = {"train": {}, "eval": {}, "final": {}}
+    at_end = "train_runtime" in values
     for name, value in values.items():
-        kind = "eval" if is_of_evaluation(name) else "final" if name.startswith(_OF_THE_END) else "train"
-        parts[kind][name] = value
-    yield from ({**place, **part} for part in parts.values() if part)
+        final = at_end and ("loss" not in values or name.startswith(_OF_THE_END))
+        if name not in shared:
+            parts["eval" if is_of_evaluation(name) else "final" if final else "train"][name] = value
+    yield from ({**place, **shared, **part} for part in parts.values() if part)
 
 
 _OF_THE_END = ("train_", "total_flos")  # names in the final record of dalsegno and Hugging Face
@@ -244,10 +251,10 @@ def _of_trackio(connection: sqlite3.Connection, run: str, skipped: Skipped) -> I
 
 
 def records_of_points(points: Iterator[tuple[Any, Any, str, Any]]) -> Iterator[Record]:
-    """Join points (seconds, step, name, value) that follow each other, of one time and step, to a record."""
+    """Join points (seconds, step, name, value) that follow each other, of one time and step, to a record of a kind."""
     for (time, step), group in groupby(points, key=lambda point: point[:2]):
         values = {name: float("nan") if value is None else value for _, _, name, value in group}
-        yield {"timestamp": time, "global_step": step, **_plain_names(values)}
+        yield from _by_kind({"timestamp": time, "global_step": step}, _plain_names(values))
 
 
 def _plain_names(values: Mapping[str, Any]) -> Record:
