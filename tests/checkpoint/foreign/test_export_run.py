@@ -11,19 +11,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
-from torch.utils.data import DataLoader, Subset
 
 import dalsegno as ds
 from cli.command import dalsegno
 from dalsegno.checkpoint import read_tensors
-from dalsegno.checkpoint.foreign.formats import PROGRAMS
 from dalsegno.checkpoint.listing import newest_verified
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.testing import run_ranks
 
-from .other_programs import BATCH, BEGUN, SAMPLES, STEPS, Loop, Sentences, losses_here, model, one_group, trainer_here
+from .other_programs import BATCH, BEGUN, SAMPLES, STEPS, Loop, losses_here, model, one_group, trainer_here
 from .test_import_hf import hf_losses, hf_trainer
 
 
@@ -120,90 +116,11 @@ def test_a_plain_loop_trains_on_from_a_file_of_torch_save(trained: Trained, tmp_
     trained.check_losses(loop.run(BEGUN, STEPS).losses)
 
 
-def test_a_plain_loop_trains_on_from_dcp(trained: Trained, tmp_path: Path) -> None:
-    folder = trained.export(tmp_path / "dcp", "dcp")
-    loop = Loop.new()
-    weights, states = get_state_dict(loop.net, loop.optimizer)  # creates the optimizer's state
-    state = {"model": weights, "optimizer": states, "lr_scheduler": loop.schedule.state_dict(), "step": 0}
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
-    set_state_dict(loop.net, loop.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    loop.schedule.load_state_dict(state["lr_scheduler"])
-    assert state["step"] == BEGUN and get_model_state_dict(loop.net).keys() == weights.keys()
-    trained.check_loaded(loop.net, loop.optimizer, loop.schedule)
-    trained.check_losses(loop.run(BEGUN, STEPS).losses)
-
-
-def test_accelerate_trains_on(trained: Trained, tmp_path: Path) -> None:
-    from accelerate import Accelerator
-
-    folder = trained.export(tmp_path / "state", "accelerate")
-    accelerator = Accelerator(cpu=True)
-    loop = Loop.new()
-    loop.net, loop.optimizer, loop.schedule = accelerator.prepare(loop.net, loop.optimizer, loop.schedule)
-    accelerator.scaler = torch.amp.GradScaler("cpu")  # as with fp16, which needs a GPU
-    accelerator.load_state(str(folder))
-    accelerator.scaler = None
-    trained.check_loaded(loop.net, loop.optimizer.optimizer, loop.schedule.scheduler)  # type: ignore[attr-defined]
-    trained.check_losses(loop.run(BEGUN, STEPS).losses)
-
-
-def test_lightning_trains_on(trained: Trained, tmp_path: Path) -> None:
-    import pytorch_lightning as pl
-
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = model(seed=7)
-            self.losses: list[float] = []
-
-        def configure_optimizers(self) -> Any:
-            optimizer, schedule = one_group(self.net)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-        def on_train_start(self) -> None:
-            assert self.trainer.global_step == BEGUN
-            trained.check_loaded(self.net, self.optimizers().optimizer, self.lr_schedulers())  # type: ignore[union-attr]
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            assert self.trainer.current_epoch == 0 or index < 2
-            loss = self.net(**batch).loss
-            self.losses.append(loss.item())
-            return loss
-
-    file = trained.export(tmp_path / "last.ckpt", "lightning", add_prefix="net.")
-    module = Module()
-    trainer = pl.Trainer(
-        default_root_dir=tmp_path,
-        max_steps=STEPS,
-        gradient_clip_val=1.0,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, InTheMiddle(), ckpt_path=file)
-    trained.check_losses(module.losses)
-
-
-class InTheMiddle(DataLoader[Any]):
-    """Begins where the checkpoint is: Lightning itself does not skip what was read before, unless the loader can."""
-
-    def __init__(self) -> None:
-        super().__init__(Sentences(), batch_size=BATCH)
-        self.begun = False
-
-    def __iter__(self) -> Any:
-        first = 0 if self.begun else BEGUN * BATCH
-        self.begun = True
-        return iter(DataLoader(Subset(Sentences(), range(first, SAMPLES)), batch_size=BATCH))
-
-
-@pytest.mark.parametrize(("program", "name"), [(each, program.name) for each, program in PROGRAMS.items()])
+@pytest.mark.parametrize(("program", "name"), [("hf", "Hugging Face Trainer"), ("torch", "torch.save")])
 def test_what_is_exported_is_recognized_and_imported_again(
     trained: Trained, tmp_path: Path, program: str, name: str
 ) -> None:
-    source = trained.export(tmp_path / ("last.ckpt" if program == "lightning" else "there"), program)
+    source = trained.export(tmp_path / "there", program)
     done = ds.import_checkpoint(source, tmp_path / "back")
     assert (done.run.program, done.run.step) == (name, BEGUN)
     weights = read_tensors(newest_verified(tmp_path / "back"))["model"]
@@ -224,8 +141,10 @@ def test_one_rank_of_several_exports_and_imports(trained: Trained, tmp_path: Pat
 
 
 def test_what_cannot_be_exported_is_refused(trained: Trained, tmp_path: Path) -> None:
-    with pytest.raises(UnknownName, match="did you mean 'lightning'"):
-        trained.export(tmp_path / "file", "lightening")
+    with pytest.raises(UnknownName, match="did you mean 'torch'"):
+        trained.export(tmp_path / "file", "torhc")
+    with pytest.raises(UnknownName, match="export program='torch'"):
+        trained.export(tmp_path / "file", "lightning")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="exists already"):
         trained.export(tmp_path / "file", "torch")

@@ -1,52 +1,79 @@
-"""The files of each program: how they are recognized, read and written. No program needs to be installed."""
+"""The files of each program: how they are recognized, and what they contain. No program needs to be installed."""
 
 from __future__ import annotations
 
 import io
 import json
 import math
-import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dalsegno.checkpoint.export import SHARD_INDEX, SINGLE_FILE
 from dalsegno.checkpoint.foreign import pickles
-from dalsegno.checkpoint.foreign.run_state import Found, Place, RunState, at_step
 from dalsegno.checkpoint.sharding import Box
 from dalsegno.checkpoint.tensor_files import as_bytes
 from dalsegno.checkpoint.tensor_reader import part
 from dalsegno.checkpoint.weights import Weights
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint
-from dalsegno.system import filesystem
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Position in the data. Within the epoch it is known as a fraction, as a number of micro-batches, or not at all."""
+
+    epoch: int = 0
+    """Finished epochs."""
+    fraction: float | None = None
+    """Consumed micro-batches of the epoch, as a fraction of all."""
+    microbatches: int | None = None
+    """Consumed micro-batches of the epoch, on each rank."""
+
+    @classmethod
+    def at(cls, position: float) -> Place:
+        """Passes over the data, such as 1.25."""
+        finished = math.floor(position + 1e-9)
+        return cls(finished, max(0.0, position - finished))
+
+    @property
+    def is_known(self) -> bool:
+        return self.fraction is not None or self.microbatches is not None
+
+    @property
+    def position(self) -> float:
+        """Passes over the data, as far as known."""
+        return self.epoch + (self.fraction or 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the files of a program contain: the model's tensors by their names there, beside values that are not
+    tensors; the ``optimizer``'s ``state_dict`` and its place, for messages; ``step`` and ``place``, if saved.
+    ``processes``: that each advance a schedule of a function once in a step. ``program``: if the files are of another
+    one than usual."""
+
+    tensors: Mapping[str, Any]
+    optimizer: tuple[Any, str]
+    step: object = None
+    place: Place = Place()
+    schedulers: Sequence[Mapping[str, Any]] = ()
+    processes: int = 1
+    unknown: Iterable[object] = ()
+    callbacks: Iterable[object] = ()
+    program: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """
-    Attributes:
-        name: in messages.
-        is_at: whether a path is such a checkpoint, by names of files only.
-        read: read everything that a run here can use.
-        write: write what the program resumes from, with a prefix before the names of tensors; returns the files. The
-            target does not exist, or contains the model as safetensors.
-        has_safetensors: whether the model is in files of safetensors, as ``export_model`` writes them.
-        has_all_schedules: whether there is a place for more than one.
-        left_out: what else has no place in the files, with the reason.
-    """
+    """``is_at``: whether a path is such a checkpoint, by names of files only."""
 
     name: str
     is_at: Callable[[Path], bool]
     read: Callable[[Path], Found]
-    write: Callable[[RunState, Path, str], list[Path]]
-    has_safetensors: bool = False
-    has_all_schedules: bool = False
-    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 # --- folders of Hugging Face's Trainer (checkpoint-500), and of Accelerate's save_state -----------------------------
@@ -55,22 +82,14 @@ class Program:
 # optimizer.pt   scheduler.pt   trainer_state.json                   of the Trainer: state_dicts, pickled; progress
 # optimizer.bin  scheduler.bin  scaler.pt  random_states_0.pkl …     of Accelerate; the last ones of each rank
 
-_STATE = "trainer_state.json"
-_SETTINGS = {
-    "max_steps": "max_steps of the schedule",
-    "train_batch_size": "per_device_train_batch_size",
-    **{name: name for name in ("logging_steps", "eval_steps", "save_steps")},
-}
-"""Those in its state, which win over the arguments of a trainer that resumes, by their names here. Hugging Face's
-trainer divides by them: 0, which turns a schedule off here, is left out."""
+TRAINER_STATE = "trainer_state.json"
 _RANDOM = "random_states_"
-_SCALER = "scaler.pt"
 _PICKLED_WEIGHTS = "pytorch_model.bin"
 _ADAPTER = "adapter_model.safetensors"
 
 
 def _read_trainer(folder: Path) -> Found:
-    path = folder / _STATE
+    path = folder / TRAINER_STATE
     try:
         state = json.loads(path.read_text())  # may contain NaN
     except ValueError as error:
@@ -86,7 +105,7 @@ def _read_trainer(folder: Path) -> Found:
 
 
 def _read_accelerate(folder: Path) -> Found:
-    known = ("model.", "model-", _PICKLED_WEIGHTS, "optimizer.bin", "scheduler.bin", _RANDOM, _SCALER)
+    known = ("model.", "model-", _PICKLED_WEIGHTS, "optimizer.bin", "scheduler.bin", _RANDOM, "scaler.pt")
     names = sorted(each.name for each in folder.iterdir())
     return replace(
         _read_folder(folder, "bin"),
@@ -120,52 +139,6 @@ def _weights(folder: Path) -> Mapping[str, Any]:
     )
 
 
-def _write_trainer(run: RunState, target: Path, prefix: str) -> list[Path]:
-    """The folder from which a trainer with the same parameter groups resumes (``resume_from_checkpoint=``)."""
-    progress = {
-        "global_step": run.step,
-        "epoch": run.place.position,
-        **{theirs: run.settings[ours] for theirs, ours in _SETTINGS.items() if run.settings.get(ours)},
-        # Its next save replaces the first, and appends to the second; it raises KeyError for one that is not there.
-        "stateful_callbacks": {"TrainerControl": {"args": {}, "attributes": {}}, "EarlyStoppingCallback": []},
-    }
-    files = _write_folder(HUGGING_FACE.name, run, target, "pt")
-    filesystem.replace_durably(target / _STATE, json.dumps(progress, indent=2).encode())
-    return [*files, target / _STATE]
-
-
-def _write_accelerate(run: RunState, target: Path, prefix: str) -> list[Path]:
-    """The folder that ``accelerator.load_state`` loads, with as many processes as the run had: each of them advances a
-    schedule of a function once in a step."""
-    schedulers = [at_step(each.get("last_epoch", 0) * run.world_size, each) for each in run.schedulers]
-    files = _write_folder(ACCELERATE.name, replace(run, schedulers=schedulers), target, "bin")
-    scaler = torch.amp.GradScaler("cpu").state_dict()  # which fp16 asks for
-    return [*files, pickles.save(scaler, target / _SCALER)]
-
-
-def _write_folder(program: str, run: RunState, target: Path, suffix: str) -> list[Path]:
-    files = [pickles.save(run.expect_optimizer(program).numbered(), target / f"optimizer.{suffix}")]
-    if run.schedulers:
-        files.append(pickles.save(run.schedulers[0], target / f"scheduler.{suffix}"))
-    return files
-
-
-HUGGING_FACE = Program(
-    "Hugging Face Trainer",
-    is_at=lambda path: (path / _STATE).is_file(),
-    read=_read_trainer,
-    write=_write_trainer,
-    has_safetensors=True,
-)
-ACCELERATE = Program(
-    "Accelerate",
-    is_at=lambda path: (path / f"{_RANDOM}0.pkl").is_file() or (path / "optimizer.bin").is_file(),
-    read=_read_accelerate,
-    write=_write_accelerate,
-    has_safetensors=True,
-    left_out={"step, epoch and place in the data": "no file for it: your loop counts them"},
-)
-
 # --- files of torch.save: a dict with the states of model and optimizer, under the names that people give them; or the
 # model's state_dict itself ------------------------------------------------------------------------------------------
 
@@ -183,12 +156,8 @@ def _read_dict(content: Any, path: Path) -> Found:
     def found(keys: tuple[str, ...], kind: Any = Mapping) -> str | None:
         return next((key for key in keys if isinstance(content.get(key), kind)), None)
 
-    key, optimizer, scheduler, epoch = (
-        found(_MODEL),
-        found(_OPTIMIZER),
-        found(_SCHEDULER),
-        found(("epoch",), int | float),
-    )
+    key, optimizer, scheduler = found(_MODEL), found(_OPTIMIZER), found(_SCHEDULER)
+    epoch = found(("epoch",), int | float)
     tensors = content if key is None else content[key]
     names = {name for name, each in tensors.items() if isinstance(each, torch.Tensor)}
     if not names:
@@ -204,35 +173,11 @@ def _read_dict(content: Any, path: Path) -> Found:
     )
 
 
-def _dict_of(run: RunState, prefix: str, optimizer: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {
-        "model": run.state_dict(prefix),
-        "step": run.step,
-        "epoch": run.place.position,
-        **({"lr_scheduler": dict(run.schedulers[0])} if run.schedulers else {}),
-        **({"optimizer": optimizer} if optimizer is not None else {}),
-    }
-
-
-def _write_torch(run: RunState, target: Path, prefix: str) -> list[Path]:
-    optimizer = None if run.optimizer is None else run.optimizer.numbered()
-    return [pickles.save(_dict_of(run, prefix, optimizer), target)]
-
-
-TORCH = Program(
-    "torch.save",
-    is_at=lambda path: path.is_file() and path.suffix != ".safetensors",
-    read=lambda path: _read_dict(pickles.load(path), path),
-    write=_write_torch,
-)
-
 # --- files .ckpt of Lightning ---------------------------------------------------------------------------------------
 #
 # state_dict: of the LightningModule: a model in its attribute net has names that begin with net.
 
 _VERSION = "pytorch-lightning_version"
-_LAYOUT = "2.0.0"
-"""The version since which the layout is this one."""
 _PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch", "loops", "callbacks", _VERSION)
 
 
@@ -264,48 +209,6 @@ def _place_of(content: Mapping[str, Any]) -> Place:
         return Place(begun, 0.0)
     return Place(begun - 1, microbatches=batches["current"]["processed"])
 
-
-def _write_lightning(run: RunState, target: Path, prefix: str) -> list[Path]:
-    """The file from which ``trainer.fit(module, ckpt_path=…)`` resumes."""
-    content = {
-        "epoch": run.place.epoch,
-        "global_step": run.step,
-        _VERSION: _LAYOUT,
-        "state_dict": run.state_dict(prefix),
-        "loops": {"fit_loop": _progress_of(run)},
-        "callbacks": {},
-        "optimizer_states": [run.expect_optimizer(LIGHTNING.name).numbered()],
-        "lr_schedulers": [dict(each) for each in run.schedulers],
-    }
-    return [pickles.save(content, target)]
-
-
-def _progress_of(run: RunState) -> dict[str, Any]:
-    """Counts of the loops. Lightning takes its ``global_step`` from the optimizer's."""
-    steps = {"ready": run.step, "completed": run.step}
-    both = {"total": steps, "current": steps}
-    batches = dict.fromkeys(("ready", "completed", "started", "processed"), run.place.microbatches or 0)
-    done = run.place.epoch
-    epochs = {"ready": done + 1, "completed": done, "started": done + 1, "processed": done}
-    gradients = {**steps, "started": run.step}
-    return {
-        "epoch_progress": {"total": epochs, "current": epochs},
-        "epoch_loop.state_dict": {"_batches_that_stepped": run.step},
-        "epoch_loop.batch_progress": {"total": batches, "current": batches, "is_last_batch": False},
-        "epoch_loop.scheduler_progress": both,
-        "epoch_loop.automatic_optimization.optim_progress": {
-            "optimizer": {"step": both, "zero_grad": {"total": gradients, "current": gradients}}
-        },
-    }
-
-
-LIGHTNING = Program(
-    "Lightning",
-    is_at=lambda path: path.is_file() and path.suffix == ".ckpt",
-    read=_read_lightning,
-    write=_write_lightning,
-    has_all_schedules=True,
-)
 
 # --- folders of PyTorch's Distributed Checkpoint (DCP), such as torchtitan's step-500 -------------------------------
 #
@@ -404,32 +307,21 @@ def _with_numbers(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     return {**optimizer, "state": state}
 
 
-def _write_dcp(run: RunState, target: Path, prefix: str) -> list[Path]:
-    """A folder for ``dcp.load``: what a file of torch.save has, the optimizer by name."""
-    if run.optimizer is not None and run.optimizer.is_by_position:
-        raise ConfigurationError(
-            "the optimizer's parameters have only positions, as imported; DCP needs names, which the first "
-            "checkpoint of a run that resumes here has"
-        )
-    optimizer = None if run.optimizer is None else run.optimizer.state_dict(lambda name: f"{prefix}{name}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that one process saves
-        dcp_save(_dict_of(run, prefix, optimizer), checkpoint_id=target, no_dist=True)
-    return sorted(target.iterdir())
-
-
-DCP = Program(
-    "Distributed Checkpoint (DCP)",
-    is_at=lambda path: (path / _METADATA).is_file(),
-    read=_read_dcp,
-    write=_write_dcp,
-)
+# --------------------------------------------------------------------------------------------------------------------
 
 PROGRAMS: Mapping[str, Program] = {
-    "hf": HUGGING_FACE,
-    "accelerate": ACCELERATE,
-    "dcp": DCP,
-    "lightning": LIGHTNING,
-    "torch": TORCH,
+    "hf": Program("Hugging Face Trainer", lambda path: (path / TRAINER_STATE).is_file(), _read_trainer),
+    "accelerate": Program(
+        "Accelerate",
+        lambda path: (path / f"{_RANDOM}0.pkl").is_file() or (path / "optimizer.bin").is_file(),
+        _read_accelerate,
+    ),
+    "dcp": Program("Distributed Checkpoint (DCP)", lambda path: (path / _METADATA).is_file(), _read_dcp),
+    "lightning": Program("Lightning", lambda path: path.is_file() and path.suffix == ".ckpt", _read_lightning),
+    "torch": Program(
+        "torch.save",
+        lambda path: path.is_file() and path.suffix != ".safetensors",
+        lambda path: _read_dict(pickles.load(path), path),
+    ),
 }
-"""By key; in the order in which a folder is recognized."""
+"""By key; in the order in which a checkpoint is recognized."""

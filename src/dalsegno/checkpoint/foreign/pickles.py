@@ -1,7 +1,8 @@
 """Pickles of other programs, read as data only: a file that names any other class or function is refused.
 
-``torch.load(weights_only=True)`` builds tensors, numbers and plain containers; here also NumPy's numbers and arrays.
-DCP's ``.metadata`` has descriptions of tensors, in a protocol that torch's restricted unpickler does not know.
+``torch.load(weights_only=True)`` builds tensors, numbers and plain containers; here also NumPy's numbers. Its arrays
+are passed over. DCP's ``.metadata`` has descriptions of tensors, in a protocol that torch's restricted unpickler does
+not know.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import numpy as np
 import torch
 
 from dalsegno.errors import NotFound, StateMismatch
-from dalsegno.system import filesystem
 
 _NUMBERS = {np.dtype(code).str[1:] for code in "?bBhHiIlLqQefd"}
 
@@ -35,30 +35,12 @@ class _Kind:
         self.dtype = self.dtype.newbyteorder(state[1])
 
 
-class _Array:
+class UnreadArray:
     """Stands for ``numpy.ndarray``, which accepts any bytes as addresses of objects."""
 
-    def __init__(self, *_: object) -> None:
-        self._state: Any = None
+    def __init__(self, *_: object) -> None: ...
 
-    def __setstate__(self, state: object) -> None:
-        self._state = state
-
-    def value(self) -> np.ndarray[Any, Any]:
-        _, shape, kind, is_fortran, raw = self._state
-        if not isinstance(kind, _Kind):
-            raise TypeError("an array of no kind of numbers")
-        return np.frombuffer(raw, kind.dtype).reshape(shape, order="F" if is_fortran else "C").copy()
-
-
-def with_arrays(content: Any) -> Any:
-    """A part of what :func:`load` returns, with NumPy's arrays in their places. Raises ValueError or TypeError for one
-    that is not an array of numbers; RecursionError if a part contains itself."""
-    if isinstance(content, _Array):
-        return content.value()
-    if type(content) in (list, tuple):
-        return type(content)(map(with_arrays, content))
-    return {key: with_arrays(each) for key, each in content.items()} if isinstance(content, dict) else content
+    def __setstate__(self, state: object) -> None: ...
 
 
 def _scalar(kind: _Kind, raw: bytes) -> Any:
@@ -66,10 +48,10 @@ def _scalar(kind: _Kind, raw: bytes) -> Any:
 
 
 _SAFE: list[Any] = [
-    (_Array, "numpy.ndarray"),
+    (UnreadArray, "numpy.ndarray"),
     (_Kind, "numpy.dtype"),
     (lambda: b"", "builtins.bytes"),  # as torch.save writes the bytes of an empty array
-    *((_Array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    *((UnreadArray, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
     *((_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
     # dicts under other names, in which Lightning keeps hyperparameters
     *((dict, f"{package}.utilities.data.AttributeDict") for package in ("lightning_fabric", "lightning.fabric")),
@@ -145,11 +127,3 @@ def _reason(text: str) -> str:
     found = text.partition("WeightsUnpickler error:")[2].strip() or text  # before that, torch advises against safety
     reason = "it is a TorchScript archive" if "TorchScript" in found else found.splitlines()[0]
     return f"not a file that torch's restricted unpickler reads ({reason})"
-
-
-def save(content: object, path: Path) -> Path:
-    """``torch.save``; the file appears under its name once it is complete."""
-    partial = path.with_name(f"{path.name}.partial")
-    torch.save(content, partial)
-    filesystem.rename(partial, path)
-    return path

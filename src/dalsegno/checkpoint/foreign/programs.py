@@ -1,10 +1,15 @@
-"""Import a run of another program: its files become the first checkpoint of a run here. Export one for a program."""
+"""Import a run of another program: its files become the first checkpoint of a run here. Export one for a program.
+
+torch numbers an optimizer's parameters in the order of the groups. Where a program saves only the numbers, the
+parameters get names by position (``checkpoint/optimizer_state.py``).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +18,13 @@ import torch
 from dalsegno.checkpoint import checkpoint_dir, names
 from dalsegno.checkpoint.async_save import AsyncSave, NewDirectory
 from dalsegno.checkpoint.contract import Captured
-from dalsegno.checkpoint.export import checkpoint_to_export, expect_all_saved, export_model
-from dalsegno.checkpoint.foreign.formats import PROGRAMS, Program
-from dalsegno.checkpoint.foreign.run_state import MOST, OptimizerContents, Place, RunState, run_of
+from dalsegno.checkpoint.export import LARGEST_SHARD, checkpoint_to_export, expect_all_saved, export_model
+from dalsegno.checkpoint.foreign.formats import PROGRAMS, TRAINER_STATE, Found, Place, Program
 from dalsegno.checkpoint.index import Index
 from dalsegno.checkpoint.manifest import Checkpoint, ComponentRecord
 from dalsegno.checkpoint.names import MODEL, SETTINGS
-from dalsegno.checkpoint.optimizer_state import OptimizerState
+from dalsegno.checkpoint.optimizer_rows import OptimizerRows
+from dalsegno.checkpoint.optimizer_state import OptimizerState, are_positional, positional_name
 from dalsegno.checkpoint.sidecar import SavedState, SavedStates
 from dalsegno.checkpoint.snapshot import Snapshotter
 from dalsegno.checkpoint.tensor_reader import read_tensors
@@ -30,14 +35,40 @@ from dalsegno.stateful.component import State
 from dalsegno.system import filesystem
 from dalsegno.system.lock import DirectoryLock
 
-_NOT_TAKEN = {
-    "order of the data": "this run's own: in the current epoch some samples come twice, some never",
-    "random generators": "never taken: seeded anew",
-    "gradient scaler": "never taken: begins with its first scale",
-    "log": "never taken: the run here begins one",
-    "settings": "never taken: set the arguments in TrainingArguments",
-}
 _OPTIMIZER = OptimizerState.key
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerContents:
+    """Hyperparameters of each group, with the names of its parameters under ``params``; state by name and kind."""
+
+    class_name: str
+    groups: Sequence[Mapping[str, Any]]
+    state: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def is_by_position(self) -> bool:
+        return are_positional([group["params"] for group in self.groups])
+
+    @property
+    def names(self) -> list[str]:
+        return [name for group in self.groups for name in group["params"]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """State of a run after ``step`` optimizer steps. Tensors are full tensors on the CPU; each tied one is in ``model``
+    once, and ``tied`` has its further names. ``left_out``: parts that are missing in the files, or have no place in
+    those that are written, and why."""
+
+    program: str
+    step: int
+    model: Mapping[str, torch.Tensor]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    optimizer: OptimizerContents | None = None
+    schedulers: Sequence[Mapping[str, Any]] = ()
+    place: Place = field(default_factory=Place)
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 # --- import ---------------------------------------------------------------------------------------------------------
@@ -75,7 +106,7 @@ def import_checkpoint(
     Args:
         source: the other program's folder or file.
         output_dir: of the new run; must not contain one.
-        program: key of :data:`PROGRAMS` such as ``"lightning"``; None: recognized by the files.
+        program: ``"hf"``, ``"accelerate"``, ``"dcp"``, ``"lightning"`` or ``"torch"``; None: recognized by the files.
         step: finished optimizer steps, if the files do not contain them.
         epoch: passes over the data, say 1.25, if the files do not contain them, or to begin elsewhere.
         strip_prefix: prefix of the model's names there that they do not have here, such as ``"model."``.
@@ -91,37 +122,27 @@ def import_checkpoint(
     if not path.exists():
         raise NotFound(f"{path}: does not exist")
     for name, value in ("step", step), ("epoch", epoch):
-        if value is not None and not 0 <= value < MOST:  # which NaN is not, either
+        if value is not None and not 0 <= value < _MOST:  # which NaN is not, either
             raise ConfigurationError(f"{name}={value!r}; needs a finite number of at least 0")
     _expect_no_run(target)
-    layout = _recognized(path) if program is None else _program(program)
+    layout = _program_of(path, program)
     try:
-        run = run_of(
-            layout.read(path),
-            layout.name,
-            path,
-            step=step,
-            epoch=epoch,
-            strip_prefix=strip_prefix,
-            optimizer=optimizer,
-        )
+        run = _run_of(layout.read(path), layout.name, path, step, epoch, strip_prefix, optimizer)
     except DalsegnoError:
         raise
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError, RecursionError) as error:
         raise StateMismatch(f"{path}: is not as {layout.name} writes it ({error!r}); nothing was imported") from error
-    left_out = {**run.left_out, **_NOT_TAKEN}
-    if run.optimizer is None:
-        left_out["optimizer"] = "not saved (save_only_model=True?), so no run can resume from this"
-    if not run.place.is_known:
-        left_out["place in the data"] = "not saved: it begins anew; pass --epoch, say 1.25"
-    run = replace(run, left_out=left_out)
     filesystem.make_directory(target)
     with DirectoryLock(target):
         _expect_no_run(target)
         return Imported(_write(run, target), run)
 
 
-def _recognized(path: Path) -> Program:
+def _program_of(path: Path, key: str | None) -> Program:
+    if key is not None:
+        if key not in PROGRAMS:
+            raise UnknownName("program", key, PROGRAMS)
+        return PROGRAMS[key]
     found = next((each for each in PROGRAMS.values() if each.is_at(path)), None)
     if found is None:
         known = ", ".join(each.name for each in PROGRAMS.values())
@@ -129,15 +150,150 @@ def _recognized(path: Path) -> Program:
     return found
 
 
-def _program(key: str) -> Program:
-    if key not in PROGRAMS:
-        raise UnknownName("program", key, PROGRAMS)
-    return PROGRAMS[key]
-
-
 def _expect_no_run(target: Path) -> None:
     if (target / "run.json").exists() or checkpoint_dir.newest_first(target / names.CHECKPOINTS):
         raise ConfigurationError(f"{target}: has a run already; choose another directory")
+
+
+_MOST = 2**53
+_NOT_TAKEN = {
+    "order of the data": "this run's own: in the current epoch some samples come twice, some never",
+    "random generators": "never taken: seeded anew",
+    "gradient scaler": "never taken: begins with its first scale",
+    "log": "never taken: the run here begins one",
+    "settings": "never taken: set the arguments in TrainingArguments",
+}
+
+
+def _run_of(
+    found: Found,
+    program: str,
+    path: Path,
+    step: int | None,
+    epoch: float | None,
+    strip_prefix: str,
+    optimizer: str | None,
+) -> RunState:
+    """The state that these parts make, as far as the caller has not given others; arguments and errors are those of
+    ``import_checkpoint``."""
+
+    def renamed(name: str) -> str:
+        return _unwrapped(name).removeprefix(strip_prefix)
+
+    saved, where = found.optimizer
+    contents = None if saved is None else _contents_of(saved, optimizer, renamed, where)
+    own = {
+        name: each.detach()
+        for name, each in found.tensors.items()
+        if isinstance(each, torch.Tensor) and _unwrapped(name).startswith(strip_prefix)
+    }
+    if not own:
+        first = ", ".join(list(found.tensors)[:3]) or "none"
+        raise ConfigurationError(f"strip_prefix={strip_prefix!r}: no tensor has such a name; they are {first} …")
+    tied = _tied_names(own)
+    place = found.place if epoch is None else Place.at(epoch)
+    finished = _step(found.step, contents, path) if step is None else step
+    for what, value in ("step", finished), ("epoch", place.epoch), ("batches", place.microbatches or 0):
+        if not (isinstance(value, int) and 0 <= value < _MOST):
+            raise StateMismatch(f"{path}: {what}={value!r}; needs a count of at least 0; nothing was imported")
+    left_out = {
+        **{str(name): "unknown to a run here" for name in found.unknown},
+        **{f"callback {name}": "its state has no meaning for a callback here" for name in found.callbacks},
+        **_NOT_TAKEN,
+    }
+    if contents is None:
+        left_out["optimizer"] = "not saved (save_only_model=True?), so no run can resume from this"
+    if not place.is_known:
+        left_out["place in the data"] = "not saved: it begins anew; pass --epoch, say 1.25"
+    return RunState(
+        program=found.program or program,
+        step=finished,
+        model={renamed(name): each.contiguous() for name, each in own.items() if name not in tied},
+        tied={renamed(alias): renamed(name) for alias, name in tied.items()},
+        optimizer=contents,
+        schedulers=[_at_step(finished, each, found.processes) for each in found.schedulers],
+        place=place,
+        left_out=left_out,
+    )
+
+
+def _contents_of(
+    saved: Mapping[str, Any], class_name: str | None, rename: Callable[[str], str], where: str
+) -> OptimizerContents:
+    """Convert the result of ``optimizer.state_dict()``, by number or (as DCP's) by FQN, to which ``rename`` is applied.
+    Without a ``class_name``, that is inferred."""
+    try:
+        groups = [dict(group) for group in saved["param_groups"]]
+        renamed: dict[Any, str] = {}
+        for number, group in enumerate(groups):
+            known = [each if isinstance(each, str) else None for each in group["params"]]
+            for position, name in enumerate(group.pop("param_names", known)):
+                given = positional_name(number, position) if name is None else rename(name)
+                renamed[group["params"][position]] = given
+            group["params"] = [renamed[each] for each in group["params"]]
+        state = {renamed[each]: dict(values) for each, values in saved["state"].items()}
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise StateMismatch(f"{where}: not the state_dict of a torch optimizer ({error!r})") from error
+    return OptimizerContents(class_name or _class_of(groups, where), groups, state)
+
+
+_ADDED = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
+"""Keys of a parameter group that are not its optimizer's arguments."""
+
+
+def _class_of(groups: Sequence[Mapping[str, Any]], where: str) -> str:
+    """The class of ``torch.optim`` with these hyperparameters. Adam and AdamW differ in one value."""
+    own = groups[0].keys() - _ADDED
+    fitting = []
+    for kind in vars(torch.optim).values():
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
+            defaults = kind([torch.zeros(1, 1)]).defaults  # type: ignore[call-arg]
+            decoupled = defaults.get("decoupled_weight_decay")
+            if defaults.keys() == own and decoupled == groups[0].get("decoupled_weight_decay"):
+                fitting.append(kind)
+    if len(fitting) != 1:
+        raise ConfigurationError(
+            f"{where}: does not contain the optimizer's class, and its hyperparameters ({', '.join(sorted(own))}) are "
+            "not those of one optimizer of this torch; pass optimizer= (--optimizer), say torch.optim.AdamW"
+        )
+    return f"{fitting[0].__module__}.{fitting[0].__qualname__}"
+
+
+def _at_step(step: int, schedule: Mapping[str, Any], processes: int) -> Mapping[str, Any]:
+    """A schedule that each of several processes has advanced once in a step, if it is one of a function."""
+    if processes > 1 and "lr_lambdas" in schedule and schedule.get("last_epoch") == step * processes:
+        return {**schedule, "last_epoch": step, "_step_count": step + 1}
+    return schedule
+
+
+def _step(saved: object, optimizer: OptimizerContents | None, path: Path) -> int:
+    """The step that is saved, else the largest count of the optimizer's own."""
+    if isinstance(saved, torch.Tensor) and saved.numel() == 1:
+        return int(saved)
+    if type(saved) is int:
+        return saved
+    if optimizer is None:
+        return 0
+    counts = [int(values["step"]) for values in optimizer.state.values() if values.get("step") is not None]
+    if not counts:
+        raise ConfigurationError(f"{path}: does not contain the number of finished steps; pass step= (--step)")
+    return max(counts)
+
+
+def _unwrapped(name: str) -> str:
+    """Without the prefixes that DistributedDataParallel and torch.compile add to all names."""
+    return name.removeprefix("module.").removeprefix("_orig_mod.")
+
+
+def _tied_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Further name to first name of each tensor that has several: they are one place in memory."""
+    first: dict[object, str] = {}
+    found = {
+        name: first.setdefault((each.data_ptr(), each.dtype, each.shape, each.stride()), name)
+        for name, each in tensors.items()
+        if each.numel()
+    }
+    return {name: other for name, other in found.items() if name != other}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +312,7 @@ def _write(run: RunState, output_dir: Path) -> Path:
     """Write the checkpoint as a save does; returns its path. All that is not in ``run`` begins anew."""
     sharded = [_Tensors(MODEL, f"{IMPORTED}.{run.program}", dict(run.model), {"tied": dict(run.tied), "extra": {}})]
     if run.optimizer is not None:
-        sharded.append(_Tensors(_OPTIMIZER, run.optimizer.class_name, *run.optimizer.captured()))
+        sharded.append(_captured(run.optimizer))
     states: dict[str, State] = {
         "trainer": {
             "global_step": run.step,
@@ -191,6 +347,22 @@ def _write(run: RunState, output_dir: Path) -> Path:
     return save.path
 
 
+def _captured(optimizer: OptimizerContents) -> _Tensors:
+    """The optimizer as a checkpoint stores it."""
+    tensors: dict[str, torch.Tensor] = {}
+    rows = OptimizerRows()
+    for name in (each for each in optimizer.names if each in optimizer.state):
+        plain = rows.plain[name] = {}
+        for kind, value in optimizer.state[name].items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                tensors[f"{name}.{kind}"] = value.contiguous()
+                rows.sharded.setdefault(name, []).append(kind)
+            else:
+                plain[kind] = value
+    rest = {**rows.by_kind(), "other": {}, "groups": [dict(group) for group in optimizer.groups]}
+    return _Tensors(_OPTIMIZER, optimizer.class_name, tensors, rest)
+
+
 # --- export ---------------------------------------------------------------------------------------------------------
 
 
@@ -211,8 +383,7 @@ def export_checkpoint(
     *,
     program: str,
     best: bool = False,
-    add_prefix: str = "",
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str = LARGEST_SHARD,
     config_from: str | Path | None = None,
 ) -> ExportedRun:
     """Write model, optimizer, schedule and progress in the files of another program. In one process.
@@ -222,11 +393,10 @@ def export_checkpoint(
     Args:
         checkpoint: a checkpoint, or a run, whose newest valid checkpoint is exported.
         target: folder or file to write; must not exist.
-        program: key of :data:`PROGRAMS`: ``"hf"``, ``"accelerate"``, ``"dcp"``, ``"lightning"`` or ``"torch"``.
+        program: ``"hf"``: a folder from which Hugging Face's Trainer resumes; ``"torch"``: a file of ``torch.save``,
+            for any loop.
         best: export the run's checkpoint with the best evaluation instead of the newest one.
-        add_prefix: added to the names of the model's tensors, such as ``"net."`` for the attribute of a
-            LightningModule.
-        max_shard_size, config_from: as for :func:`export_model`, where the program saves safetensors.
+        max_shard_size, config_from: as for :func:`export_model`, of Hugging Face's folder.
 
     Raises:
         UnknownName: for an unknown ``program``.
@@ -234,27 +404,85 @@ def export_checkpoint(
         DamagedCheckpoint: if its bytes do not match its manifest.
         ConfigurationError: if ``target`` exists, or the checkpoint lacks what the program needs.
     """
-    layout, place = _program(program), Path(target)
+    if program not in ("hf", "torch"):
+        advice = "export program='torch', whose parts the load_state_dict of model, optimizer and schedule take"
+        raise UnknownName("program to export for", program, ["hf", "torch"], dict.fromkeys(PROGRAMS, advice))
+    place = Path(target)
     if place.exists():
         raise ConfigurationError(f"{place}: exists already; choose another name")
     source = checkpoint_to_export(checkpoint, best=best)
-    run = _read(source)
-    weights: list[Path] = []
-    if layout.has_safetensors:
-        run.expect_optimizer(layout.name)
+    run, settings = _read(source)
+    files: list[Path] = []
+    if program == "hf":
+        if run.optimizer is None:
+            raise ConfigurationError("the checkpoint contains no optimizer, without which Hugging Face cannot resume")
         done = export_model(source.path, place, max_shard_size=max_shard_size, config_from=config_from)
-        weights = [*done.files, *done.copied]
+        files += [*done.files, *done.copied, *_write_trainer(run, settings, place)]
     else:
         filesystem.make_directory(place.parent)
-    files = layout.write(run, place, add_prefix)
-    further = [] if layout.has_all_schedules else [f"scheduler.{number}" for number in range(1, len(run.schedulers))]
-    left_out = {**run.left_out, **layout.left_out, **dict.fromkeys(further, "there is a place for one")}
-    return ExportedRun(source.path, layout.name, [*weights, *files], left_out)
+        files.append(_save(_content_of(run), place))
+    further = {f"scheduler.{number}": "there is a place for one" for number in range(1, len(run.schedulers))}
+    return ExportedRun(source.path, PROGRAMS[program].name, files, {**run.left_out, **further})
 
 
-def _read(checkpoint: Checkpoint) -> RunState:
-    """The state in a verified checkpoint. Raises ConfigurationError if it is not that of a whole run, was saved without
-    its frozen parameters, or contains quantized or wrapped weights."""
+_TRAINER_SETTINGS = {
+    "max_steps": "max_steps of the schedule",
+    "train_batch_size": "per_device_train_batch_size",
+    **{name: name for name in ("logging_steps", "eval_steps", "save_steps")},
+}
+"""Those in Hugging Face's state, which win over the arguments of a trainer that resumes, by their names here. Its
+trainer divides by them: 0, which turns a schedule off here, is left out."""
+
+
+def _write_trainer(run: RunState, settings: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Beside the model, what a trainer with the same parameter groups resumes (``resume_from_checkpoint=``)."""
+    progress = {
+        "global_step": run.step,
+        "epoch": run.place.position,
+        **{theirs: settings[ours] for theirs, ours in _TRAINER_SETTINGS.items() if settings.get(ours)},
+        # Its next save replaces the first, and appends to the second; it raises KeyError for one that is not there.
+        "stateful_callbacks": {"TrainerControl": {"args": {}, "attributes": {}}, "EarlyStoppingCallback": []},
+    }
+    content = _content_of(run)
+    files = [_save(content["optimizer"], folder / "optimizer.pt")]
+    if run.schedulers:
+        files.append(_save(content["lr_scheduler"], folder / "scheduler.pt"))
+    filesystem.replace_durably(folder / TRAINER_STATE, json.dumps(progress, indent=2).encode())
+    return [*files, folder / TRAINER_STATE]
+
+
+def _content_of(run: RunState) -> dict[str, Any]:
+    """With the model's tensors under all their names, tied ones the same tensor, and the optimizer's by number."""
+    sources = {**{name: name for name in run.model}, **run.tied}
+    content = {
+        "model": {name: run.model[source] for name, source in sources.items()},
+        "step": run.step,
+        "epoch": run.place.position,
+    }
+    if run.schedulers:
+        content["lr_scheduler"] = dict(run.schedulers[0])
+    if (optimizer := run.optimizer) is not None:
+        numbers = {name: number for number, name in enumerate(optimizer.names)}
+        content["optimizer"] = {
+            "state": {number: optimizer.state[name] for name, number in numbers.items() if name in optimizer.state},
+            "param_groups": [
+                {**group, "params": [numbers[each] for each in group["params"]]} for group in optimizer.groups
+            ],
+        }
+    return content
+
+
+def _save(content: object, path: Path) -> Path:
+    """``torch.save``; the file appears under its name once it is complete."""
+    partial = path.with_name(f"{path.name}.partial")
+    torch.save(content, partial)
+    filesystem.rename(partial, path)
+    return path
+
+
+def _read(checkpoint: Checkpoint) -> tuple[RunState, Mapping[str, Any]]:
+    """The state in a verified checkpoint, and the run's settings. Raises ConfigurationError if it is not that of a
+    whole run, was saved without its frozen parameters, or contains quantized or wrapped weights."""
     if missing := [key for key in (MODEL, "trainer", "loader") if key not in checkpoint.manifest.components]:
         raise ConfigurationError(
             f"{checkpoint.path}: contains no {', '.join(missing)}, so no program can resume from it; export its model "
@@ -266,31 +494,34 @@ def _read(checkpoint: Checkpoint) -> RunState:
     expect_all_saved(checkpoint, index.known_of(MODEL), index.of(MODEL))
     tensors = read_tensors(checkpoint)
     settings = saved.state(SETTINGS) if SETTINGS in saved else {}
-    ranks = checkpoint.manifest.world_size
-    data_size = len({*checkpoint.manifest.data_ranks}) or ranks
     batch = settings.get("per_device_train_batch_size", 0)
-    if loader.get("microbatches") and loader.get("samples"):  # a loader of the user's own
-        batch = batch or loader["samples"] // loader["microbatches"] // data_size
+    if not batch and loader.get("microbatches") and loader.get("samples"):  # a loader of the user's own
+        data_ranks = len({*checkpoint.manifest.data_ranks}) or checkpoint.manifest.world_size
+        batch = loader["samples"] // loader["microbatches"] // data_ranks
     optimizer = None
     if _OPTIMIZER in saved:
-        _expect_plain(checkpoint, saved.state(_OPTIMIZER), "states of parameters", "export the model alone")
-        class_name = saved.record(_OPTIMIZER).class_name
-        optimizer = OptimizerContents.of_captured(class_name, tensors.get(_OPTIMIZER, {}), saved.state(_OPTIMIZER))
+        own = saved.state(_OPTIMIZER)
+        _expect_plain(checkpoint, own, "states of parameters", "export the model alone")
+        rows, parts = OptimizerRows.of(own), tensors.get(_OPTIMIZER, {})
+        states = {
+            name: {**plain, **{kind: parts[f"{name}.{kind}"] for kind in rows.sharded.get(name, ())}}
+            for name, plain in rows.plain.items()
+        }
+        optimizer = OptimizerContents(saved.record(_OPTIMIZER).class_name, own["groups"], states)
     schedulers = [key for key in sorted(saved) if key.startswith("scheduler.")]
     taken = {MODEL, _OPTIMIZER, "trainer", "loader", "clock", "meter", *schedulers}
-    left_out = {key: "never exported" for key in saved if key not in taken}
-    return RunState(
+    run = RunState(
         program="dalsegno",
         step=checkpoint.step,
         model=tensors[MODEL],
         tied=rest["tied"],
         optimizer=optimizer,
         schedulers=[saved.state(key) for key in schedulers],
-        place=_place(loader, trainer["epoch"], batch * data_size),
-        settings={**settings, "per_device_train_batch_size": batch},
-        world_size=ranks,
-        left_out=left_out | dict.fromkeys(rest["extra"], "not a tensor"),
+        place=Place.at(trainer["epoch"]),
+        left_out={key: "never exported" for key in saved if key not in taken}
+        | dict.fromkeys(rest["extra"], "not a tensor"),
     )
+    return run, {**settings, "per_device_train_batch_size": batch}
 
 
 def _expect_plain(checkpoint: Checkpoint, rest: State, what: str, instead: str) -> None:
@@ -301,14 +532,3 @@ def _expect_plain(checkpoint: Checkpoint, rest: State, what: str, instead: str) 
             f"{checkpoint.path}: contains {len(wrapped)} quantized or wrapped {what} ({wrapped[0]}{more}), which no "
             f"other program builds from the tensors inside them; {instead}"
         )
-
-
-def _place(loader: Mapping[str, Any], epoch: float, batch: int) -> Place:
-    """``batch``: samples of one micro-batch, on all ranks."""
-    if loader["kind"] == IMPORTED:
-        return Place(**{name: value for name, value in loader.items() if name != "kind"})
-    if loader["kind"] != "map":
-        microbatches = loader["microbatches"]
-    else:
-        microbatches = -(-loader["cursor"] // batch) if batch else None
-    return Place(loader["epoch"], max(0.0, epoch - loader["epoch"]), microbatches)

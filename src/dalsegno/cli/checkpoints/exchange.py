@@ -88,8 +88,9 @@ def _parts(done: Imported) -> list[dict[str, Any]]:
 @command(
     DIR,
     argument("--to", metavar="TARGET", type=Path, required=True, help="output directory; must not contain a model"),
-    option("--program", metavar="NAME", help="write what this program resumes from; TARGET must not exist"),
-    option("--add-prefix", metavar="PREFIX", default="", help="with --program: prefix of the model's names there"),
+    option(
+        "--program", metavar="NAME", help="write what this program resumes from: hf or torch; TARGET must not exist"
+    ),
     option("--max-shard-size", metavar="SIZE", default="5GB", help="largest size of one file, with its unit"),
     option("--config-from", metavar="FOLDER", help="directory to copy config.json, tokenizer files etc. from"),
     flag("--best", help="export the checkpoint with the best evaluation, not the newest"),
@@ -106,10 +107,9 @@ def export(arguments: argparse.Namespace) -> int:
     from_pretrained and safetensors.torch.load_file read. Memory holds one tensor at a time. The checkpoint is verified
     first; for a run, the newest checkpoint that verifies is exported, or with --best the one with the best evaluation.
 
-    With --program, TARGET also gets optimizer, schedule and progress, so that the program trains on: a
-    folder of Hugging Face's Trainer (hf), of Accelerate's save_state (accelerate) or of PyTorch's Distributed
-    Checkpoint (dcp), or a file of Lightning (lightning) or of torch.save (torch). With --adapters, TARGET gets only
-    the adapters of a PEFT model (LoRA), as PeftModel.from_pretrained reads them.
+    With --program, TARGET also gets optimizer, schedule and progress, so that the program trains on: a folder of
+    Hugging Face's Trainer (hf), or a file of torch.save for any loop (torch). With --adapters, TARGET gets only the
+    adapters of a PEFT model (LoRA), as PeftModel.from_pretrained reads them.
     """
     if arguments.program is not None:
         return _export_run(arguments)
@@ -171,7 +171,6 @@ def _export_run(arguments: argparse.Namespace) -> int:
         arguments.to,
         program=arguments.program,
         best=arguments.best,
-        add_prefix=arguments.add_prefix,
         max_shard_size=arguments.max_shard_size,
         config_from=arguments.config_from,
     )
