@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -440,3 +441,26 @@ class OfRun:
     def switched_off(self) -> frozenset[str]:
         """Keys of the callbacks that a command has switched off."""
         return self._parts.dispatcher.switched_off
+
+    def log(self, metrics: MutableMapping[str, Any], kind: str = "user") -> None:
+        """Log a record of your own, of any kind. To be called on all ranks, with the same values."""
+        self._parts.dispatcher.fire_record(dict(metrics), kind)
+
+    def stop(self, reason: str = "stop() was called", *, save: bool = True) -> None:
+        """Request the end of training at this step's end; from any thread, on any rank."""
+        self.control.stop(reason, save=save)
+
+    def save(self) -> None:
+        """Request a checkpoint at this step's end; from any thread, on any rank."""
+        self.control.should_save = True
+
+    def skip_samples(self, samples: int) -> int:
+        """Skip this many samples, over all ranks, of the epoch that begins: see ``SkipSamples``.
+
+        To be called in on_epoch_begin, on all ranks. Skipped samples of a map dataset are not loaded; other data is
+        read and dropped, in whole micro-batches.
+
+        Returns:
+            Number of samples skipped: fewer if the epoch ends before, more if the last micro-batch exceeds the number.
+        """
+        return self._parts.loader.skip(samples)

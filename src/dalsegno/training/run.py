@@ -350,19 +350,7 @@ class Run(OfRun):
         """Log a record of your own, of any kind. To be called on all ranks, with the same values."""
         if self._session is not None:
             self._checks.note_log()
-        self._dispatcher.fire_record(dict(metrics), kind)
-
-    def stop(self, reason: str = "run.stop() was called", *, save: bool = True) -> None:
-        """Request the end of training at this step's end; on any rank."""
-        self.control.stop(reason, save=save)
-
-    def save(self) -> None:
-        """Request a checkpoint at this step's end; on any rank."""
-        self.control.should_save = True
-
-    def skip_samples(self, samples: int) -> int:
-        """As :meth:`Trainer.skip_samples`; reads and drops whole batches of the epoch that begins. Collective."""
-        return self._parts.loader.skip(samples)
+        super().log(metrics, kind)
 
     def between_batches(self) -> None:
         """To be called in ``evaluate``, between two batches and equally often on all ranks: if a signal or the clock

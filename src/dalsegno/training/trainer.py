@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -251,29 +251,6 @@ class Trainer(OfRun):
         found.outputs = by_name if outputs and isinstance(test_dataset, dict) else next(iter(by_name.values()), None)
         self._parts.dispatcher.predict.fire_with(found)
         return found
-
-    def log(self, metrics: MutableMapping[str, Any], kind: str = "user") -> None:
-        """Log a record of your own, of any kind. To be called on all ranks, with the same values."""
-        self._parts.dispatcher.fire_record(dict(metrics), kind)
-
-    def stop(self, reason: str = "trainer.stop() was called", *, save: bool = True) -> None:
-        """Request the end of training at this step's end; from any thread, on any rank."""
-        self.control.stop(reason, save=save)
-
-    def save(self) -> None:
-        """Request a checkpoint at this step's end; from any thread, on any rank."""
-        self.control.should_save = True
-
-    def skip_samples(self, samples: int) -> int:
-        """Skip this many samples, over all ranks, of the epoch that begins: see ``SkipSamples``.
-
-        To be called in on_epoch_begin, on all ranks. Skipped samples of a map dataset are not loaded; other data is
-        read and dropped, in whole micro-batches.
-
-        Returns:
-            Number of samples skipped: fewer if the epoch ends before, more if the last micro-batch exceeds the number.
-        """
-        return self._parts.loader.skip(samples)
 
     @short_traceback
     def add_callback(self, callback: object) -> None:
