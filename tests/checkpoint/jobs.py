@@ -300,6 +300,25 @@ def save_where_one_rank_begins_anew(directory: Path) -> list[int]:
     return counts
 
 
+def page_faults_of_a_save_after_a_fork(directory: Path, size: int) -> int:
+    """Of the second one, while a process that was forked after the first one still lives."""
+    model = nn.Module()
+    model.register_buffer("it", torch.zeros(size, dtype=torch.uint8))
+    manager, state = CheckpointManager(directory), ModelState(model)
+    manager.save_async(1, [state], []).join()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(reader, 1)
+        os._exit(0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    manager.save_async(2, [state], []).join()
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    os.write(writer, b"x")
+    os.waitpid(child, 0)
+    return faults
+
+
 def load_while_a_file_fails(directory: Path, what: str) -> str:
     """Load a model of two tensors, whose file is changed between them; returns the error."""
     model = nn.Linear(1000, 1000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,12 @@ def test_the_first_save_finds_its_memory_ready(tmp_path: Path) -> None:
     (unready,) = run_ranks(growth_in_the_first_save, 1, tmp_path / "unready", 1)
     assert ready < 16 * MB
     assert unready > 120 * MB
+
+
+def test_processes_that_are_forked_do_not_take_the_memory_away(tmp_path: Path) -> None:
+    """Workers of a DataLoader. Of pages that they share, the next save would copy each before it writes to it."""
+    (faults,) = run_ranks(jobs.page_faults_of_a_save_after_a_fork, 1, tmp_path, 64 * MB)
+    assert faults < 64 * MB // resource.getpagesize() // 4
 
 
 @pytest.fixture

@@ -167,10 +167,12 @@ class Buffer:
 
 
 def anonymous(length: int) -> mmap.mmap:
-    """Fresh memory of at least ``length`` bytes, in whole pages, as direct writes require."""
-    memory = mmap.mmap(-1, filesystem.whole_pages(length))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    """Fresh memory of at least ``length`` bytes, in whole pages, as direct writes require. Private: the kernel gives no
+    huge pages to other memory. Forked processes do not get it: each page that they share would be copied once."""
+    memory = mmap.mmap(-1, filesystem.whole_pages(length), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
         memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(mmap.MADV_DONTFORK)
     return memory
 
 
