@@ -41,7 +41,7 @@ from dalsegno.checkpoint.index import Index, StoredTensor
 from dalsegno.checkpoint.manifest import Checkpoint, Manifest, is_safe_name
 from dalsegno.checkpoint.names import ADAPTERS, CALLBACKS, MODEL, SETTINGS, checkpoint_path, component_and_name
 from dalsegno.checkpoint.sidecar import SavedStates
-from dalsegno.checkpoint.tensor_files import SAFETENSORS_NAMES, byte_count, name_of
+from dalsegno.checkpoint.tensor_files import SAFETENSORS_NAMES, FileLayout, TensorChunk, byte_count, name_of
 from dalsegno.checkpoint.tensor_reader import ChunkReader
 from dalsegno.errors import CannotSave, ConfigurationError, DamagedCheckpoint, NotFound, UnknownName
 from dalsegno.system import filesystem
@@ -441,21 +441,14 @@ def _tensor_file(
     stored: Mapping[str, StoredTensor], tied: Mapping[str, str], source: Checkpoint
 ) -> Iterator[filesystem.Buffer]:
     """A file of safetensors in pieces; ``tied``: further names, for its metadata."""
-    # Wide dtypes first, so that each tensor is aligned, as in every safetensors file.
-    order = sorted(stored, key=lambda name: -stored[name].dtype.itemsize)
-    aliases = {alias: name for alias, name in tied.items() if name in stored}
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", **aliases}}
-    end = 0
-    for name in order:
-        begin, end = end, end + _size(stored[name])
-        dtype = SAFETENSORS_NAMES[stored[name].dtype]
-        entries[name] = {"dtype": dtype, "shape": list(stored[name].shape), "data_offsets": [begin, end]}
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    yield len(header).to_bytes(8, "little") + header
+    chunks = [
+        TensorChunk(name, each.dtype, each.shape, (0,) * len(each.shape), each.shape) for name, each in stored.items()
+    ]
+    layout = FileLayout.of(chunks, {alias: name for alias, name in tied.items() if name in stored})
+    yield layout.header
     reader = ChunkReader(source)
-    for name in order:
-        yield reader.full_tensor(stored[name]).reshape(-1).view(torch.uint8).numpy().data
+    for number in layout.order:
+        yield reader.full_tensor(stored[chunks[number].name]).reshape(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True, slots=True)

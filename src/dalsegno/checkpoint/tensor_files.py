@@ -125,19 +125,20 @@ class FileLayout:
     length: int
 
     @classmethod
-    def of(cls, chunks: Sequence[TensorChunk]) -> FileLayout:
+    def of(cls, chunks: Sequence[TensorChunk], further: Mapping[str, str] | None = None) -> FileLayout:
+        """``further``: entries of the header's ``__metadata__`` for other readers."""
         spans: list[tuple[int, int]] = [(0, 0)] * len(chunks)
         end = 0
         order = sorted(range(len(chunks)), key=lambda number: -chunks[number].dtype.itemsize)
         for number in order:
             spans[number] = (end, end + chunks[number].size)
             end += chunks[number].size
-        header = _header([(chunks[number], spans[number]) for number in order])
+        header = _header([(chunks[number], spans[number]) for number in order], further or {})
         size = len(header)
         return cls(header, chunks, [(size + first, size + last) for first, last in spans], order, size + end)
 
 
-def _header(placed: Sequence[tuple[TensorChunk, tuple[int, int]]]) -> bytes:
+def _header(placed: Sequence[tuple[TensorChunk, tuple[int, int]]], further: Mapping[str, str]) -> bytes:
     if any(chunk.name == METADATA for chunk, _ in placed):
         raise CannotSave(f"cannot save a tensor named {METADATA}, which safetensors reserves; rename it")
     entries: dict[str, Any] = {}
@@ -149,7 +150,7 @@ def _header(placed: Sequence[tuple[TensorChunk, tuple[int, int]]]) -> bytes:
         if chunk.shape != chunk.whole or not known:
             part = {"offsets": chunk.offsets, "shape": chunk.whole, "dtype": name_of(chunk.dtype)}
             parts[chunk.name] = part
-    metadata = {"format": "pt"} | ({"parts": json.dumps(parts)} if parts else {})
+    metadata = {"format": "pt", **further} | ({"parts": json.dumps(parts)} if parts else {})
     text = json.dumps({METADATA: metadata, **entries}, separators=(",", ":")).encode()
     padding = -(8 + len(text)) % filesystem.PAGE
     return (len(text) + padding).to_bytes(8, "little") + text + b" " * padding
