@@ -35,21 +35,14 @@ _NEWEST = ("auto", "best", "last", "latest", "newest")
 
 @dataclass(frozen=True, slots=True)
 class ResumeOptions:
-    """How a leg begins: the arguments of ``Trainer.train`` and ``dalsegno.Run`` about it."""
+    """How a leg begins: the arguments of ``Trainer.train``; ``origin`` is ``resume_from_checkpoint``."""
 
     origin: bool | str | Path = True
-    """True: the newest checkpoint, if there is one. A path: that one. False: none, whatever there is."""
     strict: bool = False
-    """Raise if the newest checkpoint is damaged, instead of using an older one."""
     strict_callbacks: bool = False
-    """Raise if a saved callback is missing here, or one here was not saved."""
     allow_changes: Collection[str] = ()
-    """What may differ from the checkpoint although its state belongs to it: names from ``compatibility.REFUSED``."""
-
     load_components: Collection[str] = ()
-    """Load only these, from the path, into a new run that begins at step 0."""
     continue_stopped: bool = False
-    """Resume a run that a callback has judged to be over."""
 
     @property
     def chooses(self) -> bool:

@@ -9,7 +9,7 @@ script of each leg has it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, cast
@@ -223,7 +223,7 @@ class Flags:
 class _Place:
     """A module or the optimizer, with its flags at the last reading."""
 
-    __slots__ = ("_children", "_count", "_get", "_is_simple", "_plain", "_trained", "holder", "values")
+    __slots__ = ("_children", "_plain_values", "_seen", "holder", "values")
 
     def __init__(self, holder: nn.Module | Optimizer, values: Values) -> None:
         self.holder = holder
@@ -235,36 +235,30 @@ class _Place:
         held = vars(self.holder)
         plain = [name for name, value in self.values.items() if type(value) in _UNCHANGING and name in held]
         others = [value for name, value in self.values.items() if name not in held or type(value) not in _UNCHANGING]
-        is_module = {"_parameters", "_modules"} <= held.keys()
         # An object, without contents, matters only once a flag beside it changes.
         are_idle = all(type(each) is bool or (isinstance(each, _Other) and not each.size) for each in others)
-        self._is_simple = is_module and bool(plain) and are_idle
-        self._get = itemgetter(*plain) if plain else None
-        self._plain = None if self._get is None else self._get(held)
-        self._count = len(held)
-        self._trained = _trained(held) if self._is_simple else []
+        is_simple = {"_parameters", "_modules"} <= held.keys() and are_idle
+        self._plain_values = itemgetter(*plain) if plain and is_simple else None
+        self._seen = None if self._plain_values is None else self._glance(held, self._plain_values)
         self._children = [*held.get("_modules", {}).values()]
 
     def is_same(self) -> bool:
         """Whether nothing has changed, as far as a glance tells."""
-        held = vars(self.holder)
-        if not self._is_simple or self._get is None or len(held) != self._count:
+        if self._plain_values is None:
             return False
         try:
-            is_equal = self._get(held) == self._plain
-        except (KeyError, RuntimeError, ValueError):  # it is gone, or a tensor or an array now
+            return self._glance(vars(self.holder), self._plain_values) == self._seen and self.has_children()
+        except (KeyError, RuntimeError, ValueError):  # a value is gone, or a tensor or an array now
             return False
-        if not is_equal or ((held["_modules"] or self._children) and not self.has_children()):
-            return False
-        return not held["_parameters"] or _trained(held) == self._trained
 
     def has_children(self) -> bool:
         """Whether its submodules are the same."""
         return [*vars(self.holder).get("_modules", {}).values()] == self._children
 
-
-def _trained(held: Mapping[str, Any]) -> list[bool]:
-    return [each is not None and each.requires_grad for each in held["_parameters"].values()]
+    @staticmethod
+    def _glance(held: Mapping[str, Any], plain_values: Callable[[Mapping[str, Any]], Any]) -> tuple[Any, ...]:
+        trained = [each is not None and each.requires_grad for each in held["_parameters"].values()]
+        return len(held), plain_values(held), trained
 
 
 class _Small:
