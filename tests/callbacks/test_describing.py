@@ -38,7 +38,7 @@ from dalsegno.callbacks import (
     ScopedFlags,
     SlowRankDetector,
 )
-from dalsegno.callbacks.loggers.count_params import count_parameters
+from dalsegno.callbacks.loggers.info_callback import count_parameters
 from dalsegno.logs import read_records
 from support.listeners import Listener
 from support.small import small_trainer

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dalsegno.diloco import DiLoCoServer
-from dalsegno.diloco.worker import exchange, flight
+from dalsegno.diloco.worker import exchange
 from dalsegno.logs import drop_wall_clock, read_records
 from dalsegno.testing import FaultPlan, start_ranks
 from diloco.scenes import rules, train_as_worker
@@ -70,8 +70,7 @@ def serve(folder: Path, port: int, plan: FaultPlan | None) -> None:
 def work(folder: Path, port: int, number: int, plan: FaultPlan | None) -> dict[str, list[Any]]:
     if plan is not None:
         plan.arm()
-    for module in (exchange, flight):  # a server that was killed is back at once
-        vars(module)["retry_delay"] = lambda attempt: 0.1
+    vars(exchange)["retry_delay"] = lambda attempt: 0.1  # a server that was killed is back at once
     return train_as_worker(folder / f"w{number}", f"127.0.0.1:{port}", TOKEN, number, max_sync_retries=10_000)
 
 

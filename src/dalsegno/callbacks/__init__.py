@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING
 from dalsegno.system.imports import lazy_exports
 
 if TYPE_CHECKING:
-    from .averages.ema import EMA as EMA
-    from .averages.model_merge import ModelMerge as ModelMerge
+    from dalsegno.callbacks.averages import EMA as EMA
+    from dalsegno.callbacks.averages import ModelMerge as ModelMerge
+    from dalsegno.callbacks.control.early_stopping import OptunaPruning as OptunaPruning
+    from dalsegno.callbacks.control.early_stopping import resume_killed_trials as resume_killed_trials
+    from dalsegno.callbacks.loggers.info_callback import CountParams as CountParams
+    from dalsegno.callbacks.norms.gradient_loggers import GradHistogram as GradHistogram
+    from dalsegno.callbacks.norms.gradient_loggers import GradNormLogger as GradNormLogger
+
     from .control.adjustments import GarbageCollection as GarbageCollection
     from .control.adjustments import ScaleLoss as ScaleLoss
     from .control.adjustments import ScopedFlags as ScopedFlags
@@ -22,12 +28,9 @@ if TYPE_CHECKING:
     from .control.divergence import CheckLoss as CheckLoss
     from .control.divergence import DivergenceDetector as DivergenceDetector
     from .control.early_stopping import EarlyStopping as EarlyStopping
-    from .control.optuna_pruning import OptunaPruning as OptunaPruning
-    from .control.optuna_pruning import resume_killed_trials as resume_killed_trials
     from .control.trainer_control import TrainerControlCallback as TrainerControlCallback
     from .defaults import default_callbacks as default_callbacks
     from .defaults import reporting_callbacks as reporting_callbacks
-    from .loggers.count_params import CountParams as CountParams
     from .loggers.info_callback import InfoCallback as InfoCallback
     from .loggers.json_logger import JsonLogger as JsonLogger
     from .loggers.model_eval_metrics import ModelEvalMetrics as ModelEvalMetrics
@@ -41,8 +44,6 @@ if TYPE_CHECKING:
     from .loggers.tb_logger import TBLogger as TBLogger
     from .loggers.tb_logger import default_tb_scalars as default_tb_scalars
     from .loggers.textgen_callback import TextgenCallback as TextgenCallback
-    from .norms.grad_histogram import GradHistogram as GradHistogram
-    from .norms.grad_norm_logger import GradNormLogger as GradNormLogger
     from .norms.gradient_noise_scale import GradientNoiseScale as GradientNoiseScale
     from .norms.learning_dynamics import LearningDynamics as LearningDynamics
     from .norms.parameter_norms import ComputeNorm as ComputeNorm

@@ -13,7 +13,7 @@ from dalsegno.callbacks.loggers.progress_callback import ProgressCallback
 from dalsegno.callbacks.loggers.summary_writer import ResumableSummaryWriter
 from dalsegno.callbacks.loggers.tb_logger import TBLogger, default_tb_scalars
 from dalsegno.callbacks.loggers.textgen_callback import TextgenCallback
-from dalsegno.callbacks.norms.grad_norm_logger import GradNormLogger
+from dalsegno.callbacks.norms.gradient_loggers import GradNormLogger
 from dalsegno.callbacks.norms.parameter_norms import ParameterNormLogger, WeightNormLogger
 from dalsegno.callbacks.profiling.memory import PeakMemory
 from dalsegno.callbacks.profiling.profiler_callback import ProfilerCallback

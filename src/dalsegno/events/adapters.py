@@ -34,16 +34,8 @@ from .table import Event
 
 _DIALECTS = "dalsegno.interop"
 _STATE_ATTRIBUTES = (
-    "state_scope",
-    "state_version",
-    "state_compared",
-    "state_varies",
-    "state_schema",
-    "check_state",
-    "aliases",
-    "migrate",
-    "reshard",
-    "sets_control_flags",
+    *("state_scope", "state_version", "state_compared", "state_varies", "state_schema", "check_state"),
+    *("aliases", "migrate", "reshard", "sets_control_flags"),
 )
 
 

@@ -44,33 +44,16 @@ from .states import Packed, Progress, pack, remove_states, unpack, warn_of_new_s
 logger = logging.getLogger("dalsegno")
 
 INSIDE_THE_STEP = (
-    Event.BEFORE_FORWARD,
-    Event.AFTER_FORWARD,
-    Event.BEFORE_BACKWARD,
-    Event.AFTER_BACKWARD,
-    Event.BEFORE_ZERO_GRAD,
-    Event.AFTER_ZERO_GRAD,
-    Event.BEFORE_SCHEDULER_STEP,
-    Event.AFTER_SCHEDULER_STEP,
-    Event.TRAIN_METRICS,
-    Event.PREDICTION_STEP,
+    *Event.between(Event.BEFORE_FORWARD, Event.AFTER_BACKWARD),
+    *Event.between(Event.BEFORE_ZERO_GRAD, Event.AFTER_SCHEDULER_STEP),
+    *(Event.TRAIN_METRICS, Event.PREDICTION_STEP),
 )
 """Events that no Bridge fires: other trainers have no callback at these places."""
 
 
 FELT = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "learning_rate",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "max_grad_norm",
-    "bf16",
-    "fp16",
-    "seed",
-    "data_seed",
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "weight_decay"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16", "seed", "data_seed"),
 )
 """Settings that change what a step computes, of those that a library has too."""
 

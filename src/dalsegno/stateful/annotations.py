@@ -185,7 +185,7 @@ def _later(form: Form, rules: Rules) -> Checker:
 
 
 def _record(kind: Any, rules: Rules) -> Checker:
-    """Of a TypedDict or a dataclass: a dict of its fields."""
+    """Of a TypedDict or a dataclass: a dict of its fields, from which the dataclass is made."""
     if typing.is_typeddict(kind):
         forms = typing.get_type_hints(kind, include_extras=True)
         optional = {name for name, form in forms.items() if get_origin(form) is NotRequired}
@@ -194,31 +194,31 @@ def _record(kind: Any, rules: Rules) -> Checker:
         optional = {each.name for each in own if (each.default, each.default_factory) != (missing, missing)}
         hints = hints_of(kind.__init__) if rules.converts else typing.get_type_hints(kind, include_extras=True)
         forms = {each.name: hints.get(each.name, Any) for each in own}
-    builds = rules.converts and not typing.is_typeddict(kind)
-    of_field = _later if builds else checker_of
+    is_table = rules.converts and not typing.is_typeddict(kind)
+    of_field = _later if is_table else checker_of
     checkers = {name: of_field(form, rules) for name, form in forms.items()}
     keys = ", ".join(checkers)
 
     def check(value: Any) -> Any:
-        if builds and isinstance(value, kind):
+        if is_table and isinstance(value, kind):
             return value
-        if not isinstance(value, Mapping if builds else dict):
-            raise Mismatch(value, rules.describe(kind) if builds else f"a dict with the keys {keys}")
+        if not isinstance(value, Mapping if is_table else dict):
+            raise Mismatch(value, rules.describe(kind) if is_table else f"a dict with the keys {keys}")
         for name in value:
             if name not in checkers:
                 unknown = (
                     str(UnknownName(f"key for {kind.__name__}:", name, checkers))
-                    if builds
+                    if is_table
                     else (f"has the unknown key {short_repr(name)}; its keys must be {keys}")
                 )
                 raise Mismatch(value, complaint=unknown)
         for name in checkers:
             if name not in optional and name not in value:
-                lacks = f"{kind.__name__} needs {name}" if builds else f"has no {name!r}; its keys must be {keys}"
+                lacks = f"{kind.__name__} needs {name}" if is_table else f"has no {name!r}; its keys must be {keys}"
                 raise Mismatch(value, complaint=lacks)
         found = {name: _inside(checkers[name], each, name) for name, each in value.items()}
         try:
-            return kind(**found) if builds else found
+            return found if typing.is_typeddict(kind) else kind(**found)
         except ConfigurationError as error:
             raise Mismatch(value, complaint=str(error)) from error
 
@@ -264,7 +264,7 @@ def _list(form: Form, kind: Any, inner: tuple[Any, ...], rules: Rules) -> Checke
             raise Mismatch(value, described if rules.converts else f"a tuple of {len(checkers)}")
         of_each = checkers if each_its_own else checkers * len(value)
         found = [_inside(one, each, number) for number, (one, each) in enumerate(zip(of_each, value, strict=True))]
-        return LISTS[kind](found) if rules.converts else value
+        return LISTS[kind](found)
 
     return check
 

@@ -38,16 +38,17 @@ Finite = Annotated[float, Must("a finite number", math.isfinite)]
 """Not NaN and not infinite."""
 
 
-def check(value: Any, form: Form, where: str, error: Callable[[str], DalsegnoError] = StateMismatch) -> None:
-    """Validate ``value`` against ``form``. Raises StateMismatch (or the result of ``error``) naming the path of the
-    first mismatch, the value and what is valid.
+def check(value: Any, form: Form, where: str, error: Callable[[str], DalsegnoError] = StateMismatch) -> Any:
+    """Validate ``value`` against ``form``. Returns it, with a dataclass made of each dict that ``form`` has a dataclass
+    for. Raises StateMismatch (or the result of ``error``) naming the path of the first mismatch, the value and what is
+    valid.
 
     Args:
         where: name of the value, e.g. ``step-00000500: rng``; the error adds the path inside it: ``rng.numpy[2]``.
         error: makes the error from the message.
     """
     try:
-        _checker(form)(value)
+        return _checker(form)(value)
     except Mismatch as mismatch:
         path = "".join(_step(key) for key in reversed(mismatch.path))
         complaint = mismatch.complaint or f"is {short_repr(mismatch.value)}; must be {mismatch.wanted}"

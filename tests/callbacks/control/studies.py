@@ -11,7 +11,7 @@ import optuna
 
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
-from dalsegno.callbacks.control.optuna_pruning import OptunaPruning, resume_killed_trials
+from dalsegno.callbacks.control.early_stopping import OptunaPruning, resume_killed_trials
 from dalsegno.testing import tiny_regression_data
 from support.small import small_trainer
 

@@ -14,7 +14,7 @@ import dalsegno as ds
 from callbacks.grad_norm_ranks import Uneven
 from callbacks.layouts import assert_same_values, layout_trainer, on_every_layout
 from dalsegno.callbacks import EMA, ComputeNorm, GradNormLogger, ParameterNormLogger, WeightNormLogger
-from dalsegno.callbacks.norms.spectral_norm import SpectralNorms
+from dalsegno.callbacks.norms.parameter_norms import SpectralNorms
 from dalsegno.logs import read_records
 from dalsegno.testing import run_ranks, tiny_regression_data
 from support.listeners import Listener

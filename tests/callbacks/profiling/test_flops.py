@@ -27,7 +27,7 @@ from transformers import (
 import dalsegno as ds
 from dalsegno.callbacks import DefaultMetrics, FlopUtilization, JsonLogger
 from dalsegno.callbacks.profiling.flops import Uncountable, count_flops
-from dalsegno.callbacks.profiling.model_flops import known_peak
+from dalsegno.callbacks.profiling.speed import known_peak
 from dalsegno.logs import read_records
 from dalsegno.testing import TinyLanguageModel, run_ranks
 from support.listeners import Listener

@@ -182,7 +182,7 @@ def test_a_worker_trains_while_a_submission_travels(tmp_path: Path) -> None:
 
 def test_a_flight_that_does_not_reach_the_server_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What quantization had lost before is not lost, and the next synchronization sends the steps of both."""
-    monkeypatch.setattr("dalsegno.diloco.worker.flight.retry_delay", lambda attempt: 0.0)
+    monkeypatch.setattr("dalsegno.diloco.worker.exchange.retry_delay", lambda attempt: 0.0)
     server = DiLoCoServer(tmp_path, 1, rules=rules(1))
     server.start()
     model = Line()

@@ -37,9 +37,7 @@ from dalsegno.diloco.wire.messages import (
     Settings,
     Submission,
     WorkerId,
-    check_worker_id,
     length_limits,
-    submission_from_json,
 )
 from dalsegno.diloco.wire.signature import Specs
 from dalsegno.errors import ConfigurationError, NotFound, NotRunning, StateMismatch
@@ -118,13 +116,10 @@ class _Api:
         return Answer(await off_loop(self._coordinator.status))
 
     async def register(self, request: Request) -> Response:
-        body = await read_json(request, LARGEST_DESCRIPTION)
-        check(body, _Registration, "registration", ConfigurationError)
-        worker_id, settings = body["worker_id"], Settings(**body["settings"])
-        given = {"count": None, "run_id": None, **body, "settings": settings}
-        answer = await off_loop(partial(self._coordinator.register, **given))
+        given = check(await read_json(request, LARGEST_DESCRIPTION), _Registration, "registration", ConfigurationError)
+        answer = await off_loop(partial(self._coordinator.register, **{"count": None, "run_id": None, **given}))
         if answer["needs_parameters"]:
-            self._described[worker_id] = settings
+            self._described[given["worker_id"]] = given["settings"]
         else:
             self._described.clear()
         return Answer(answer)
@@ -157,7 +152,7 @@ class _Api:
         return _FileAnswer(*await off_loop(find))
 
     async def offer(self, request: Request) -> Response:
-        submission = submission_from_json(await read_json(request))
+        submission = _submission_in(await read_json(request))
         specs = await off_loop(partial(self._coordinator.offer, submission))
         if specs is not None:
             self._offered[submission.worker_id] = submission, specs
@@ -170,7 +165,7 @@ class _Api:
             raise StateMismatch(f"{worker_id}, submission {number}: not offered; describe it first")
 
         def check_head(head: Any) -> None:
-            if submission_from_json(head) != submission:
+            if _submission_in(head) != submission:
                 raise ConfigurationError("the frame's head describes another submission than the one that was offered")
 
         def finish(arrived: SpooledTensors) -> None:
@@ -222,7 +217,13 @@ class _Api:
 
 
 async def _worker_id_in(request: Request) -> str:
-    return check_worker_id((await read_json(request)).get("worker_id"))
+    worker_id: str = check((await read_json(request)).get("worker_id"), WorkerId, "worker_id", ConfigurationError)
+    return worker_id
+
+
+def _submission_in(content: Any) -> Submission:
+    submission: Submission = check(content, Submission, "submission", ConfigurationError)
+    return submission
 
 
 class _Body:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dalsegno.diloco.wire.messages import Result, Settings, Submission, WorkerId
 from dalsegno.errors import StateMismatch
@@ -85,8 +85,7 @@ class Returned:
 
 
 Event = Joined | Accepted | Applied | Left | Returned
-_KINDS: tuple[type[Event], ...] = (Joined, Accepted, Applied, Left, Returned)
-_EVENTS = {kind.__name__.lower(): kind for kind in _KINDS}
+_EVENTS = {kind.__name__.lower(): kind for kind in get_args(Event)}
 
 
 @dataclass(slots=True)
@@ -145,26 +144,11 @@ class ServerState:
         samples = sum(weight for _, weight in losses)
         return sum(loss * weight for loss, weight in losses) / samples if losses else None
 
-    @classmethod
-    def from_json(cls, content: Any) -> ServerState:
-        """Undo ``dataclasses.asdict``."""
-        check(content, ServerState, "the state of a DiLoCo server")
-        members = {worker_id: _member(each) for worker_id, each in content["members"].items()}
-        return cls(**{**content, "settings": Settings(**content["settings"]), "members": members})
-
 
 def event_from_json(content: Any) -> Event:
     check(content, dict[str, Any], "event")
     kind = _EVENTS.get(str(content.get("kind")))
     if kind is None:
         raise StateMismatch(f"event.kind: is {content.get('kind')!r}; must be an event of a known kind")
-    check(content, kind, "event")
-    if kind is Accepted:
-        return Accepted(Submission(**content["submission"]))
-    return kind(**content)
-
-
-def _member(content: dict[str, Any]) -> Member:
-    results = {number: Result(**each) for number, each in content["results"].items()}
-    pending = content["pending"]
-    return Member(**{**content, "results": results, "pending": None if pending is None else Submission(**pending)})
+    event: Event = check(content, kind, "event")
+    return event

@@ -47,6 +47,7 @@ from dalsegno.logs.line_file import LineFile
 from dalsegno.logs.rewind import Position
 from dalsegno.logs.values import decode
 from dalsegno.policies.retention import Latest
+from dalsegno.stateful import schema
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
 
@@ -233,7 +234,7 @@ class ServerStore:
         states = saved_states(found).get(_STATE)
         if states is None:
             raise StateMismatch(f"{found.path}: not a checkpoint of a DiLoCo server; use another folder")
-        return found, ServerState.from_json(states[0])
+        return found, schema.check(states[0], ServerState, "the state of a DiLoCo server")
 
     def load(self, found: Checkpoint, parts: Globals) -> None:
         """Restore the global parameters and the optimizer, and cut the log back to the checkpoint."""

@@ -44,12 +44,6 @@ def check_fields(given: Any, where: str) -> None:
             check(value, form, f"{where}: {name}={value!r}", ConfigurationError)
 
 
-def check_worker_id(worker_id: object) -> str:
-    """It can be a part of an address, and of a file's name."""
-    check(worker_id, WorkerId, "worker_id", ConfigurationError)
-    return str(worker_id)
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What all workers of a run share; fixed by the first one."""
@@ -113,11 +107,6 @@ class Result:
     """Steps to the next submission; None: as the worker was configured."""
     loss: Finite | None = None
     """Mean of the losses of the submissions that were applied with it, with the same weights."""
-
-
-def submission_from_json(content: Any) -> Submission:
-    check(content, Submission, "submission", ConfigurationError)
-    return Submission(**content)
 
 
 # --- frames: tensors on the wire, as a safetensors file between a JSON head and a checksum ---------------------------

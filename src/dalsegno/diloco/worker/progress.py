@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, NotRequired, TypedDict, cast
 
-from dalsegno.diloco.wire.messages import LARGEST_LOSS, Positive, Submission, WorkerId
+from dalsegno.diloco.wire.messages import Positive, WorkerId
 from dalsegno.stateful.schema import Count
-
-from .options import WorkerOptions
 
 
 class FlightState(TypedDict):
@@ -70,25 +68,6 @@ class WorkerProgress:
         for name, value in state.items():
             if name not in own:
                 setattr(self, name, value)
-
-    def next_submission(
-        self, options: WorkerOptions, *, steps: int, seconds: float, loss: float | None, saved: int
-    ) -> Submission:
-        """Describe the submission that follows on the newest result."""
-        turn = self.count if self.asynchronous else self.version
-        return Submission(
-            worker_id=self.worker_id,
-            number=self.count + 1,
-            base=self.version,
-            fragment=turn % options.num_fragments,
-            bf16=options.bf16_comm,
-            samples=max(1, self.samples),
-            steps=steps,
-            seconds=seconds,
-            loss=loss if loss is not None and abs(loss) <= LARGEST_LOSS else None,
-            saved=saved,
-            int8=options.int8_comm,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dalsegno.checkpoint import unwrapped
-from dalsegno.diloco.wire.messages import Result, Submission, length_limits
+from dalsegno.diloco.wire.messages import LARGEST_LOSS, Result, Submission, length_limits
+from dalsegno.diloco.worker.exchange import Flight
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, DalsegnoError, StateMismatch
 from dalsegno.stateful.schema import check
 
 from .client import connect
 from .exchange import Exchange
-from .flight import Flight
 from .options import WorkerOptions
 from .progress import FlightState, Synchronization, WorkerProgress, WorkerState
 from .snapshot import GlobalSnapshot
@@ -226,8 +226,21 @@ class DiLoCoWorker:
             self._progress.skipped += 1
 
     def _next_submission(self, loss: float | None, seconds: float) -> Submission:
-        return self._progress.next_submission(
-            self.options, steps=self._timed_steps, seconds=seconds, loss=loss, saved=self._saved
+        """Describe the submission that follows on the newest result."""
+        progress, options = self._progress, self.options
+        turn = progress.count if progress.asynchronous else progress.version
+        return Submission(
+            worker_id=progress.worker_id,
+            number=progress.count + 1,
+            base=progress.version,
+            fragment=turn % options.num_fragments,
+            bf16=options.bf16_comm,
+            samples=max(1, progress.samples),
+            steps=self._timed_steps,
+            seconds=seconds,
+            loss=loss if loss is not None and abs(loss) <= LARGEST_LOSS else None,
+            saved=self._saved,
+            int8=options.int8_comm,
         )
 
     def _note_done(

@@ -27,6 +27,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable
+from copy import copy
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -372,24 +373,14 @@ def settings_of(args: Any, state: Any, on_resume: OnResume) -> TrainingArguments
     )
 
 
-class _NextStep:
-    """The trainer's state as it will be at the end of the step that begins."""
-
-    def __init__(self, state: Any) -> None:
-        self.global_step = state.global_step + 1
-        self._state = state
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._state, name)
-
-
 def due_at_next_step(args: Any, state: Any, loader: Any) -> transformers.TrainerControl:
     """What Hugging Face's own schedule will ask for at the end of the step that begins."""
-    flow, due, then = DefaultFlowCallback(), transformers.TrainerControl(), _NextStep(state)
-    flow.on_step_end(args, then, due)  # type: ignore[arg-type]
+    flow, due, then = DefaultFlowCallback(), transformers.TrainerControl(), copy(state)
+    then.global_step += 1
+    flow.on_step_end(args, then, due)
     batches = batches_in(loader)
     if batches is not None and then.global_step % max(-(-batches // args.gradient_accumulation_steps), 1) == 0:
-        flow.on_epoch_end(args, then, due)  # type: ignore[arg-type]
+        flow.on_epoch_end(args, then, due)
     return due
 
 

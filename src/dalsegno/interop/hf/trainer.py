@@ -28,29 +28,17 @@ from dalsegno.system import filesystem
 _NEVER = sys.maxsize  # steps: none is a multiple of it
 
 _FIXED: dict[str, Any] = {
-    "auto_find_batch_size": False,
-    "deepspeed": None,
-    "do_predict": False,
-    "do_train": True,
+    **dict.fromkeys(("auto_find_batch_size", "do_predict", "eval_on_start", "ignore_data_skip"), False),
+    **dict.fromkeys(("logging_nan_inf_filter", "overwrite_output_dir", "push_to_hub", "remove_unused_columns"), False),
+    **dict.fromkeys(("save_on_each_node", "save_only_model"), False),
+    **dict.fromkeys(("do_train", "log_on_each_node"), True),
+    **dict.fromkeys(("deepspeed", "hub_model_id", "hub_private_repo", "hub_token", "resume_from_checkpoint"), None),
     "eval_delay": 0,
-    "eval_on_start": False,
-    "hub_model_id": None,
-    "hub_private_repo": None,
     "hub_strategy": "every_save",
-    "hub_token": None,
-    "ignore_data_skip": False,
     "include_num_input_tokens_seen": "no",
     "log_level": "passive",
-    "log_on_each_node": True,
-    "logging_nan_inf_filter": False,
-    "overwrite_output_dir": False,
     "past_index": -1,
     "project": "huggingface",
-    "push_to_hub": False,
-    "remove_unused_columns": False,
-    "resume_from_checkpoint": None,
-    "save_on_each_node": False,
-    "save_only_model": False,
 }
 """Settings of features that only Hugging Face's Trainer has, with the values that turn them off."""
 
@@ -205,26 +193,10 @@ def _their_default(name: str) -> Any:
 
 
 _FIELDS = (
-    "epoch",
-    "global_step",
-    "max_steps",
-    "logging_steps",
-    "eval_steps",
-    "save_steps",
-    "train_batch_size",
-    "num_train_epochs",
-    "num_input_tokens_seen",
-    "total_flos",
-    "log_history",
-    "best_metric",
-    "best_global_step",
-    "best_model_checkpoint",
-    "is_local_process_zero",
-    "is_world_process_zero",
-    "is_hyper_param_search",
-    "trial_name",
-    "trial_params",
-    "stateful_callbacks",
+    *("epoch", "global_step", "max_steps", "logging_steps", "eval_steps", "save_steps", "train_batch_size"),
+    *("num_train_epochs", "num_input_tokens_seen", "total_flos", "log_history", "best_metric", "best_global_step"),
+    *("best_model_checkpoint", "is_local_process_zero", "is_world_process_zero", "is_hyper_param_search"),
+    *("trial_name", "trial_params", "stateful_callbacks"),
 )
 """Fields of Hugging Face's class, so that its ``load_from_json`` reads what :meth:`State.save_to_json` writes."""
 

@@ -1,1 +1,0 @@
-"""Averages of the weights: EMA and ModelMerge."""
