@@ -11,11 +11,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from dalsegno.callbacks.argument_checks import flag, number, whole
 from dalsegno.distributed import collectives
-from dalsegno.distributed.sharded_tensors import named_parameters
+from dalsegno.distributed.sharded_tensors import local_part, named_parameters
 from dalsegno.distributed.stage_places import is_on_other_stage, like_parameter
 from dalsegno.errors import ConfigurationError
 from dalsegno.events import FlaglessCallback, contexts
@@ -98,8 +97,8 @@ class WeightAverages(FlaglessCallback):
         parameters = dict(named_parameters(model))
         self._model = model
         here = {name: average for name, average in self._averages.items() if not is_on_other_stage(average)}
-        self._weights = [_part(parameters[name]) for name in here]
-        self._local = [_part(average) for average in here.values()]
+        self._weights = [local_part(parameters[name].detach()) for name in here]
+        self._local = [local_part(average) for average in here.values()]
         self._parameters, self._followed = [*parameters.values()], [name in self._averages for name in parameters]
         for name, weight, average in zip(here, self._weights, self._local, strict=True):
             if name in begun:
@@ -153,14 +152,8 @@ def _like(parameter: Tensor) -> Tensor:
     """Return a tensor for a parameter's average, sharded like the parameter."""
     small = parameter.is_floating_point() and parameter.dtype.itemsize < torch.float32.itemsize
     average = torch.empty_like(parameter, dtype=torch.float32 if small else parameter.dtype, requires_grad=False)
-    _part(average).copy_(_part(parameter))
+    local_part(average).copy_(local_part(parameter.detach()))
     return like_parameter(average, parameter)
-
-
-def _part(tensor: Tensor) -> Tensor:
-    """Return this rank's shard, sharing memory."""
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 class EMAState(TypedDict):

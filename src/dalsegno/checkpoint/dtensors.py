@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from dalsegno.checkpoint.sharding import Box, Sharding
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import meshes_like
+from dalsegno.distributed.sharded_tensors import local_part
 from dalsegno.distributed.stage_places import place_of
 from dalsegno.errors import CannotSave, StateMismatch
 
@@ -59,11 +60,6 @@ def box_here(tensor: torch.Tensor, name: str) -> Box | None:
     if uneven := describe_uneven(tensor, box):
         raise StateMismatch(f"cannot load {name}: {uneven}")
     return box
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor; neither copied nor detached."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def describe_uneven(tensor: torch.Tensor, box: Box) -> str:

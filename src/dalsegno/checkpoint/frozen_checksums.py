@@ -18,12 +18,11 @@ from typing import Literal, TypedDict
 
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor
 
 from dalsegno.checkpoint import names
 from dalsegno.checkpoint.compatibility import Change
 from dalsegno.checkpoint.contract import Capturable, FrozenNames, ShardedState, Tensors, TensorsByComponent
-from dalsegno.checkpoint.dtensors import box_here, local_part
+from dalsegno.checkpoint.dtensors import box_here
 from dalsegno.checkpoint.file_reading import read_json
 from dalsegno.checkpoint.files import live_digest
 from dalsegno.checkpoint.index import Index
@@ -33,6 +32,7 @@ from dalsegno.checkpoint.sharding import Box
 from dalsegno.checkpoint.tensor_files import FileLayout, Shape, TensorChunk, as_bytes
 from dalsegno.checkpoint.tensor_reader import part
 from dalsegno.distributed import collectives
+from dalsegno.distributed.sharded_tensors import full_tensor, local_part
 from dalsegno.distributed.stage_places import is_on_other_stage
 from dalsegno.errors import DamagedCheckpoint
 from dalsegno.stateful.component import State
@@ -135,7 +135,7 @@ def _differing(tensors: Tensors, fingerprints: dict[str, Sequence[Fingerprint]])
     for name in sorted(tensors):
         if is_on_other_stage(tensor := tensors[name]):
             continue
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full = full_tensor(tensor)
         if not all(each.fits(full) for each in fingerprints[name]):
             names.append(name)
     return names

@@ -19,11 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from dalsegno.checkpoint import names
 from dalsegno.checkpoint.contract import FrozenNames, TensorsByComponent
-from dalsegno.checkpoint.dtensors import Shardings, describe_uneven, local_part, sharding_of
+from dalsegno.checkpoint.dtensors import Shardings, describe_uneven, sharding_of
 from dalsegno.checkpoint.index import IndexWriter
 from dalsegno.checkpoint.sharding import Box, Integers, Sharding
 from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk
 from dalsegno.distributed import collectives
+from dalsegno.distributed.sharded_tensors import local_part
 from dalsegno.distributed.stage_places import place_of
 from dalsegno.errors import CannotSave
 

@@ -15,14 +15,14 @@ from typing import Protocol
 import torch
 
 from dalsegno.checkpoint.contract import TensorsByComponent
-from dalsegno.checkpoint.dtensors import box_here, local_part
+from dalsegno.checkpoint.dtensors import box_here
 from dalsegno.checkpoint.file_reading import HeaderEntry
 from dalsegno.checkpoint.index import Index, StoredTensor
 from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.checkpoint.names import component_and_name
 from dalsegno.checkpoint.sharding import Box, StoredChunk
 from dalsegno.checkpoint.tensor_files import StoredFile, as_bytes, byte_count
-from dalsegno.distributed.sharded_tensors import unexpanded
+from dalsegno.distributed.sharded_tensors import local_part, unexpanded
 from dalsegno.errors import DamagedCheckpoint, StateMismatch
 from dalsegno.system.machine import run_on_threads, thread_count
 

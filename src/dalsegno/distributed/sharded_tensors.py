@@ -110,9 +110,19 @@ def unexpanded(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor; neither copied nor detached."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole tensor. Collective if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def dense(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, dense and real; of a sparse gradient, the values of its elements."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     if local.is_sparse:
         local = local.coalesce().values()
     return torch.view_as_real(local) if local.is_complex() else local

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -32,10 +32,17 @@ class StandIn:
 
 
 class Values(StandIn):
-    """Values that do not change, as attributes."""
+    """Values as attributes. Those in ``live`` are functions, called at each read."""
 
-    def __init__(self, stands_for: str, **values: Any) -> None:
-        vars(self).update(values, _stands_for=stands_for)
+    def __init__(self, stands_for: str, live: Mapping[str, Callable[[], Any]] | None = None, **values: Any) -> None:
+        vars(self).update(values, _stands_for=stands_for, _live=live or {})
+
+    def __getattr__(self, name: str) -> Any:
+        live = vars(self).get("_live", {})
+        return live[name]() if name in live else super().__getattr__(name)
+
+    def __dir__(self) -> Iterable[str]:
+        return [*super().__dir__(), *self._live]
 
 
 def reads(source: str | Callable[[Any], Any]) -> Any:

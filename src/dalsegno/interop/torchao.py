@@ -16,6 +16,8 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dalsegno.distributed.sharded_tensors import local_part
+
 _STATES = ("OptimState8bit", "OptimState4bit", "OptimStateFp8")
 _checksums: dict[tuple[type, bool], str] = {}  # of a class's table; on a device, reading it takes a sync
 
@@ -47,7 +49,7 @@ def new_state(
 
     known: dict[str, Any] = {each.__name__: each for each in (OptimState4bit, OptimState8bit, OptimStateFp8)}
     kind = known.get(class_name.rpartition(".")[2])
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_part(parameter)
     block_size = getattr(optimizer, "block_size", 0)
     if kind is None or not block_size or local.numel() % block_size:
         return None

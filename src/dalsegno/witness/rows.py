@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor
 
 from dalsegno.data.digests import add_batch
 from dalsegno.distributed import accelerator
+from dalsegno.distributed.sharded_tensors import local_part
 from dalsegno.logs.values import Record, decode, encode
 from dalsegno.system import filesystem
 
@@ -198,7 +198,7 @@ def gradient_sum(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
     """Number that depends on the gradients of ``optimizer``'s parameters on this rank; None if they have none."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     gradients = [each.grad for each in parameters[:: -(-len(parameters) // PARAMETERS)] if each.grad is not None]
-    rows = [_first_row(each.to_local() if isinstance(each, DTensor) else each) for each in gradients]
+    rows = [_first_row(local_part(each)) for each in gradients]
     norms = [torch.linalg.vector_norm(row.float()) for row in rows if row is not None]
     return torch.stack([norm.to(norms[0].device) for norm in norms]).sum() if norms else None
 

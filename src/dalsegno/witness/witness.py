@@ -25,9 +25,9 @@ from time import perf_counter
 from typing import Any, Literal
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from dalsegno.distributed import accelerator, collectives
+from dalsegno.distributed.sharded_tensors import local_part
 from dalsegno.logs import RecordLog
 from dalsegno.logs.repeats import RecordDifference
 from dalsegno.logs.values import Record, decode, encode
@@ -418,5 +418,4 @@ class Witness:
 
 def _of_this_rank(number: torch.Tensor | float) -> torch.Tensor | float:
     """The number as this rank has it: reading a DTensor would wait for other ranks."""
-    number = number.detach() if isinstance(number, torch.Tensor) else number
-    return number.to_local() if isinstance(number, DTensor) else number
+    return local_part(number.detach()) if isinstance(number, torch.Tensor) else number

@@ -18,7 +18,7 @@ from dalsegno.checkpoint.tensor_files import as_bytes
 from dalsegno.diloco.wire.messages import in_file_order
 from dalsegno.diloco.wire.signature import Specs, TensorSpec, as_received, quantize, specs_of
 from dalsegno.distributed import collectives
-from dalsegno.distributed.sharded_tensors import named_parameters
+from dalsegno.distributed.sharded_tensors import full_tensor, local_part, named_parameters
 from dalsegno.distributed.stage_places import is_on_other_stage, like_parameter, place_of
 from dalsegno.errors import ConfigurationError
 
@@ -58,7 +58,7 @@ class GlobalSnapshot:
     def parameters(self) -> Iterator[Tensor]:
         """The model's own parameters, full and on the CPU, in the order of a frame. Collective if sharded."""
         for spec in in_file_order(self.specs):
-            yield self._for_rank_zero(spec, lambda of: _full(of.detach()))
+            yield self._for_rank_zero(spec, lambda of: full_tensor(of.detach()))
 
     @torch.no_grad()
     def _difference(self, spec: TensorSpec) -> Tensor:
@@ -67,7 +67,7 @@ class GlobalSnapshot:
         def changed(now: Tensor) -> Tensor:
             if spec.dtype == torch.int8:
                 return quantize(self._difference_and_error(spec.name))
-            return _full((self.tensors[spec.name].to(wide) - now.detach().to(wide)).to(spec.dtype))
+            return full_tensor((self.tensors[spec.name].to(wide) - now.detach().to(wide)).to(spec.dtype))
 
         return self._for_rank_zero(spec, changed)
 
@@ -89,7 +89,7 @@ class GlobalSnapshot:
 
     def _difference_and_error(self, name: str) -> Tensor:
         """The full tensor to quantize."""
-        return _full(self.tensors[name].float() - self._parameters[name].detach().float() + self.errors[name])
+        return full_tensor(self.tensors[name].float() - self._parameters[name].detach().float() + self.errors[name])
 
     @torch.no_grad()
     def remaining_errors(self, sent: Specs) -> dict[str, Tensor]:
@@ -116,14 +116,14 @@ class GlobalSnapshot:
             dist.broadcast(as_bytes(whole), src=0)
         target = self.tensors[spec.name]
         if not is_on_other_stage(self._parameters[spec.name]):
-            _local(target).copy_(_local(_placed_like(target, whole)))
+            local_part(target).copy_(local_part(_placed_like(target, whole)))
 
     @torch.no_grad()
     def adopt(self, specs: Specs, share: float = 0.0) -> None:
         """Move the model's parameters to the global ones: ``share · own + (1 − share) · global``."""
         here = [spec.name for spec in specs if not is_on_other_stage(self._parameters[spec.name])]
-        own = [_local(self._parameters[name]) for name in here]
-        globals_ = [_local(self.tensors[name]) for name in here]
+        own = [local_part(self._parameters[name]) for name in here]
+        globals_ = [local_part(self.tensors[name]) for name in here]
         if not here:  # a pipeline's other stages have the whole fragment
             return
         if share == 0:
@@ -143,11 +143,3 @@ def _placed_like(target: Tensor, whole: Tensor) -> Tensor:
         return whole
     mesh = target.device_mesh
     return distribute_tensor(whole.to(mesh.device_type), mesh, target.placements, src_data_rank=None)
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

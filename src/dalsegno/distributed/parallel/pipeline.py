@@ -25,7 +25,7 @@ from dalsegno.distributed.modes import FSDP, STAGES, TENSOR, Pipeline, TensorPar
 from dalsegno.distributed.pipeline.cut import Cut, cut
 from dalsegno.distributed.pipeline.runner import PipelineRunner
 from dalsegno.distributed.pipeline.stage import StageModule
-from dalsegno.distributed.sharded_tensors import complete
+from dalsegno.distributed.sharded_tensors import complete, local_part
 from dalsegno.distributed.stage_places import StagePlace, place_of, set_place
 from dalsegno.errors import ConfigurationError
 
@@ -116,7 +116,7 @@ class Pipelined(Parallel):
         for parameter, group in self._tied:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else complete(parameter, parameter.grad)
             parameter.grad = gradient
-            dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)
+            dist.all_reduce(local_part(gradient), group=group)
 
     def totals(self, parameters: Sequence[nn.Parameter]) -> StepTotals:
         return StageTotals(parameters, self._group, self._device)

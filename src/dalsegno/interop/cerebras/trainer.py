@@ -159,7 +159,15 @@ class Trainer(StandIn):
             enable_act_frequency=False,
             is_log_step=lambda trainer: trainer.is_log_step,
         )
-        self.executor = Executor(self)
+        self.executor = Values(
+            "trainer.executor",
+            {
+                "artifact_dir": lambda: self.artifact_dir,
+                "on_first_iteration": lambda: self.is_first_iteration,
+                "on_final_iteration": lambda: self.is_final_iteration,
+                "user_iteration": lambda: self.schedule.batch_idx + 1,  # of the batch in progress in its stage, from 1
+            },
+        )
         steps = context.args.save_steps or None
         self.checkpoint = Values("trainer.checkpoint", steps=steps, disable_strict_checkpoint_loading=False)
         self.activation_steps = None
@@ -292,35 +300,15 @@ class Loop(StandIn):
         self.num_epochs = None if args.max_steps > 0 else args.num_train_epochs
         self.eval_frequency = args.evaluation.steps or None
         self.train_only = not args.evaluation
-        self.val_loop = ValidationLoop(schedule)
+        hooks = ("start", "end", "step_start", "step_end", "batch_start", "batch_end")
+        self.val_loop = Values(  # which always covers the whole set
+            "loop",
+            {"eval_steps": lambda: schedule.current_stage.steps},
+            **{f"on_{moment}_hook": f"on_validate_{moment}" for moment in hooks},
+        )
 
     grad_accum_steps: int = reads(lambda self: self._accumulation.at(self._state.global_step))
     """Of the next step."""
-
-
-class ValidationLoop(StandIn):
-    """Stands in for the validation loop, which always covers the whole set."""
-
-    _stands_for = "loop"
-    eval_steps: int | None = reads("_schedule.current_stage.steps")
-    """Batches of the evaluation set; None where their number is unknown."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        for moment in ("start", "end", "step_start", "step_end", "batch_start", "batch_end"):
-            setattr(self, f"on_{moment}_hook", f"on_validate_{moment}")
-
-
-class Executor(StandIn):
-    _stands_for = "trainer.executor"
-    artifact_dir: Path = reads("_trainer.artifact_dir")
-    on_first_iteration: bool = reads("_trainer.is_first_iteration")
-    on_final_iteration: bool = reads("_trainer.is_final_iteration")
-    user_iteration: int = reads(lambda self: self._trainer.schedule.batch_idx + 1)
-    """Of the batch in progress in its stage, from 1."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
 
 
 class EarlyExit(StandIn):

@@ -14,7 +14,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.contexts import Context, LogContext, TrainBeginContext, TrainEndContext
-from dalsegno.interop.stand_in import Progress, StandIn, batches_in, numbers_of, reads
+from dalsegno.interop.stand_in import Progress, StandIn, Values, batches_in, numbers_of, reads
 from dalsegno.logs import is_wall_clock
 from dalsegno.stateful.schema import Count
 
@@ -109,14 +109,7 @@ class Strategy(OnRanks):
         return torch.tensor(total / (collectives.world_size() if reduce_op in ("mean", "avg") else 1))
 
 
-class Part(StandIn):
-    """A part of the trainer."""
-
-    def __init__(self, shared: SharedState) -> None:
-        self._shared = shared
-
-
-class Logger(Part):
+class Logger(StandIn):
     """Stands in for ``trainer.logger``: what is logged is in dalsegno's records."""
 
     _stands_for = "trainer.logger"
@@ -124,7 +117,7 @@ class Logger(Part):
     version = 0
 
     def __init__(self, shared: SharedState) -> None:
-        super().__init__(shared)
+        self._shared = shared
         self.save_dir = self.log_dir = self.root_dir = str(shared.context.args.directory)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -136,39 +129,6 @@ class Logger(Part):
 
     def save(self) -> None:
         """Nothing: every record is written at once."""
-
-
-class LoggerConnector(Part):
-    """Stands in for a private part of the trainer, which LearningRateMonitor reads."""
-
-    _stands_for = "trainer._logger_connector"
-    should_update_logs: bool = reads("_shared.context.state.will_log")
-
-
-class EpochLoop(Part):
-    _stands_for = "trainer.fit_loop.epoch_loop"
-    global_step: int = reads("_shared.context.state.global_step")
-    _batches_that_stepped = global_step
-    batch_idx: int = reads(lambda self: self._shared.batches - 1)
-
-
-class FitLoop(Part):
-    _stands_for = "trainer.fit_loop"
-    max_epochs: Any = reads("_shared.trainer.max_epochs")
-    max_batches: Any = reads("_shared.trainer.num_training_batches")
-
-    def __init__(self, shared: SharedState) -> None:
-        super().__init__(shared)
-        self.epoch_loop = EpochLoop(shared)
-
-
-class TrainerState(Part):
-    """Stands in for ``trainer.state``: texts, which equal Lightning's enumerations."""
-
-    _stands_for = "trainer.state"
-    fn: str = reads(lambda self: "validate" if self._shared.validating and not self._shared.fitting else "fit")
-    stage: str = reads(lambda self: "validate" if self._shared.validating else "train")
-    status: str = reads(lambda self: "running" if self._shared.fitting else "finished")
 
 
 class Trainer(OnRanks):
@@ -189,11 +149,24 @@ class Trainer(OnRanks):
         self.strategy = Strategy(device_of(context.model))
         self.logger = Logger(shared)
         self.loggers = [self.logger]
-        self.state = TrainerState(shared)
-        self.fit_loop = FitLoop(shared)
+        self.state = Values(  # texts, which equal Lightning's enumerations
+            "trainer.state",
+            {
+                "fn": lambda: "validate" if shared.validating and not shared.fitting else "fit",
+                "stage": lambda: "validate" if shared.validating else "train",
+                "status": lambda: "running" if shared.fitting else "finished",
+            },
+        )
+        steps = dict.fromkeys(("global_step", "_batches_that_stepped"), lambda: self.global_step)
+        epoch_loop = Values("trainer.fit_loop.epoch_loop", {**steps, "batch_idx": lambda: shared.batches - 1})
+        ends = {"max_epochs": lambda: self.max_epochs, "max_batches": lambda: self.num_training_batches}
+        self.fit_loop = Values("trainer.fit_loop", ends, epoch_loop=epoch_loop)
         self.default_root_dir = self.log_dir = str(context.args.directory)
         self.precision = "bf16-mixed" if context.args.bf16 else "16-mixed" if context.args.fp16 else "32-true"
-        self._logger_connector = LoggerConnector(shared)
+        # private, and LearningRateMonitor reads it
+        self._logger_connector = Values(
+            "trainer._logger_connector", {"should_update_logs": lambda: self._state.will_log}
+        )
         schedulers = context.lr_scheduler
         always = {"name": None, "interval": "step", "frequency": 1, "reduce_on_plateau": False, "monitor": None}
         self.lr_scheduler_configs = [
