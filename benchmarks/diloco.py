@@ -18,8 +18,8 @@ import torch
 import dalsegno
 from dalsegno.diloco import DiLoCoServer, DiLoCoWorker, Rules, WorkerOptions
 from dalsegno.diloco.server.outer import nesterov
+from dalsegno.diloco.server.rounds import Applied, Joined
 from dalsegno.diloco.server.run import OuterRun
-from dalsegno.diloco.server.state import Applied, Joined
 from dalsegno.diloco.wire.messages import Submission
 from dalsegno.diloco.wire.signature import TensorSpec
 from dalsegno.testing import start_ranks

@@ -17,8 +17,8 @@ import dalsegno as ds
 from dalsegno.callbacks import DiLoCoCallback, JsonLogger
 from dalsegno.diloco import DiLoCoServer, DiLoCoWorker, Rules, WorkerOptions, nesterov
 from dalsegno.diloco.server.outer import MakeOptimizer
+from dalsegno.diloco.server.rounds import Applied, Joined
 from dalsegno.diloco.server.run import OuterRun
-from dalsegno.diloco.server.state import Applied, Joined
 from dalsegno.diloco.wire.messages import Submission, in_file_order
 from dalsegno.diloco.wire.signature import Specs, TensorSpec
 from dalsegno.system import filesystem

@@ -14,9 +14,14 @@ from dalsegno.system.imports import lazy_exports
 if TYPE_CHECKING:
     from dalsegno.callbacks.averages import EMA as EMA
     from dalsegno.callbacks.averages import ModelMerge as ModelMerge
+    from dalsegno.callbacks.control.divergence import NaNChecker as NaNChecker
     from dalsegno.callbacks.control.early_stopping import OptunaPruning as OptunaPruning
     from dalsegno.callbacks.control.early_stopping import resume_killed_trials as resume_killed_trials
     from dalsegno.callbacks.loggers.info_callback import CountParams as CountParams
+    from dalsegno.callbacks.loggers.record_entries import ModelEvalMetrics as ModelEvalMetrics
+    from dalsegno.callbacks.loggers.tensorboard import ResumableSummaryWriter as ResumableSummaryWriter
+    from dalsegno.callbacks.loggers.tensorboard import TBLogger as TBLogger
+    from dalsegno.callbacks.loggers.tensorboard import default_tb_scalars as default_tb_scalars
     from dalsegno.callbacks.norms.gradient_loggers import GradHistogram as GradHistogram
     from dalsegno.callbacks.norms.gradient_loggers import GradNormLogger as GradNormLogger
 
@@ -33,16 +38,12 @@ if TYPE_CHECKING:
     from .defaults import reporting_callbacks as reporting_callbacks
     from .loggers.info_callback import InfoCallback as InfoCallback
     from .loggers.json_logger import JsonLogger as JsonLogger
-    from .loggers.model_eval_metrics import ModelEvalMetrics as ModelEvalMetrics
     from .loggers.notify import Notify as Notify
     from .loggers.progress_callback import ProgressCallback as ProgressCallback
     from .loggers.record_entries import LogInputSummaries as LogInputSummaries
     from .loggers.record_entries import LogLosses as LogLosses
     from .loggers.record_entries import LogOptimizerParamGroup as LogOptimizerParamGroup
     from .loggers.record_entries import SamplesStreamedInfo as SamplesStreamedInfo
-    from .loggers.summary_writer import ResumableSummaryWriter as ResumableSummaryWriter
-    from .loggers.tb_logger import TBLogger as TBLogger
-    from .loggers.tb_logger import default_tb_scalars as default_tb_scalars
     from .loggers.textgen_callback import TextgenCallback as TextgenCallback
     from .norms.gradient_noise_scale import GradientNoiseScale as GradientNoiseScale
     from .norms.learning_dynamics import LearningDynamics as LearningDynamics
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
     from .watchers.dump_activations import DumpActivations as DumpActivations
     from .watchers.expert_load_balance import ExpertLoadBalance as ExpertLoadBalance
     from .watchers.hang_watchdog import HangWatchdog as HangWatchdog
-    from .watchers.nan_checker import NaNChecker as NaNChecker
     from .watchers.slow_rank_detector import SlowRankDetector as SlowRankDetector
     from .watchers.stability_monitor import StabilityMonitor as StabilityMonitor
 else:

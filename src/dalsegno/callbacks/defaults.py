@@ -13,7 +13,7 @@ from dalsegno.distributed import collectives
 from dalsegno.events import Callback
 
 _TRACKERS = {
-    "tensorboard": ("loggers.tb_logger", "TBLogger"),
+    "tensorboard": ("loggers.tensorboard", "TBLogger"),
     "wandb": ("trackers.wandb_logger", "WandbLogger"),
     "mlflow": ("trackers.mlflow_logger", "MLflowLogger"),
 }

@@ -10,8 +10,7 @@ from dalsegno.callbacks.control.trainer_control import TrainerControlCallback
 from dalsegno.callbacks.loggers.info_callback import InfoCallback
 from dalsegno.callbacks.loggers.json_logger import JsonLogger
 from dalsegno.callbacks.loggers.progress_callback import ProgressCallback
-from dalsegno.callbacks.loggers.summary_writer import ResumableSummaryWriter
-from dalsegno.callbacks.loggers.tb_logger import TBLogger, default_tb_scalars
+from dalsegno.callbacks.loggers.tensorboard import ResumableSummaryWriter, TBLogger, default_tb_scalars
 from dalsegno.callbacks.loggers.textgen_callback import TextgenCallback
 from dalsegno.callbacks.norms.gradient_loggers import GradNormLogger
 from dalsegno.callbacks.norms.parameter_norms import ParameterNormLogger, WeightNormLogger

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dalsegno.callbacks.trackers.outbox import OUTBOXES
+from dalsegno.callbacks.trackers.tracker_logger import OUTBOXES
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, saved_states
 from dalsegno.checkpoint.difference import Difference, tensor_differences, value_differences
 from dalsegno.checkpoint.index import Index

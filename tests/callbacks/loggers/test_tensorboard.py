@@ -23,7 +23,7 @@ from dalsegno.callbacks import (
     TBLogger,
     TextgenCallback,
 )
-from dalsegno.callbacks.loggers.tb_logger import default_tb_scalars
+from dalsegno.callbacks.loggers.tensorboard import default_tb_scalars
 from dalsegno.distributed import collectives
 from dalsegno.logs import read_records
 from dalsegno.testing import FaultPlan, run_ranks, start_ranks, tiny_regression_data

@@ -20,8 +20,8 @@ from callbacks.trackers.tracked_runs import STEPS, trainer
 from dalsegno.analysis.formats.source import Skipped
 from dalsegno.analysis.formats.trackers import _messages, wandb_files
 from dalsegno.callbacks import MLflowLogger, TBLogger
-from dalsegno.callbacks.trackers.outbox import Outbox, Sender
 from dalsegno.callbacks.trackers.tracker import Entry, Status, Text, TrackedRun, Tracker, public, without_secrets
+from dalsegno.callbacks.trackers.tracker_logger import Outbox, Sender
 from dalsegno.testing import start_ranks
 from support.loopback import Loopback
 from support.small import small_trainer
@@ -34,7 +34,7 @@ Points = dict[tuple[str, int], list[Any]]
 def local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setattr("dalsegno.callbacks.trackers.outbox.FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("dalsegno.callbacks.trackers.tracker_logger.FIRST_PAUSE_S", 0.05)
 
 
 def of_wandb(output_dir: Path) -> Points:

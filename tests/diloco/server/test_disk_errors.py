@@ -15,8 +15,8 @@ import pytest
 
 from dalsegno.diloco import DiLoCoServer, nesterov
 from dalsegno.diloco.server.coordinator import Coordinator, Patience
+from dalsegno.diloco.server.rounds import Applied, Joined, Left
 from dalsegno.diloco.server.run import OuterRun
-from dalsegno.diloco.server.state import Applied, Joined, Left
 from dalsegno.diloco.wire.messages import FrameLayout, Settings, head_of_whole_frame
 from dalsegno.errors import NotFound, NotRunning, SaveFailed
 from dalsegno.logs import read_records

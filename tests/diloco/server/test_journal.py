@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.diloco.server.state import Accepted, Event, Joined, Left
+from dalsegno.diloco.server.rounds import Accepted, Event, Joined, Left
 from dalsegno.diloco.server.store import Journal
 from dalsegno.errors import NotRunning, StateMismatch
 from dalsegno.system import filesystem

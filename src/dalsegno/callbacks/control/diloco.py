@@ -9,8 +9,8 @@ from typing import Any
 import xxhash
 from torch import Tensor, nn
 
+from dalsegno.diloco.worker.exchange import WorkerState
 from dalsegno.diloco.worker.options import WorkerOptions
-from dalsegno.diloco.worker.progress import WorkerState
 from dalsegno.diloco.worker.worker import DiLoCoWorker
 from dalsegno.distributed import collectives
 from dalsegno.events import FlaglessCallback, contexts

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from dalsegno.callbacks.argument_checks import flag, number, whole
 from dalsegno.callbacks.loggers.json_logger import RecordCallback
-from dalsegno.callbacks.loggers.summary_writer import check_rewound, checked_writer
+from dalsegno.callbacks.loggers.tensorboard import check_rewound, checked_writer
 from dalsegno.distributed import collectives
 from dalsegno.distributed.inference import inference
 from dalsegno.distributed.parallel.base import autocast_dtype

@@ -11,7 +11,7 @@ from torch import Tensor
 from dalsegno.callbacks import argument_checks
 from dalsegno.callbacks.argument_checks import whole
 from dalsegno.callbacks.loggers.json_logger import RecordCallback
-from dalsegno.callbacks.loggers.summary_writer import check_rewound, checked_writer
+from dalsegno.callbacks.loggers.tensorboard import check_rewound, checked_writer
 from dalsegno.distributed import accelerator
 from dalsegno.distributed.gradients import GradientNorms
 from dalsegno.distributed.sharded_tensors import DeviceScalars, gradient_shards, reduced

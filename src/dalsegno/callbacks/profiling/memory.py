@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dalsegno.callbacks.argument_checks import flag, whole
-from dalsegno.callbacks.loggers.summary_writer import check_rewound, checked_writer
+from dalsegno.callbacks.loggers.tensorboard import check_rewound, checked_writer
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError

@@ -19,6 +19,7 @@ from io import FileIO
 from time import monotonic
 from typing import Any
 
+from dalsegno.diloco.server.rounds import Applied, Joined, Left, Member, Returned, ServerState
 from dalsegno.diloco.wire.messages import FrameReader, Settings, Submission
 from dalsegno.diloco.wire.signature import Specs, check_same
 from dalsegno.errors import DalsegnoError, NotFound, NotRunning, StateMismatch
@@ -27,7 +28,6 @@ from dalsegno.system.durability import NotDurable
 from .files import Growth, SpooledTensors, Version
 from .rounds import Rounds, Rules
 from .run import OuterRun
-from .state import Applied, Joined, Left, Member, Returned, ServerState
 from .store import InitialWeights
 
 logger = logging.getLogger("dalsegno")

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dalsegno.diloco.server.rounds import Accepted, Applied, Event, ServerState
 from dalsegno.diloco.wire.messages import Result, Settings, Submission
 from dalsegno.diloco.wire.signature import Specs, TensorSpec
 from dalsegno.errors import NotFound, SaveFailed, StateMismatch
@@ -23,7 +24,6 @@ from dalsegno.system.durability import NotDurable
 
 from .files import SpooledTensors, Version
 from .outer import BLOCK, MakeOptimizer, ReadBlock, describe, outer_step
-from .state import Accepted, Applied, Event, ServerState
 from .store import Globals, Scratch, ServerStore, TensorFile
 
 logger = logging.getLogger("dalsegno")

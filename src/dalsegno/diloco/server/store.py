@@ -39,6 +39,7 @@ from dalsegno.checkpoint.names import MODEL
 from dalsegno.checkpoint.tensor_files import StoredFile
 from dalsegno.checkpoint.tensor_reader import ChunkReader
 from dalsegno.checkpoint.weights import Weights, naming_hint, weights_are_at
+from dalsegno.diloco.server.rounds import Event, ServerState, event_from_json
 from dalsegno.diloco.wire.messages import FrameReader, Submission
 from dalsegno.diloco.wire.signature import GROUP, Specs, TensorSpec, dequantize, element_count, file_layout
 from dalsegno.errors import NotRunning, SaveFailed, StateMismatch
@@ -53,7 +54,6 @@ from dalsegno.system import filesystem
 
 from .files import SpareFiles, SpooledTensors, Versions, spooled
 from .outer import ALONE, BLOCK, GlobalModel, MakeOptimizer
-from .state import Event, ServerState, event_from_json
 
 logger = logging.getLogger("dalsegno")
 

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from dalsegno.checkpoint import unwrapped
 from dalsegno.diloco.wire.messages import LARGEST_LOSS, Result, Submission, length_limits
-from dalsegno.diloco.worker.exchange import Flight
+from dalsegno.diloco.worker.exchange import Flight, FlightState, Synchronization, WorkerProgress, WorkerState
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, DalsegnoError, StateMismatch
 from dalsegno.stateful.schema import check
@@ -35,7 +35,6 @@ from dalsegno.stateful.schema import check
 from .client import connect
 from .exchange import Exchange
 from .options import WorkerOptions
-from .progress import FlightState, Synchronization, WorkerProgress, WorkerState
 from .snapshot import GlobalSnapshot
 
 logger = logging.getLogger("dalsegno")
