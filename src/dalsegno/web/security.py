@@ -79,8 +79,15 @@ def check_access(host: str, auth_token: str | None, disable_auth: bool) -> None:
         )
 
 
-def tls_context(certfile: str | os.PathLike[str], keyfile: str | os.PathLike[str]) -> ssl.SSLContext:
-    """Raises ConfigurationError if the files are not a certificate and its key in PEM, or the key needs a password."""
+def tls_context(
+    certfile: str | os.PathLike[str] | None, keyfile: str | os.PathLike[str] | None
+) -> ssl.SSLContext | None:
+    """None without both. Raises ConfigurationError for one of them alone; if the files are not a certificate and its key
+    in PEM, or the key needs a password."""
+    if certfile is None and keyfile is None:
+        return None
+    if certfile is None or keyfile is None:
+        raise ConfigurationError("certfile= and keyfile= belong together; give both or none")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(certfile, keyfile, password="")  # without it, OpenSSL would ask on the terminal

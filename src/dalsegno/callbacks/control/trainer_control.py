@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,13 +69,8 @@ class TrainerControlCallback(FlaglessCallback):
         check_access(self._host, auth_token, flag(name, "disable_auth", disable_auth))
         self._token = auth_token
         self._disable_auth = disable_auth
-        if (certfile is None) != (keyfile is None):
-            raise ConfigurationError(f"{name}: certfile= and keyfile= belong together; give both or none")
-        self._tls: ssl.SSLContext | None = None
-        self._certificate: str | None = None
-        if certfile is not None and keyfile is not None:
-            self._tls = tls_context(certfile, keyfile)
-            self._certificate = Path(certfile).read_text("ascii")
+        self._tls = tls_context(certfile, keyfile)
+        self._certificate = None if certfile is None else Path(certfile).read_text("ascii")
         self._inbox: Inbox | None = None
         self._registration: Registration | None = None
         self._server: ControlServer | None = None

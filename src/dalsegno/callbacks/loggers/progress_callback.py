@@ -71,7 +71,7 @@ class ProgressCallback(FlaglessCallback):
         self._proof: ResumeProof | None = None
 
     def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
-        self._lines.begin()
+        self._lines.until_header = 0
         self._proof = ctx.state.resume_proof  # of an earlier leg
         self._began, self._first_step = ctx.state.elapsed(), ctx.state.global_step
         if self._wants_bar(ctx.args):
@@ -80,11 +80,11 @@ class ProgressCallback(FlaglessCallback):
     def idle_events(self) -> Collection[Event]:
         return (Event.STEP_END,) if self._display is self._lines else ()
 
-    def on_step_end(self, ctx: contexts.StepEndContext) -> None:
-        self._display.advance(ctx.state.global_step, ctx.state.max_steps)
+    def on_step_end(self, ctx: contexts.Context) -> None:
+        if isinstance(self._display, Bar):
+            self._display.advance(ctx.state.global_step, ctx.state.max_steps)
 
-    def on_rollback(self, ctx: contexts.RollbackContext) -> None:
-        self._display.advance(ctx.to_step, ctx.state.max_steps)
+    on_rollback = on_step_end
 
     def on_evaluate_begin(self, ctx: contexts.EvaluateBeginContext) -> None:
         self._spoke, step, name = time.monotonic(), ctx.state.global_step, ctx.name
@@ -154,21 +154,15 @@ class Lines:
         self._wanted = wanted
         self._header_interval = header_interval
         self._columns = dict(wanted) if shows_absent else {}
-        self._until_header = 0
-
-    def begin(self) -> None:
-        """Print a header before the next line."""
-        self._until_header = 0
-
-    def advance(self, step: int, planned: int) -> None:
-        """Lines show records only."""
+        self.until_header = 0
+        """Lines before the next header."""
 
     def record(self, values: Mapping[str, Any], outlook: str) -> None:
         present = {key: column for key, column in self._wanted.items() if key in self._columns or key in values}
-        if self._until_header == 0 or len(present) != len(self._columns):
-            self._columns, self._until_header = present, self._header_interval
+        if self.until_header == 0 or len(present) != len(self._columns):
+            self._columns, self.until_header = present, self._header_interval
             self.say(_aligned([(column, column.label) for column in present.values()]))
-        self._until_header -= 1
+        self.until_header -= 1
         self.say(_aligned([(column, column.text(values.get(key))) for key, column in present.items()]) + outlook)
 
     def say(self, line: str) -> None:

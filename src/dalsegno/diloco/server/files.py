@@ -239,10 +239,6 @@ class Growth:
         self._has_failed = False
         self._bell = Bell()
 
-    @classmethod
-    def complete(cls, length: int) -> Growth:
-        return cls(length, length)
-
     def advance(self, written: int) -> None:
         self._written = written
         self._bell.ring()
@@ -342,7 +338,8 @@ class Versions:
                 file = FileIO(self._path(version))
             except FileNotFoundError:
                 raise NotFound(f"version {version.number} of the parameters is not kept; register again") from None
-        return file, Growth.complete(os.fstat(file.fileno()).st_size)
+        length = os.fstat(file.fileno()).st_size
+        return file, Growth(length, length)
 
     def release(self, *, except_for: Collection[Version]) -> None:
         names = {version.file_name for version in except_for}

@@ -80,8 +80,6 @@ class DiLoCoServer:
     ) -> None:
         check_installed()
         check_access(host, auth_token, disable_auth)
-        if (certfile is None) != (keyfile is None):
-            raise ConfigurationError("DiLoCoServer: certfile= and keyfile= belong together; give both or none")
         if rules is not None and rules.num_workers != num_workers:
             raise ConfigurationError(f"DiLoCoServer: num_workers={num_workers}, rules has {rules.num_workers}")
         self.folder = Path(folder)
@@ -90,7 +88,7 @@ class DiLoCoServer:
         self._host, self._port = host, port
         self.token, self._disable_auth = auth_token, disable_auth
         """Bearer token, from :meth:`start` on; None if none is needed."""
-        self._tls = None if certfile is None or keyfile is None else tls_context(certfile, keyfile)
+        self._tls = tls_context(certfile, keyfile)
         self._from_checkpoint = from_checkpoint
         self._held = ExitStack()
         self._coordinator: Coordinator | None = None
