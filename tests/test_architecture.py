@@ -34,7 +34,7 @@ MOST_FILES = {
     "diloco": 19,
     "distributed": 28,
     "events": 9,
-    "interop": 24,
+    "interop": 22,
     "launcher": 10,
     "logs": 10,
     "policies": 4,

@@ -15,11 +15,11 @@ from dalsegno.args import TrainingArguments
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.events.callback import Binder, Callback, Construction
 from dalsegno.events.table import Event
+from dalsegno.interop.stand_in import reads
 from dalsegno.state import Handler
 from dalsegno.system.worker import Counts
 
 from .observers import CallbackManager, Observer, SharedState, with_fields
-from .stand_in import reads
 
 __all__ = ["DIALECT", "BatchMetrics", "CallbackManager", "InstructLab", "TrainerCallback", "TrainingContext"]
 

@@ -82,8 +82,8 @@ def check_access(host: str, auth_token: str | None, disable_auth: bool) -> None:
 def tls_context(
     certfile: str | os.PathLike[str] | None, keyfile: str | os.PathLike[str] | None
 ) -> ssl.SSLContext | None:
-    """None without both. Raises ConfigurationError for one of them alone; if the files are not a certificate and its key
-    in PEM, or the key needs a password."""
+    """None without both. Raises ConfigurationError for one of them alone, if the files are not a certificate and its
+    key in PEM, or the key needs a password."""
     if certfile is None and keyfile is None:
         return None
     if certfile is None or keyfile is None:

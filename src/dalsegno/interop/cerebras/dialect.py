@@ -26,7 +26,7 @@ from dalsegno.events.callback import Answer, Binder
 from dalsegno.events.contexts import BeforeForwardContext
 from dalsegno.events.registration import GlobalHandle, register_global_callback
 from dalsegno.events.table import Event
-from dalsegno.interop.call_table import Row, TableAdapter
+from dalsegno.interop.stand_in import Row, TableAdapter
 from dalsegno.state import Handler
 from dalsegno.stateful.component import State
 
