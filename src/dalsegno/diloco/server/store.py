@@ -45,7 +45,6 @@ from dalsegno.diloco.wire.signature import GROUP, Specs, TensorSpec, dequantize,
 from dalsegno.errors import NotRunning, SaveFailed, StateMismatch
 from dalsegno.logs import RecordLog, read_records
 from dalsegno.logs.line_file import LineFile
-from dalsegno.logs.rewind import Position
 from dalsegno.logs.values import decode
 from dalsegno.policies.retention import Latest
 from dalsegno.stateful import schema
@@ -238,9 +237,9 @@ class ServerStore:
 
     def load(self, found: Checkpoint, parts: Globals) -> None:
         """Restore the global parameters and the optimizer, and cut the log back to the checkpoint."""
-        position = _LogPosition(self._log)
-        self._manager.load(found, self._sharded(parts), [Component(_STATE, _Saved({})), Component(_LOG, position)])
-        self._log.open(position.loaded)
+        (position,) = saved_states(found)[_LOG]
+        self._manager.load(found, self._sharded(parts), [Component(key, _Saved(None)) for key in (_STATE, _LOG)])
+        self._log.open(position)
 
     def close(self) -> None:
         """Close the journal and the log, and delete the files that nothing refers to."""
@@ -276,7 +275,10 @@ class ServerStore:
             self.write_log()  # the checkpoint has its length
         except OSError as error:
             raise SaveFailed(f"no checkpoint of version {state.version}: its log cannot be written: {error}") from error
-        components = [Component(_STATE, _Saved(asdict(state))), Component(_LOG, _LogPosition(self._log))]
+        components = [
+            Component(_STATE, _Saved(asdict(state))),
+            Component(_LOG, _Saved(self._log.state(), self._log.make_durable)),
+        ]
         self._manager.save(state.version, self._sharded(parts), components)
         return True
 
@@ -369,29 +371,12 @@ class InitialWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    state: dict[str, Any]
+    """A state that is read before there is an object to load it into."""
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        """Do nothing: :meth:`ServerStore.find` has read it, before there was an object to load it into."""
-
-
-class _LogPosition:
-    """The length of the log, as a component."""
-
-    state_schema = Position
-
-    def __init__(self, log: RecordLog) -> None:
-        self._log = log
-        self.loaded: Any = None
+    state: Any
+    make_durable: Callable[[], object] | None = None
 
     def state_dict(self) -> Any:
-        return self._log.state()
+        return self.state
 
-    def load_state_dict(self, state: Any) -> None:
-        self.loaded = state
-
-    def make_durable(self) -> None:
-        self._log.make_durable()
+    def load_state_dict(self, state: Any) -> None: ...
