@@ -192,8 +192,7 @@ class Divergence:
 
     def load_state_dict(self, state: Any) -> None:
         """Restore the state of :meth:`state_dict`."""
-        schema.check(state, DivergenceState, "the state of a divergence")
-        self._seen = DivergenceState(**state)
+        self._seen = schema.check(state, DivergenceState, "the state of a divergence")
 
 
 @dataclass(frozen=True, slots=True)

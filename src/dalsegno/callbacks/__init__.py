@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dalsegno.callbacks.loggers.tensorboard import default_tb_scalars as default_tb_scalars
     from dalsegno.callbacks.norms.gradient_loggers import GradHistogram as GradHistogram
     from dalsegno.callbacks.norms.gradient_loggers import GradNormLogger as GradNormLogger
+    from dalsegno.callbacks.norms.learning_dynamics import GradientNoiseScale as GradientNoiseScale
 
     from .control.adjustments import GarbageCollection as GarbageCollection
     from .control.adjustments import ScaleLoss as ScaleLoss
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from .loggers.record_entries import LogOptimizerParamGroup as LogOptimizerParamGroup
     from .loggers.record_entries import SamplesStreamedInfo as SamplesStreamedInfo
     from .loggers.textgen_callback import TextgenCallback as TextgenCallback
-    from .norms.gradient_noise_scale import GradientNoiseScale as GradientNoiseScale
     from .norms.learning_dynamics import LearningDynamics as LearningDynamics
     from .norms.parameter_norms import ComputeNorm as ComputeNorm
     from .norms.parameter_norms import ParameterNormLogger as ParameterNormLogger

@@ -38,12 +38,6 @@ class EventPosition:
     def to_state(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
-    @classmethod
-    def from_state(cls, state: Any) -> EventPosition:
-        """Parse a checkpoint's state. Raises StateMismatch if it is malformed."""
-        schema.check(state, EventPosition, "the saved state of a writer of event files")
-        return cls(**state)
-
 
 def lengths(folder: Path, suffix: str) -> dict[str, int]:
     """Return the length in bytes of each event file in ``folder`` with this suffix, by relative path."""

@@ -331,7 +331,5 @@ def _parse(data: bytes, path: Path) -> RunRecord:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DamagedRunFile(f"{path}: damaged ({error})") from error
-    check(run, RunRecord, f"{path}: damaged", DamagedRunFile)
-    for leg in run["legs"]:
-        leg["resumed"] = ResumeProof(**leg["resumed"]) if leg.get("resumed") else None
-    return RunRecord(**run | {"legs": [Leg(**leg) for leg in run["legs"]]})
+    record: RunRecord = check(run, RunRecord, f"{path}: damaged", DamagedRunFile)
+    return record

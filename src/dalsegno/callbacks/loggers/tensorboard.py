@@ -21,6 +21,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.events import Binder, Event, FlaglessCallback, contexts
 from dalsegno.logs.event_files import EventPosition, lengths, make_durable, rewind_events
 from dalsegno.state import Handler
+from dalsegno.stateful.schema import check
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -148,7 +149,7 @@ class ResumableSummaryWriter(RewoundWriter):
         return EventPosition(self._events, lengths(folder, self._mark), str(self._log_dir))
 
     def load_state_dict(self, state: Any) -> None:
-        self._saved = EventPosition.from_state(state)
+        self._saved = check(state, EventPosition, "the saved state of a writer of event files")
         if self._folder is not None:
             self._go_back()
 
