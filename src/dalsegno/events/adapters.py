@@ -29,7 +29,7 @@ from dalsegno.errors import ConfigurationError, UnknownDialect, UnknownName
 from dalsegno.state import Handler
 from dalsegno.stateful.component import State, Stateful
 
-from .callback import Answer, Binder, Callback, Construction
+from .callback import Answer, Binder, Callback, Construction, refusal
 from .table import Event
 
 _DIALECTS = "dalsegno.interop"
@@ -226,13 +226,12 @@ class CallbackAdapter(Callback):
 
     def _check_signature(self, method: str) -> None:
         positional, keywords = self.arguments(method)
-        signature = inspect.signature(getattr(self.__wrapped__, method))
-        try:
-            signature.bind(*positional, **dict.fromkeys(keywords))
-        except TypeError as error:
+        called = getattr(self.__wrapped__, method)
+        if (error := refusal(called, *positional, **dict.fromkeys(keywords))) is not None:
             given = ", ".join([*positional, *(f"{keyword}=" for keyword in keywords)])
             raise ConfigurationError(
-                f"{self.key}.{method}{signature} cannot be called as {self.dialect} calls it, with ({given}): {error}"
+                f"{self.key}.{method}{inspect.signature(called)} cannot be called as {self.dialect} calls it, with "
+                f"({given}): {error}"
             ) from error
 
 

@@ -242,9 +242,7 @@ def _check_signature(callback: Callback, event: Event) -> None:
     function = getattr(handler, "__func__", None)
     if isinstance(function, FunctionType) and function in _checked:
         return
-    try:
-        inspect.signature(handler).bind(object())
-    except TypeError as error:
+    if (error := refusal(handler, object())) is not None:
         raise ConfigurationError(
             f"{callback.key}.{event.handler}({', '.join(inspect.signature(handler).parameters)}): a handler takes "
             "(self, ctx); everything else is in ctx: ctx.args, ctx.state, ctx.control, ctx.model, …. For Hugging "
@@ -252,6 +250,17 @@ def _check_signature(callback: Callback, event: Event) -> None:
         ) from error
     if isinstance(function, FunctionType):
         _checked.add(function)
+
+
+def refusal(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> TypeError | None:
+    """Return why a function cannot be called with these arguments; None if it can, or has no signature (a builtin)."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        return error
+    except ValueError:
+        return None
+    return None
 
 
 def components_of(callbacks: Iterable[Callback]) -> list[Component]:

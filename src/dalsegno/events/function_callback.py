@@ -10,7 +10,7 @@ from typing import Any, overload
 
 from dalsegno.errors import ConfigurationError
 
-from .callback import Callback
+from .callback import Callback, refusal
 from .table import Event
 
 Function = Callable[[Any], Any]
@@ -71,9 +71,7 @@ class FunctionCallback(Callback):
         function, called = self.function, f"on({event}, {self.name}"
         if not callable(function):
             raise ConfigurationError(f"on({event}, {function!r}): needs a function")
-        try:
-            inspect.signature(function).bind(object())
-        except TypeError as error:
+        if (error := refusal(function, object())) is not None:
             raise ConfigurationError(
                 f"{called}): {self.name}{inspect.signature(function)} cannot be called with (ctx): {error}"
             ) from error

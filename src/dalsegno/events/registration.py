@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dalsegno.errors import ConfigurationError, DuplicateKey
 
 from .adapters import adapt
-from .callback import Callback, register_globally, unregister_globally
+from .callback import Callback, refusal, register_globally, unregister_globally
 
 
 def check_callbacks(callbacks: Iterable[object]) -> list[Callback]:
@@ -40,15 +40,11 @@ def instances(callbacks: Iterable[object]) -> list[object]:
 
 
 def _instance(cls: type) -> object:
-    try:
-        inspect.signature(cls).bind()
-    except TypeError as error:
+    if (error := refusal(cls)) is not None:
         raise ConfigurationError(
             f"callbacks: {cls.__name__} is a class whose constructor needs arguments ({error}); give an instance: "
             f"{cls.__name__}(…)"
         ) from None
-    except ValueError:  # a builtin has no signature
-        pass
     return cls()
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from dalsegno.args import TrainingArguments
 from dalsegno.errors import ConfigurationError, UnknownName
-from dalsegno.events.callback import Binder, Callback, Construction
+from dalsegno.events.callback import Binder, Callback, Construction, refusal
 from dalsegno.events.table import Event
 from dalsegno.interop.stand_in import reads
 from dalsegno.state import Handler
@@ -236,9 +236,7 @@ def _accepted(event: str, function: Function, added: list[str]) -> list[str]:
     signature = inspect.signature(function)
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
     accepted = [name for name in added if takes_all or name in signature.parameters]
-    try:
-        signature.bind(FunctionContext(), **dict.fromkeys(accepted))
-    except TypeError as error:
+    if (error := refusal(function, FunctionContext(), **dict.fromkeys(accepted))) is not None:
         given = ", ".join(["context", *(f"{name}=" for name in added)])
         raise ConfigurationError(
             f"functions({event}={getattr(function, '__name__', function)}): cannot be called with ({given}): {error}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import math
@@ -19,6 +18,7 @@ from dalsegno.callbacks.loggers.json_logger import warn_not_writing
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events import Binder, Event, FlaglessCallback, contexts
+from dalsegno.events.callback import refusal
 from dalsegno.logs.event_files import EventPosition, lengths, make_durable, rewind_events
 from dalsegno.state import Handler
 from dalsegno.stateful.schema import check
@@ -367,19 +367,9 @@ def _scalar(tag: str, spec: Spec) -> Scalar:
         raise ConfigurationError(
             f"TBLogger: scalars[{tag!r}]: source={source!r}; needs a name in the records, or None to remove the curve"
         )
-    if transform is not None and not _takes_value_and_metrics(transform):
+    if transform is not None and refusal(transform, 0.0, {}) is not None:
         raise ConfigurationError(
             f"TBLogger: scalars[{tag!r}]: transform={transform!r}; needs a function (value, metrics), where metrics is "
             "the whole record"
         )
     return Scalar(source, transform)
-
-
-def _takes_value_and_metrics(transform: Any) -> bool:
-    try:
-        inspect.signature(transform).bind(0.0, {})
-    except TypeError:  # also where it cannot be called at all
-        return False
-    except ValueError:  # a builtin may have no signature
-        return True
-    return True

@@ -32,13 +32,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dalsegno.diloco.wire.messages import (
-    FrameReader,
-    Settings,
-    Submission,
-    WorkerId,
-    length_limits,
-)
+from dalsegno.diloco.wire.messages import FrameReader, Settings, Submission, WorkerId, length_limits
 from dalsegno.diloco.wire.signature import Specs
 from dalsegno.errors import ConfigurationError, NotFound, NotRunning, StateMismatch
 from dalsegno.stateful.schema import Count, check

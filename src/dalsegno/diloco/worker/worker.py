@@ -58,12 +58,7 @@ class DiLoCoWorker:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        options: WorkerOptions,
-        *,
-        optimizer: Optimizer | None = None,
-        samples_per_step: int = 1,
+        self, model: nn.Module, options: WorkerOptions, *, optimizer: Optimizer | None = None, samples_per_step: int = 1
     ) -> None:
         if options.server_addr is None:
             raise ConfigurationError("DiLoCoWorker: server_addr is missing; give HOST:PORT of the server")
