@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import numpy as np
@@ -36,6 +36,13 @@ class Leg:
     reason: str | None = None
 
 
+@dataclass
+class Run:
+    legs: list[Leg]
+    newest: Leg | None
+    by_name: dict[str, Leg]
+
+
 def complaint(value: Any, form: Any) -> str | None:
     """What check() raises about the value; None if it fits."""
     try:
@@ -46,6 +53,12 @@ def complaint(value: Any, form: Any) -> str | None:
 
 
 GOOD: Outer = {"kind": "a", "at": {"name": "x", "numbers": [1, 2]}, "places": {"p q": (1, 2)}}
+
+
+def test_dataclasses_are_made_of_their_fields() -> None:
+    run = Run([Leg(1), Leg(2, "died")], Leg(2), {"first": Leg(1)})
+    assert check(asdict(run), Run, "here") == run
+    assert check([asdict(run), None], list[Run | None], "here") == [run, None]
 
 
 @pytest.mark.parametrize(
