@@ -224,9 +224,6 @@ class EMA(WeightAverages):
         self._updates = rest["updates"]
 
 
-logger = logging.getLogger("dalsegno")
-
-
 class ModelMergeState(TypedDict):
     merge_step: Count
     merged: Count

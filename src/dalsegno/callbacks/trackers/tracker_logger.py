@@ -401,9 +401,6 @@ class Sender:
 
 # --- the logger -----------------------------------------------------------------------------------------------------
 
-
-logger = logging.getLogger("dalsegno")
-
 _STATUS: dict[str, Status] = {"exception": "failed", "aborted": "failed", "interrupted": "killed"}
 """By the reason for which a leg ended, if it is not "finished"."""
 

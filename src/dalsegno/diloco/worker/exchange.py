@@ -28,6 +28,10 @@ from dalsegno.errors import ConfigurationError, DalsegnoError, NotFound, NotRunn
 from dalsegno.stateful.schema import Count
 from dalsegno.system.worker import lower_thread_priority
 
+logger = logging.getLogger("dalsegno")
+
+T = TypeVar("T")
+
 
 class FlightState(TypedDict):
     """State of a submission that the server has, and whose result the worker has yet to take."""
@@ -127,11 +131,6 @@ class Synchronization:
             **loss,
             "sync_runtime": self.seconds,
         }
-
-
-logger = logging.getLogger("dalsegno")
-
-T = TypeVar("T")
 
 
 class Verdict(Enum):
