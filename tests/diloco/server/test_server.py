@@ -503,7 +503,7 @@ def test_the_rest_of_the_parameters_is_not_read_for_a_client_that_is_gone(tmp_pa
 
     class OneFile:
         def parameters(self, version: int, fragment: int | None) -> tuple[FileIO, Growth]:
-            return file, Growth.complete(length)
+            return file, Growth(length, length)
 
     async def receive() -> Any:
         return {"type": "http.disconnect" if sent else "http.request", "body": b"", "more_body": False}

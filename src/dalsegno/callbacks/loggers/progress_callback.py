@@ -80,11 +80,13 @@ class ProgressCallback(FlaglessCallback):
     def idle_events(self) -> Collection[Event]:
         return (Event.STEP_END,) if self._display is self._lines else ()
 
-    def on_step_end(self, ctx: contexts.Context) -> None:
+    def on_step_end(self, ctx: contexts.StepEndContext) -> None:
         if isinstance(self._display, Bar):
             self._display.advance(ctx.state.global_step, ctx.state.max_steps)
 
-    on_rollback = on_step_end
+    def on_rollback(self, ctx: contexts.RollbackContext) -> None:
+        if isinstance(self._display, Bar):
+            self._display.advance(ctx.to_step, ctx.state.max_steps)
 
     def on_evaluate_begin(self, ctx: contexts.EvaluateBeginContext) -> None:
         self._spoke, step, name = time.monotonic(), ctx.state.global_step, ctx.name
