@@ -61,7 +61,6 @@ class DiLoCoClient:
         self.address = f"{parts.scheme}://{parts.netloc}"
         self.bytes_sent = 0
         """Of requests' bodies."""
-        self.bytes_received = 0
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._http: http.client.HTTPConnection
         if parts.scheme == "https":
@@ -136,7 +135,6 @@ class DiLoCoClient:
                     reader.end()
                 except ConfigurationError as error:
                     raise NotRunning(f"{self.address}: {error}") from error
-                self.bytes_received += int(answer.headers["Content-Length"])
                 answer.read()
 
     def close(self) -> None:
