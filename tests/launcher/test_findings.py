@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def test_the_first_cause_is_named(
 ) -> None:
     found = judge(exits, errors, out_of_memory=out_of_memory)
     assert found is not None and found.cause == cause
-    assert Finding.from_json(found.to_json()) == found
+    assert Finding(*json.loads(json.dumps(found))) == found
 
 
 def test_of_several_hosts_the_one_that_knows_is_believed() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,26 +44,8 @@ class Column:
         return values if here is None else values[here]
 
 
-class Block(Protocol):
-    """n records with a step; never the header."""
-
-    def __len__(self) -> int: ...
-
-    def kinds(self) -> NDArray[np.uint8]:
-        """Indices into :data:`KINDS`, shape (n,)."""
-
-    def numeric(self) -> list[str]:
-        """Names that have numbers, in the order of the log."""
-
-    def column(self, name: str) -> Column:
-        """The numbers under a name of :meth:`numeric`; strings, lists and booleans are skipped."""
-
-    def frame(self) -> pl.DataFrame:
-        """One row per record. A column with any numbers keeps only numbers; lists and dicts become JSON text."""
-
-
 class RecordBlock:
-    """A block of records."""
+    """n records with a step; never the header."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self._records = records
@@ -72,15 +54,18 @@ class RecordBlock:
         return len(self._records)
 
     def kinds(self) -> NDArray[np.uint8]:
+        """Indices into :data:`KINDS`, shape (n,)."""
         return np.array([_PLACES.get(record["kind"], len(KINDS)) for record in self._records], np.uint8)
 
     def numeric(self) -> list[str]:
+        """Names that have numbers, in the order of the log."""
         found: dict[str, None] = {}
         for record in self._records:
             found.update({name: None for name, value in record.items() if name not in found and is_number(value)})
         return list(found)
 
     def column(self, name: str) -> Column:
+        """The numbers under a name of :meth:`numeric`; strings, lists and booleans are skipped."""
         found = [record.get(name) for record in self._records]
         if not {*map(type, found)} <= _NUMBERS:
             found = [value if is_number(value) else None for value in found]
@@ -89,6 +74,7 @@ class RecordBlock:
         return Column(present, np.array(known, np.float64))
 
     def frame(self) -> pl.DataFrame:
+        """One row per record. A column with any numbers keeps only numbers; lists and dicts become JSON text."""
         import polars as pl
 
         numeric = set(self.numeric())
@@ -98,7 +84,7 @@ class RecordBlock:
 
 
 class FrameBlock:
-    """A block of a frame whose column ``kind`` has no nulls."""
+    """As a :class:`RecordBlock`, of a frame whose column ``kind`` has no nulls."""
 
     def __init__(self, frame: pl.DataFrame) -> None:
         self._frame = frame
@@ -107,11 +93,9 @@ class FrameBlock:
         return len(self._frame)
 
     def kinds(self) -> NDArray[np.uint8]:
-        column = self._frame["kind"]
-        places = np.full(len(column), len(KINDS), np.uint8)
-        for place, kind in enumerate(KINDS):
-            places[(column == kind).to_numpy()] = place
-        return places
+        import polars as pl
+
+        return self._frame["kind"].replace_strict(_PLACES, default=len(KINDS), return_dtype=pl.UInt8).to_numpy()
 
     def numeric(self) -> list[str]:
         return [
@@ -129,6 +113,9 @@ class FrameBlock:
 
     def frame(self) -> pl.DataFrame:
         return self._frame
+
+
+Block = RecordBlock | FrameBlock
 
 
 def concatenate(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from dalsegno.logs import Leg, RunFile
 from dalsegno.logs.journal import Journal
 from dalsegno.logs.reader import numbered
-from dalsegno.logs.values import Record
+from dalsegno.logs.values import Record, is_number
 from dalsegno.system.lock import DirectoryLock
 
+from .blocks import RecordBlock
 from .formats.source import Skipped, own_records
 from .series import Series
 
@@ -39,19 +40,14 @@ class Tail:
     @property
     def timestamp(self) -> float:
         """UTC seconds of the last record; NaN if it has none."""
-        return _number(self.records[-1].get("timestamp"))
+        return float(self.records[-1].get("timestamp", "nan"))
 
     def series(self, metric: str) -> Series:
         """A metric in the cut-off records; empty if they do not have it."""
-        records = [record for record in self.records if isinstance(record.get(metric), (int, float))]
-        return Series(
-            name=metric,
-            run=self.path.name,
-            steps=np.array([record["global_step"] for record in records], np.int64),
-            values=np.array([record[metric] for record in records], np.float64),
-            epochs=np.array([_number(record.get("epoch")) for record in records], np.float64),
-            times=np.array([_number(record.get("timestamp")) for record in records], np.float64),
-        )
+        block = RecordBlock([record for record in self.records if is_number(record.get(metric))])
+        names = ("global_step", metric, "epoch", "timestamp")
+        steps, values, epochs, times = (block.column(name).at(None) for name in names)
+        return Series(metric, self.path.name, steps.astype(np.int64), values, epochs, times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +141,6 @@ def _repeated_until(leg: Leg) -> int:
     """Last step that it is known to have repeated: the leg before may have got further than its log."""
     proof = leg.resumed
     return proof.last_step or 0 if proof is not None and proof.verdict == "exact" else 0
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) else float("nan")
 
 
 State = Literal["running", "finished", "stopped", "diverged", "failed", "died", "unknown"]

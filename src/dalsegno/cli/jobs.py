@@ -256,7 +256,6 @@ class _Watched:
         return {**status, **row, "step": step_of(status), "steps_per_second": self._speed(status)}
 
     def _status(self, job: control.Job) -> dict[str, Any]:
-
         if self._client is None:
             self._client = control.JobClient.of(job)
         return self._client.status()
@@ -354,7 +353,6 @@ _NO_EFFECT = {1: "the command had no effect"}
 
 
 def send(arguments: argparse.Namespace, command: str, data: Mapping[str, Any] | None = None) -> int:
-
     if not 0 <= arguments.wait <= 600:
         raise ConfigurationError(f"--wait {arguments.wait:g}: must be from 0 to 600 seconds")
     if arguments.remote:

@@ -6,9 +6,8 @@ import json
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from dalsegno.system.free_space import control_groups
 
@@ -19,8 +18,7 @@ MISTAKES = (NameError, AttributeError, TypeError, ImportError, SyntaxError)
 """Exceptions that a program raises again where it has raised them once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """Why a leg ended."""
 
     cause: str
@@ -28,13 +26,6 @@ class Finding:
     """False for an exception: it may only be the loss of another rank."""
     time: float
     """UTC seconds."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        return cls(**json.loads(text))
 
 
 def first_cause(findings: list[Finding]) -> Finding | None:
@@ -48,17 +39,16 @@ _KEY = "dalsegno/finding"  # of the first cause, in the store of the leg's hosts
 def publish(store: Any, finding: Finding) -> None:
     """Offer the other hosts a finding about this leg: the store keeps that of the first cause."""
     there = ""
-    while not there or first_cause([Finding.from_json(there), finding]) is finding:
-        there = store.compare_set(_KEY, there, finding.to_json()).decode()
+    while not there or first_cause([Finding(*json.loads(there)), finding]) is finding:
+        there = store.compare_set(_KEY, there, json.dumps(finding)).decode()
 
 
 def published(store: Any) -> Finding | None:
     """The first cause of what the hosts have found out about this leg so far."""
-    return Finding.from_json(store.get(_KEY).decode()) if store.check([_KEY]) else None
+    return Finding(*json.loads(store.get(_KEY))) if store.check([_KEY]) else None
 
 
-@dataclass(frozen=True, slots=True)
-class RankError:
+class RankError(NamedTuple):
     """The exception that ended a rank, as the rank wrote it to a file."""
 
     text: str
@@ -74,13 +64,13 @@ class RankError:
     def write(cls, folder: Path, local_rank: int, error: BaseException) -> None:
         first_line = str(error).partition("\n")[0]
         found = cls(f"{type(error).__name__}: {first_line}", time.time(), isinstance(error, MISTAKES))
-        cls.path(folder, local_rank).write_text(json.dumps(asdict(found)))
+        cls.path(folder, local_rank).write_text(json.dumps(found))
 
     @classmethod
     def read(cls, folder: Path, local_rank: int) -> Self | None:
         """None if the rank raised nothing."""
         try:
-            return cls(**json.loads(cls.path(folder, local_rank).read_text()))
+            return cls(*json.loads(cls.path(folder, local_rank).read_text()))
         except (FileNotFoundError, ValueError):
             return None
 

@@ -51,20 +51,17 @@ class JsonLines(Source):
         if self.path.stat().st_size < LONG or find_spec("polars") is None:
             yield from super().blocks(skipped)
             return
-        from .json_frames import FrameReader
+        from .json_frames import read_frames
 
         naming = self.naming()
-        reader = FrameReader(naming)
         number, numbered, begin = 1, 0, 0
-        for lines, frame in reader.read(read_chunks(self.path)):
+        for lines, frame in read_frames(read_chunks(self.path), naming):
             if frame is not None:
                 yield FrameBlock(frame)
             else:
                 number += _count_lines(self.path, numbered, begin)
                 numbered = begin
-                records = list(decode_lines(lines.splitlines(keepends=True), number, skipped))
-                reader.learn(record for _, record in records)
-                found = named(records, naming, skipped)
+                found = named(decode_lines(lines.splitlines(keepends=True), number, skipped), naming, skipped)
                 yield RecordBlock([record for record in found if record["kind"] != HEADER])
             begin += len(lines)
 
