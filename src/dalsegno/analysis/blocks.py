@@ -98,11 +98,9 @@ class FrameBlock:
         return self._frame["kind"].replace_strict(_PLACES, default=len(KINDS), return_dtype=pl.UInt8).to_numpy()
 
     def numeric(self) -> list[str]:
-        return [
-            name
-            for name, kind in self._frame.schema.items()
-            if kind.is_numeric() and self._frame[name].null_count() < len(self._frame)
-        ]
+        numbers = (name for name, kind in self._frame.schema.items() if kind.is_numeric())
+        known = {name: self._frame[name].is_not_null() for name in numbers}
+        return sorted((name for name, here in known.items() if here.any()), key=lambda name: known[name].arg_max() or 0)
 
     def column(self, name: str) -> Column:
         import polars as pl

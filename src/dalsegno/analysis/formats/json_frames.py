@@ -182,7 +182,10 @@ def _without_headers(lines: bytes) -> bytes:
 
 
 def _joined(some: Types, others: Types) -> dict[str, type]:
-    return {**some, **{name: _both(some.get(name, kind), kind) for name, kind in others.items()}}
+    """All names in the order of their first values; those that have been texts or booleans, of their first numbers."""
+    both = {name: _both(some.get(name, kind), kind) for name, kind in others.items()}
+    kept = {name: kind for name, kind in some.items() if both.get(name, kind) is kind or kind is int}
+    return {**kept, **both}
 
 
 def _both(one: type, other: type) -> type:
