@@ -82,10 +82,6 @@ class Naming:
 OURS = Naming("global_step", "timestamp", "epoch")
 
 
-def is_step(value: Any) -> bool:
-    return is_number(value) and abs(value) < EXACT  # NaN is not
-
-
 def moment(value: Any) -> float | None:
     """A timestamp in UTC seconds; None if it is not one. Strings are read as ISO 8601, by default in UTC."""
     if isinstance(value, str):
@@ -198,7 +194,8 @@ def _renamed(record: Record, renames: Mapping[str, str]) -> Record | None:
     if renames:  # a field that already has the name gets a suffix: some programs log "step" and "global_step"
         taken = {ours: f"{ours}_" for ours in renames.values()}
         record = {renames.get(name) or taken.get(name, name): value for name, value in record.items()}
-    if not is_step(record.get("global_step")):
+    step: Any = record.get("global_step")
+    if not (is_number(step) and abs(step) < EXACT):  # NaN is not
         return None
     if isinstance(time := record.get("timestamp"), str) and (seconds := moment(time)) is not None:
         record = {**record, "timestamp": seconds}
