@@ -4,38 +4,22 @@ from __future__ import annotations
 
 from typing import Literal
 
-from dalsegno.callbacks.control.diloco import DiLoCoCallback
+from dalsegno.callbacks.control.diloco import DiLoCoCallback as DiLoCoCallback
 from dalsegno.callbacks.control.divergence import DivergenceDetector as _DivergenceDetector
-from dalsegno.callbacks.control.trainer_control import TrainerControlCallback
-from dalsegno.callbacks.loggers.info_callback import InfoCallback
-from dalsegno.callbacks.loggers.json_logger import JsonLogger
-from dalsegno.callbacks.loggers.progress_callback import ProgressCallback
-from dalsegno.callbacks.loggers.tensorboard import ResumableSummaryWriter, TBLogger, default_tb_scalars
-from dalsegno.callbacks.loggers.textgen_callback import TextgenCallback
-from dalsegno.callbacks.norms.gradient_loggers import GradNormLogger
-from dalsegno.callbacks.norms.parameter_norms import ParameterNormLogger, WeightNormLogger
-from dalsegno.callbacks.profiling.memory import PeakMemory
-from dalsegno.callbacks.profiling.profiler_callback import ProfilerCallback
-from dalsegno.callbacks.profiling.speed import DefaultMetrics
-
-__all__ = [
-    "DefaultMetrics",
-    "DiLoCoCallback",
-    "DivergenceDetector",
-    "GradNormLogger",
-    "InfoCallback",
-    "JsonLogger",
-    "ParameterNormLogger",
-    "PeakMemory",
-    "ProfilerCallback",
-    "ProgressCallback",
-    "ResumableSummaryWriter",
-    "TBLogger",
-    "TextgenCallback",
-    "TrainerControlCallback",
-    "WeightNormLogger",
-    "default_tb_scalars",
-]
+from dalsegno.callbacks.control.trainer_control import TrainerControlCallback as TrainerControlCallback
+from dalsegno.callbacks.loggers.info_callback import InfoCallback as InfoCallback
+from dalsegno.callbacks.loggers.json_logger import JsonLogger as JsonLogger
+from dalsegno.callbacks.loggers.progress_callback import ProgressCallback as ProgressCallback
+from dalsegno.callbacks.loggers.tensorboard import ResumableSummaryWriter as ResumableSummaryWriter
+from dalsegno.callbacks.loggers.tensorboard import TBLogger as TBLogger
+from dalsegno.callbacks.loggers.tensorboard import default_tb_scalars as default_tb_scalars
+from dalsegno.callbacks.loggers.textgen_callback import TextgenCallback as TextgenCallback
+from dalsegno.callbacks.norms.gradient_loggers import GradNormLogger as GradNormLogger
+from dalsegno.callbacks.norms.parameter_norms import ParameterNormLogger as ParameterNormLogger
+from dalsegno.callbacks.norms.parameter_norms import WeightNormLogger as WeightNormLogger
+from dalsegno.callbacks.profiling.memory import PeakMemory as PeakMemory
+from dalsegno.callbacks.profiling.profiler_callback import ProfilerCallback as ProfilerCallback
+from dalsegno.callbacks.profiling.speed import DefaultMetrics as DefaultMetrics
 
 
 class DivergenceDetector(_DivergenceDetector):
