@@ -84,6 +84,11 @@ _OTHER_TENSORS = Rule(
     "error", "tensors that fit are loaded, cast if needed, with their optimizer state; all others stay as built"
 )
 _OTHER_SCHEDULE = Rule("warning", "the learning rate jumps to its value in the new schedule")
+_RESHARDED = Rule("info", "state is resharded; the data resumes at the same sample")
+_SAME_SAMPLE = Rule("info", "the data resumes at the same sample")
+
+SCHEDULE = ("lr_scheduler_type", "lr_scheduler_kwargs", "min_lr", "decay_ratio", "warmup_steps", "warmup_ratio")
+"""Settings of the default learning rate schedule."""
 
 RULES: dict[str, Rule] = {
     # what the saved state was computed for
@@ -103,26 +108,18 @@ RULES: dict[str, Rule] = {
     "data_seed": Rule("warning", "the order of a map dataset continues from the saved seed"),
     "dataloader_drop_last": Rule("warning", "the length of epochs changes"),
     "lr_scheduler": Rule("warning", "the saved position is loaded into a schedule of another class"),
-    "lr_scheduler_type": _OTHER_SCHEDULE,
-    "lr_scheduler_kwargs": _OTHER_SCHEDULE,
-    "min_lr": _OTHER_SCHEDULE,
-    "decay_ratio": _OTHER_SCHEDULE,
-    "warmup_steps": _OTHER_SCHEDULE,
-    "warmup_ratio": _OTHER_SCHEDULE,
-    END_OF_SCHEDULE: _OTHER_SCHEDULE,
+    **dict.fromkeys((*SCHEDULE, END_OF_SCHEDULE), _OTHER_SCHEDULE),
     "gathered_dtype": Rule("warning", "FSDP rounds parameters to another dtype: the run differs from here on"),
     "order of parameters": Rule("warning", f"the optimizer's state is found by name, but {_OTHER_BITS}"),
-    "torch": Rule("warning", _OTHER_BITS),
-    "processor": Rule("warning", _OTHER_BITS),
-    "threads": Rule("warning", _OTHER_BITS),
+    **dict.fromkeys(("torch", "processor", "threads"), Rule("warning", _OTHER_BITS)),
     # what the user may change
     "optim": Rule("info", "the saved implementation of the same optimizer is used, fused or not"),
     "learning_rate": Rule("info", "the schedule continues from its position, at the new rate"),
-    "mesh": Rule("info", "state is resharded; the data resumes at the same sample"),
-    "world_size": Rule("info", "state is resharded; the data resumes at the same sample"),
-    "per_device_train_batch_size": Rule("info", "the data resumes at the same sample"),
-    "gradient_accumulation_steps": Rule("info", "the data resumes at the same sample"),
-    "gradient_accumulation_schedule": Rule("info", "the data resumes at the same sample"),
+    "mesh": _RESHARDED,
+    "world_size": _RESHARDED,
+    "per_device_train_batch_size": _SAME_SAMPLE,
+    "gradient_accumulation_steps": _SAME_SAMPLE,
+    "gradient_accumulation_schedule": _SAME_SAMPLE,
     "sequence_length_schedule": Rule("warning", "sequences are cut to other lengths"),
     "optimizer.*": Rule("info", "the checkpoint's value is used: it is part of your optimizer's state"),
 }

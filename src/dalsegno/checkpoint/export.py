@@ -67,7 +67,7 @@ _CONFIGURATION = (
     "*.tiktoken",
 )
 _ADAPTER_CONFIGURATION = "adapter_config.json"
-_ADAPTER_TENSORS = "adapter_model.safetensors"
+ADAPTER_TENSORS = "adapter_model.safetensors"
 _DEFAULT_ADAPTER = "default"
 _ROOT = "base_model.model."
 """Prefix of all names in peft's files."""
@@ -494,7 +494,7 @@ def _write_adapter(
 ) -> dict[str, FileRecord]:
     text = json.dumps({**adapter.configuration, "inference_mode": True}, indent=2, sort_keys=True)
     contents: dict[str, Iterable[filesystem.Buffer]] = {
-        _ADAPTER_TENSORS: _tensor_file(adapter.of(stored), {}, source),
+        ADAPTER_TENSORS: _tensor_file(adapter.of(stored), {}, source),
         _ADAPTER_CONFIGURATION: [text.encode()],
     }
     place = Path(adapter.folder)
@@ -506,7 +506,7 @@ def _write_adapter(
 
 
 def _expect_no_adapter(place: Path) -> None:
-    if present := [name for name in (_ADAPTER_CONFIGURATION, _ADAPTER_TENSORS) if (place / name).exists()]:
+    if present := [name for name in (_ADAPTER_CONFIGURATION, ADAPTER_TENSORS) if (place / name).exists()]:
         raise ConfigurationError(f"{place}: contains {present[0]} already; choose another directory")
 
 

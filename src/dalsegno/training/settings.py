@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dalsegno.checkpoint.compatibility import END_OF_SCHEDULE, Change, reasons_to_differ
+from dalsegno.checkpoint.compatibility import END_OF_SCHEDULE, SCHEDULE, Change, reasons_to_differ
 from dalsegno.checkpoint.export import peft_configurations
 from dalsegno.checkpoint.names import ADAPTERS
 from dalsegno.data import NOT_EXACT, TrainingData
@@ -41,14 +41,6 @@ _OPTIMIZER_SETTINGS = {
 
 _ADAM_SETTINGS = {name for name in _OPTIMIZER_SETTINGS if name.startswith("adam_")}
 _OF_OPTIMIZER = {"optim", "optim_args"}
-_SCHEDULE_SETTINGS = {
-    "lr_scheduler_type",
-    "lr_scheduler_kwargs",
-    "min_lr",
-    "decay_ratio",
-    "warmup_steps",
-    "warmup_ratio",
-}
 _LOADER_SETTINGS = {"per_device_train_batch_size"}  # and every name that begins with dataloader_
 _LOOP_SETTINGS = {
     "per_device_eval_batch_size",
@@ -145,7 +137,7 @@ class RecordedSettings:
             names |= self.initial.values().keys() - {"lr"}
         if "optimizer" in changed or "lr" in names:
             self.initial.restore_lrs()
-        elif changed & {*_SCHEDULE_SETTINGS, END_OF_SCHEDULE}:
+        elif changed & {*SCHEDULE, END_OF_SCHEDULE}:
             self.initial.reapply_schedule()
         self.initial.restore(*(names - {"lr"}))
 
@@ -192,7 +184,7 @@ class RecordedSettings:
             return not supplied.optimizer
         if name in _OPTIMIZER_SETTINGS:
             return not (supplied.optimizer or supplied.schedule)
-        if name in _SCHEDULE_SETTINGS:
+        if name in SCHEDULE:
             return not supplied.schedule
         if name in _LOADER_SETTINGS or name.startswith("dataloader_"):
             return not supplied.loader

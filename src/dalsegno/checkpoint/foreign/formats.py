@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import xxhash
 
-from dalsegno.checkpoint.export import SHARD_INDEX, SINGLE_FILE
+from dalsegno.checkpoint.export import ADAPTER_TENSORS, SHARD_INDEX, SINGLE_FILE
 from dalsegno.checkpoint.foreign import pickles
 from dalsegno.checkpoint.sharding import Box
 from dalsegno.checkpoint.tensor_files import as_bytes
@@ -85,7 +85,6 @@ class Program:
 TRAINER_STATE = "trainer_state.json"
 _RANDOM = "random_states_"
 _PICKLED_WEIGHTS = "pytorch_model.bin"
-_ADAPTER = "adapter_model.safetensors"
 
 
 def _read_trainer(folder: Path) -> Found:
@@ -128,10 +127,10 @@ def _weights(folder: Path) -> Mapping[str, Any]:
     if (folder / _PICKLED_WEIGHTS).is_file():
         tensors: Mapping[str, Any] = pickles.load(folder / _PICKLED_WEIGHTS)
         return tensors
-    if (folder / _ADAPTER).is_file():
+    if (folder / ADAPTER_TENSORS).is_file():
         raise ConfigurationError(
-            f"{folder}: contains only the weights of an adapter ({_ADAPTER}), and no whole model; merge the adapter "
-            "into its base model first, or begin a new run with the merged weights"
+            f"{folder}: contains only the weights of an adapter ({ADAPTER_TENSORS}), and no whole model; merge the "
+            "adapter into its base model first, or begin a new run with the merged weights"
         )
     raise ConfigurationError(
         f"{folder}: contains neither {SINGLE_FILE} nor {SHARD_INDEX} nor {_PICKLED_WEIGHTS}; weights that DeepSpeed "
