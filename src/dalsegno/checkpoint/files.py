@@ -156,21 +156,43 @@ class StreamedFile:
         room = anonymous(min(count * size, filesystem.whole_pages(self.length)))
         memory, places = memoryview(room), torch.frombuffer(room, dtype=torch.uint8)
         end = 0
-        for raw in in_file_order(self.layout, self.tensors):
-            done = 0
-            while done < len(raw):
-                at = end % len(memory)
-                length = min(len(raw) - done, size - at % size, _COPIED_BYTES)
-                _copy(places[at : at + length], raw[done : done + length])
-                checksum.update(memory[at : at + length])
-                done, end = done + length, end + length
-                if end % size == 0 or end == self.length:
-                    yield memory[at - at % size : filesystem.whole_pages(at + length)]
+        for length, copy_to in _parts(self.layout, self.tensors, min(size, _COPIED_BYTES)):
+            at = end % len(memory)
+            copy_to(places[at : at + length])
+            checksum.update(memory[at : at + length])
+            end += length
+            if end % size == 0 or end == self.length:
+                yield memory[at - at % size : filesystem.whole_pages(at + length)]
 
 
-def _copy(place: torch.Tensor, raw: torch.Tensor) -> None:
+def _parts(
+    layout: FileLayout, tensors: Sequence[torch.Tensor], block: int
+) -> Iterator[tuple[int, Callable[[torch.Tensor], object]]]:
+    """The parts of the file, each within one block of ``block`` bytes: its length, and what copies it to a place."""
+    end = 0
+    for group in in_file_order(layout, tensors, block):
+        if len(group) > 1:
+            length = sum(tensor.nbytes for tensor in group)
+            end += length
+            yield length, functools.partial(_join, group)
+            continue
+        raw = as_bytes(*group)
+        while len(raw):
+            length = min(len(raw), block - end % block)
+            yield length, functools.partial(_copy, raw[:length])
+            raw, end = raw[length:], end + length
+
+
+def _join(group: Sequence[torch.Tensor], place: torch.Tensor) -> None:
+    if group[0].is_cpu:
+        torch.cat([tensor.reshape(-1) for tensor in group], out=place.view(group[0].dtype))
+    else:
+        place.copy_(_raw(group))
+
+
+def _copy(raw: torch.Tensor, place: torch.Tensor) -> None:
     """Copy bytes. On the CPU, torch's copy waits for its thread pool, ten times as long on a busy machine."""
-    if raw.is_cpu and raw.numel() > SMALL:
+    if raw.is_cpu:
         ctypes.memmove(place.data_ptr(), raw.data_ptr(), raw.numel())  # releases the GIL
     else:
         place.copy_(raw)
@@ -193,30 +215,34 @@ def counted(blocks: Iterator[memoryview], length: int, advance: Advance) -> Gene
         yield block
 
 
-def in_file_order(layout: FileLayout, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The bytes of the file that these live tensors make. Small tensors are joined by one torch call: the writing
-    thread would otherwise wait between its blocks for the thread that copies a thousand of them."""
-    yield torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
-    small: list[torch.Tensor] = []
-    room = _JOINED_BYTES
-    for number in layout.order:
-        tensor = tensors[number]
+def in_file_order(
+    layout: FileLayout, tensors: Sequence[torch.Tensor], block: int = _JOINED_BYTES
+) -> Iterator[list[torch.Tensor]]:
+    """The tensors of the file, after its header. Small ones that are alike come together, as far as they are within one
+    block of ``block`` bytes, to be joined by one torch call: the writing thread would otherwise wait between its blocks
+    for the thread that copies a thousand of them."""
+    yield [torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)]
+    group: list[torch.Tensor] = []
+    room, end = 0, len(layout.header)
+    for tensor in (tensors[number] for number in layout.order):
+        if not tensor.numel():
+            continue
         is_small = tensor.numel() <= SMALL and not tensor.is_complex()
-        is_alike = bool(small) and tensor.dtype == small[0].dtype and tensor.device == small[0].device
-        if small and not (is_small and tensor.nbytes <= room and is_alike):
-            yield _joined(small)
-            small, room = [], _JOINED_BYTES
-        if is_small:
-            small.append(tensor)
-            room -= tensor.nbytes
-        else:
-            yield as_bytes(tensor)
-    if small:
-        yield _joined(small)
+        is_alike = bool(group) and tensor.dtype == group[0].dtype and tensor.device == group[0].device
+        if group and not (is_small and is_alike and tensor.nbytes <= room):
+            yield group
+            group = []
+        if not group:
+            room = min(_JOINED_BYTES, block - end % block) if is_small else 0
+        group.append(tensor)
+        room -= tensor.nbytes
+        end += tensor.nbytes
+    if group:
+        yield group
 
 
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors]).view(torch.uint8)
+def _raw(group: Sequence[torch.Tensor]) -> torch.Tensor:
+    return as_bytes(*group) if len(group) == 1 else torch.cat([each.reshape(-1) for each in group]).view(torch.uint8)
 
 
 class Checksum:
@@ -377,7 +403,7 @@ class LinkableFiles:
 def record_of(layout: FileLayout, tensors: Sequence[torch.Tensor]) -> FileRecord:
     """Record of the file that these tensors make, on any device. Reads all of them, and copies one piece at a time."""
     checksum = xxhash.xxh3_128()
-    for raw in in_file_order(layout, tensors):
+    for raw in map(_raw, in_file_order(layout, tensors)):
         for piece in torch.split(raw, filesystem.DIRECT_PIECE):
             checksum.update(piece.cpu().numpy().data)
     return FileRecord(layout.length, checksum.hexdigest())
@@ -450,7 +476,7 @@ def live_digest(layout: FileLayout, tensors: Sequence[torch.Tensor]) -> bytes:
     sums: dict[torch.device, list[torch.Tensor]] = {}
     pending: deque[Future[bytes]] = deque()
     with ThreadPoolExecutor(thread_count(), thread_name_prefix="dalsegno-hash") as threads:
-        for raw in in_file_order(layout, tensors):
+        for raw in map(_raw, in_file_order(layout, tensors)):
             if not raw.is_cpu:
                 sums.setdefault(raw.device, []).extend(_sums(raw))
                 continue
