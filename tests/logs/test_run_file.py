@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,36 @@ def test_it_is_passed_in_the_environment() -> None:
     assert PreviousLeg.from_environment(HERE.to_environment()) == HERE
     for content in ({}, {"DALSEGNO_PREVIOUS_LEG": "{"}, {"DALSEGNO_PREVIOUS_LEG": "[]"}):
         assert PreviousLeg.from_environment(content) is None
+
+
+@pytest.mark.parametrize("change", ["end", "roll_back"])
+def test_a_save_that_is_published_meanwhile_loses_no_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Its thread has read the file, and writes it once the other change is made or waits for it."""
+    run, changed = RunFile(tmp_path), threading.Event()
+    run.begin(None, world_size=1, first_step=0)
+    other = threading.Thread(
+        target=lambda: (
+            run.end("finished", None, 3, {})
+            if change == "end"
+            else run.roll_back({"timestamp": 1.0, "from_step": 3, "to_step": 1, "by": "it", "reason": "spike"}),
+            changed.set(),
+        )
+    )
+    replace, names = filesystem.replace_durably, []
+
+    def interrupted(path: Path, data: bytes) -> None:
+        names.append(path.name)
+        if len(names) == 1:
+            other.start()
+            changed.wait(0.2)
+        replace(path, data)
+
+    monkeypatch.setattr(filesystem, "replace_durably", interrupted)
+    run.progress(2)
+    other.join()
+    (leg,) = run.legs()
+    assert names == ["run.json"] * 2 and (leg.reason, leg.last_step) == (
+        ("finished", 3) if change == "end" else (None, 1)
+    )

@@ -241,10 +241,11 @@ class RunFile:
     def roll_back(self, rollback: RolledBack) -> None:
         """Record a rollback of the newest leg, which may have been killed during it; once, however often called. If no
         leg is known, because the file of an earlier process was removed or damaged, there is nothing to record."""
-        if (run := self._newest()) is not None and rollback not in run.legs[-1].rollbacks:
-            run.legs[-1].rollbacks.append(rollback)
-            run.legs[-1].last_step = rollback["to_step"]
-            self._write(run)
+        with self._changing:
+            if (run := self._newest()) is not None and rollback not in run.legs[-1].rollbacks:
+                run.legs[-1].rollbacks.append(rollback)
+                run.legs[-1].last_step = rollback["to_step"]
+                self._write(run)
 
     def prove(self, proof: ResumeProof) -> None:
         """Record whether the newest leg resumed exactly."""
@@ -265,12 +266,13 @@ class RunFile:
         diverged: bool = False,
     ) -> None:
         """Record the end of the current leg."""
-        run = self._current()
-        leg = run.legs[-1]
-        leg.ended, leg.reason, leg.by, leg.why = time.time(), reason, by, why
-        leg.last_step, leg.metrics, leg.goal_given_up = last_step, dict(metrics), goal_given_up
-        leg.diverged = diverged
-        self._write(run)
+        with self._changing:
+            run = self._current()
+            leg = run.legs[-1]
+            leg.ended, leg.reason, leg.by, leg.why = time.time(), reason, by, why
+            leg.last_step, leg.metrics, leg.goal_given_up = last_step, dict(metrics), goal_given_up
+            leg.diverged = diverged
+            self._write(run)
 
     def _current(self) -> RunRecord:
         """Raises StateMismatch if no leg has started."""
