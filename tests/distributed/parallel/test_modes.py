@@ -117,6 +117,12 @@ class Tied(nn.Module):
         self.head.weight = self.tokens.weight
 
 
+def sharded() -> nn.Module:
+    model = layouts.Residual()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return model
+
+
 def refused(output_dir: Path) -> list[str]:
     """The messages of errors that only several ranks see."""
     plain, split = layouts.Residual, ds.TensorParallel
@@ -134,6 +140,9 @@ def refused(output_dir: Path) -> list[str]:
         (split(layouts.plan()), plain(), {"optim": "adafactor"}),
         (ds.FSDP(), plain(), {"optim": "adafactor"}),
         (split(layouts.plan()), plain(), {"parts": {"train_dataset": None, "train_dataloader": own}}),
+        ("auto", sharded(), {}),
+        (ds.Pipeline(2), sharded(), {}),
+        ("fsdp", parallelize_module(plain(), init_device_mesh("cpu", (2,)), layouts.plan()), {}),
     ]
     messages = []
     for parallel, model, others in tries:
@@ -161,6 +170,9 @@ def test_what_does_not_fit_the_model_or_the_data_is_refused_on_all_ranks(tmp_pat
             "torch's Adafactor cannot update sharded parameters",
             "torch's Adafactor cannot update sharded parameters",
             "ranks [0, 1] hold parts of one copy of the model, so they must read the same data",
+            "parallel='auto': the model is sharded already, over DeviceMesh(",
+            "pass parallel='none' if each rank reads its own data, as under fully_shard",
+            "else Parallelized(mesh, data=…), which names the dimensions over which the data are split",
         ],
         strict=True,
     ):
@@ -190,6 +202,19 @@ def test_a_model_that_the_user_has_spread_is_trained_over_the_data_ranks(tmp_pat
     [alone] = run_ranks(train_alone, 1, tmp_path / "one")
     for name, expected in alone.items():
         torch.testing.assert_close(torch.tensor(weights[name]), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+def sharded_by_the_user(output_dir: Path) -> dict[str, Any]:
+    model = sharded()
+    settings = {"max_steps": 3, "gradient_accumulation_steps": 2, "lr_scheduler_type": "constant"}
+    parts = {"train_dataset": tiny_regression_data(layouts.SAMPLES)}
+    small_trainer(output_dir, model=model, parts=parts, parallel="none", max_grad_norm=0.5, **settings).train()
+    return layouts.as_lists(layouts.weights(model))
+
+
+def test_a_model_that_the_user_has_sharded_is_left_as_it_is(tmp_path: Path) -> None:
+    first, second = run_ranks(sharded_by_the_user, 2, tmp_path)
+    assert first == second
 
 
 def train_alone(output_dir: Path) -> dict[str, Any]:

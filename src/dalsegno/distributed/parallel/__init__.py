@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dalsegno.distributed import collectives
@@ -20,6 +21,7 @@ from dalsegno.distributed.modes import (
     Setting,
     TensorParallel,
     modes_of,
+    text_of,
 )
 from dalsegno.errors import ConfigurationError
 
@@ -58,6 +60,7 @@ def parallelize(
         require_launch(setting)
     if collectives.world_size() == 1:
         modes = ()
+    _expect_whole(model, setting, modes)
     pipeline = next((mode for mode in modes if isinstance(mode, Pipeline)), None)
     if pipeline is not None and loss_fn is not None and any(True for _ in loss_fn.parameters()):
         raise ConfigurationError(
@@ -69,6 +72,21 @@ def parallelize(
     if trained_loss is None:
         return parallel
     return WithTrainedLoss(parallel, _spread_loss(trained_loss, modes, layout, device, bf16))
+
+
+def _expect_whole(model: nn.Module, setting: Setting, modes: Sequence[Mode]) -> None:
+    """Raises ConfigurationError if the user has spread a model that these modes would spread again."""
+    meshes = {each.device_mesh for each in model.parameters() if isinstance(each, DTensor)}
+    if not meshes or not modes or isinstance(modes[0], Parallelized):
+        return
+    is_over_all = isinstance(model, FSDPModule) and all(mesh.size() == collectives.world_size() for mesh in meshes)
+    if is_over_all and len(modes) == 1 and isinstance(modes[0], FSDP):
+        return
+    raise ConfigurationError(
+        f"parallel={text_of(setting)!r}: the model is sharded already, over {', '.join(map(str, meshes))}; pass "
+        "parallel='none' if each rank reads its own data, as under fully_shard, else Parallelized(mesh, data=…), which "
+        "names the dimensions over which the data are split"
+    )
 
 
 def _spread(model: nn.Module, modes: Sequence[Mode], layout: Layout, device: torch.device, bf16: bool) -> Parallel:

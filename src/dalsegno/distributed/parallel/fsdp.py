@@ -9,14 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
-from dalsegno.distributed import collectives
 from dalsegno.distributed.blocks import matching_names, unshared
 from dalsegno.distributed.modes import FSDP, TensorParallel
 from dalsegno.distributed.parallel.base import Parallel, make_copies_equal, sharded_parts
 from dalsegno.distributed.parallel.tensor import planned_styles, split_layers
-from dalsegno.errors import ConfigurationError
 
 
 class FullySharded(Parallel):
@@ -40,9 +37,7 @@ class FullySharded(Parallel):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__(model)
-        if isinstance(model, FSDPModule):
-            _expect_of_all_ranks(model, layers)
-        else:
+        if not isinstance(model, FSDPModule):
             make_copies_equal(model)
             if layers is not None and layer_mesh is not None:
                 split_layers(model, planned_styles(model, layers, layer_mesh), layer_mesh)
@@ -87,14 +82,3 @@ def unit_names(model: nn.Module, mode: FSDP) -> list[str] | None:
     units = [mode.units] if isinstance(mode.units, str) else mode.units
     found = [name for each in units for name in matching_names(model, each, f"{type(mode).__name__}(units=…)")]
     return [*dict.fromkeys(found)]
-
-
-def _expect_of_all_ranks(model: nn.Module, layers: TensorParallel | None) -> None:
-    """Raises ConfigurationError if the user has spread the model over a mesh that is more than FSDP's."""
-    meshes = {each.device_mesh for each in model.parameters() if isinstance(each, DTensor)}
-    if layers is None and all(mesh.size() == collectives.world_size() for mesh in meshes):
-        return
-    raise ConfigurationError(
-        f"the model is sharded already, over {', '.join(map(str, meshes))}; pass parallel=Parallelized(mesh, data=…), "
-        "which names the dimensions over which the data are split"
-    )
