@@ -155,7 +155,7 @@ class LegSummary:
     parent: int | None
     """Number of the leg whose checkpoint it resumed from; None if it started from scratch."""
     last_step: int
-    """Last step known: a killed leg may have run a few steps further than its last record."""
+    """Last step known, by its records or because the next leg repeated it."""
     end_step: int
     """Last step known since its last rollback."""
     ended: float
@@ -190,23 +190,25 @@ def summarize_legs(
     steps = np.concatenate([steps, *(series.steps for series in lost)])
     starts = [-float("inf"), *(leg.started for leg in run.legs), float("inf")]
     legs: list[LegSummary] = []
-    for leg, previous_start, next_start in zip(run.legs, starts, starts[2:], strict=False):
+    followers = [*run.legs[1:], None]
+    for leg, following, previous_start, next_start in zip(run.legs, followers, starts, starts[2:], strict=False):
         own = (times >= leg.started) & (times < next_start)
+        least = max(leg.last_step, 0 if following is None else _repeated_until(following))
         last_record = max(leg.started, float(times[own].max(initial=0)))
         alive = running and leg is run.legs[-1]
         legs.append(
             LegSummary(
                 leg=leg,
                 parent=_parent(leg, legs),
-                last_step=max(leg.last_step, int(steps[own].max(initial=0))),
-                end_step=max(leg.last_step, int(steps[own & (times > _rolled_back(leg))].max(initial=0))),
+                last_step=max(least, int(steps[own].max(initial=0))),
+                end_step=max(least, int(steps[own & (times > _rolled_back(leg))].max(initial=0))),
                 ended=last_record if leg.ended is None else leg.ended,
                 reason=leg.reason or (None if alive else "died"),
                 cut_off=tuple(tail for tail in tails if previous_start <= tail.timestamp < leg.started),
             )
         )
     for place, following in enumerate(run.legs[1:]):
-        redone = max(0, legs[place].end_step - following.first_step, _repeated_until(following) - following.first_step)
+        redone = max(0, legs[place].end_step - following.first_step)
         legs[place] = replace(legs[place], redone=redone, idle=max(0.0, following.started - legs[place].ended))
     return legs
 

@@ -287,7 +287,8 @@ def _tree(log: analysis.TrainingLog, legs: Sequence[analysis.LegSummary], tails:
             yield f"{stem}{line}"
         for tail in summary.cut_off:
             path = tail.path.resolve().relative_to(log.output_dir) if log.output_dir else tail.path
-            yield f"{stem}cut off the log: {_count(len(tail.records), 'record')}, {_steps_of(tail)}: {path}"
+            records, steps = _count(len(tail.records), "record"), _steps(tail.first_step, tail.last_step)
+            yield f"{stem}cut off the log: {records}, {steps}: {path}"
             if tails:
                 yield from (f"{stem}  {as_words(record, None)}" for record in tail.records)
 
@@ -306,7 +307,7 @@ def _as_lines(summary: analysis.LegSummary) -> list[str]:
     end = "running" if summary.reason is None else f"{summary.reason}{by}"
     ranks = _count(leg.world_size, "rank")
     first, last = leg.first_step, summary.last_step  # a leg that died before its first checkpoint may have no record
-    steps = f"no step after {first:,} recorded" if last <= first else f"steps {first:,} to {last:,}"
+    steps = f"no step after {first:,} recorded" if last <= first else _steps(first, last)
     lines = [
         f"leg {leg.leg}  {start}, {steps}: {end}",
         f"{moment(leg.started)}, {span(summary.ended - leg.started)}, {ranks}, process {leg.pid} on {leg.host}",
@@ -322,12 +323,12 @@ def _as_lines(summary: analysis.LegSummary) -> list[str]:
     if leg.cause:
         lines.append(leg.cause)
     if summary.idle is not None:
-        lines.append(f"{_count(summary.redone, 'step')} repeated, {span(summary.idle)} until the next leg")
+        again = _steps(summary.end_step - summary.redone + 1, summary.end_step) if summary.redone else "no step"
+        lines.append(f"{again} repeated, {span(summary.idle)} until the next leg")
     return lines
 
 
-def _steps_of(tail: analysis.Tail) -> str:
-    first, last = tail.first_step, tail.last_step
+def _steps(first: int, last: int) -> str:
     return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
 
 
