@@ -341,3 +341,17 @@ def test_what_was_removed_there_is_sent_again(there: Store, tmp_path: Path) -> N
         uploader.sync()
         there.delete([f"checkpoints/step-00000001/{FROZEN}"])
     assert f"checkpoints/step-00000002/{FROZEN}" in there.sizes()
+
+
+def test_what_was_archived_travels_so_that_no_host_uses_its_place_again(there: Store, tmp_path: Path) -> None:
+    def archived(name: str) -> bytes | None:
+        return there.read(f"rewound/timeline.{name}/logs/train.jsonl")
+
+    jobs.train(URL, tmp_path / "one", 4)
+    jobs.trainer(URL, tmp_path / "one", 6).train(False)
+    first = archived("0001")
+    assert first is not None and first == (tmp_path / "one/rewound/timeline.0001/logs/train.jsonl").read_bytes()
+    jobs.train(URL, tmp_path / "two", 8)
+    assert (tmp_path / "two/rewound/timeline.0001/logs/train.jsonl").read_bytes() == first
+    jobs.trainer(URL, tmp_path / "two", 2).train(False)
+    assert archived("0001") == first and len(archived("0002") or b"") > len(first)

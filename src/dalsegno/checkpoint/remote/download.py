@@ -20,7 +20,7 @@ from dalsegno.system import filesystem
 from dalsegno.system.progress import format_bytes
 
 from .store import Store
-from .upload import is_run_file, steps_in
+from .upload import RUN_FILE, is_run_file, steps_in
 
 logger = logging.getLogger("dalsegno")
 
@@ -34,7 +34,7 @@ def fetch_newer(store: Store, run: Path, newest_here: int | None, *, strict: boo
     ``strict``: raise if the newest is damaged, instead of fetching the one before. Returns the step; None if the store
     is not ahead."""
     names = store.sizes()
-    is_ahead = _is_ahead(store.read("run.json"), run / "run.json")
+    is_ahead = _is_ahead(store.read(RUN_FILE), run / RUN_FILE)
     for step in steps_in(names):
         if newest_here is not None and step <= newest_here and not is_ahead:
             return None
@@ -47,9 +47,8 @@ def fetch_newer(store: Store, run: Path, newest_here: int | None, *, strict: boo
             continue
         if is_ahead:
             _archive_timeline(store, run)
-        for name in names:
-            if is_run_file(name):
-                _fetch_file(store, run, name, is_ahead)
+        for name in sorted(filter(is_run_file, names), key=RUN_FILE.__eq__):  # run.json last: until then, it is ahead
+            _fetch_file(store, run, name, is_ahead)
         return step
     return None
 

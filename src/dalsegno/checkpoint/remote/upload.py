@@ -34,7 +34,7 @@ from .store import Moved, Store
 logger = logging.getLogger("dalsegno")
 
 STAGING = ".uploading"
-_RUN = "run.json"
+RUN_FILE = "run.json"
 
 Marks = dict[str, tuple[int, int]]
 """By name in the run: bytes of the file that were sent, and its modification time (ns)."""
@@ -70,7 +70,8 @@ class Uploader:
         }
         moving = [name for each in sorted(abandoned) for name in _manifest_first(names, each)]
         if step is None:
-            moving += [name for name in names if is_run_file(name) and name not in self._run_files_at_first]
+            of_runs = [name for name in names if is_run_file(name) and not name.startswith("rewound/")]
+            moving += [name for name in of_runs if name not in self._run_files_at_first]
         if moving:
             archive = _free_archive(names)
             logger.info("%s: %d files of an abandoned timeline are moved to %s", self._store.url, len(moving), archive)
@@ -234,14 +235,14 @@ def changed_run_files(run: Path, known: Marks, checkpoint: Checkpoint | None = N
         states = [*readable_states(checkpoint).values()]
         lengths = {position.path: position.offset for position in _positions_in(states)}
     staging, files, marks = _fresh(run) / "rest", dict[str, Path](), Marks()
-    for name in sorted(run_files(run), key=_RUN.__eq__):
+    for name in sorted(run_files(run), key=RUN_FILE.__eq__):
         try:
             status = (run / name).stat()
             mark = (min(status.st_size, lengths.get(name, status.st_size)), status.st_mtime_ns)
             if known.get(name) == mark:
                 continue
             files[name] = _copied(run / name, staging / name, mark[0])
-            if name == _RUN and checkpoint is not None and RunFile(staging).withdraw_end():
+            if name == RUN_FILE and checkpoint is not None and RunFile(staging).withdraw_end():
                 continue  # without a mark: the next time it has the end
             marks[name] = mark
         except FileNotFoundError:  # moved meanwhile; it is sent the next time
@@ -258,12 +259,13 @@ def discard_staged(run: Path) -> None:
 
 
 def is_run_file(name: str) -> bool:
-    """Whether a file at the URL is sent by uploads and belongs neither to a checkpoint nor to an archived timeline; nor
-    to the inbox of commands or the witness of a process on one host. A hostile name could lead out of the run's
-    directory: no part of a name begins with a dot or is empty."""
-    *directories, _ = parts = name.split("/")
-    is_odd = any(not part or part.startswith(".") for part in parts)
-    return not (is_odd or CHECKPOINTS in directories or name.startswith(("rewound/", f"{INBOX}/", f"{WITNESS}/")))
+    """Whether a file, here or at the URL, belongs neither to a checkpoint nor to the inbox of commands or the witness
+    of a process on one host; if it is a directory, whether such files may be in it. A hostile name could lead out of
+    the run's directory: no part of a name begins with a dot or is empty."""
+    first, *_ = parts = name.split("/")
+    return first not in (INBOX, WITNESS) and not any(
+        not part or part.startswith(".") or part == CHECKPOINTS for part in parts
+    )
 
 
 def _fresh(run: Path) -> Path:
@@ -274,17 +276,13 @@ def _fresh(run: Path) -> Path:
 
 def _run_files(run: Path, directory: Path) -> Iterator[str]:
     for path in directory.iterdir():
-        if (
-            path.name.startswith(".")
-            or path.name == CHECKPOINTS
-            or path in (run / INBOX, run / WITNESS)
-            or path.is_symlink()
-        ):
+        name = path.relative_to(run).as_posix()
+        if path.is_symlink() or not is_run_file(name):
             continue
         if path.is_dir():
             yield from _run_files(run, path)
         elif path.is_file():
-            yield path.relative_to(run).as_posix()
+            yield name
 
 
 def _positions_in(state: Any) -> Iterator[Position]:
