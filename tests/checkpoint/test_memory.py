@@ -260,3 +260,24 @@ def test_a_refused_leg_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ds.ConfigurationError, match="two slots of"):
         Leg(tmp_path / "run")
     assert memory_dir.find_all() == []
+
+
+def test_a_leg_that_cannot_create_its_slots_leaves_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(filesystem, "mkdir_nosync", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        Leg(tmp_path / "run")
+    assert [*memory_dir.root().iterdir()] == []
+
+
+def test_a_leg_whose_ranks_do_not_see_its_directory_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_dir, "find", lambda name, output_dir: None)
+    with pytest.raises(ds.ConfigurationError, match="run all ranks of a host as the same user"):
+        Leg(tmp_path / "run")
+    assert memory_dir.find_all() == []

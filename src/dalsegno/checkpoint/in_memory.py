@@ -181,14 +181,14 @@ class MemoryCheckpoints:
                 for slot in slots:
                     filesystem.mkdir_nosync(created.checkpoints / slot)
 
-        hosts.run(tidy)
-        if not saving:
-            return
         self._copies = min(copies, hosts.count - 1)
-        if self._copies < copies and collectives.rank() == 0:
+        if saving and self._copies < copies and collectives.rank() == 0:
             found = f"{hosts.count} hosts: only {self._copies} are" if self._copies else "one host: nothing is"
             logger.warning("save_in_memory=: copies=%d, and the ranks are on %s copied", copies, found)
         try:
+            hosts.run(tidy)
+            if not saving:
+                return
             directory = self._directory = collectives.run_on_all_ranks(lambda: self._seen(name))
             for hidden in (directory.checkpoints / slot for slot in slots):
                 self._slots.append(_Slot(hidden, Snapshotter(self._layout, shared=SharedFiles(hidden))))
@@ -198,8 +198,8 @@ class MemoryCheckpoints:
             if collectives.rank() == 0:
                 logger.info("memory checkpoints: %s", self.room)
         except BaseException:
-            if self._directory is not None and hosts.leads:
-                memory_dir.remove(self._directory)
+            if hosts.leads:
+                filesystem.remove(memory_dir.root() / name)
             self._slots, self._directory = [], None
             raise
 
