@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import dalsegno as ds
 from dalsegno.callbacks import DefaultMetrics
@@ -181,3 +182,22 @@ def test_an_exception_in_the_training_is_told_and_waited_for(tmp_path: Path, cap
         small_trainer(tmp_path, observer, ds.on(Event.STEP_END, fail), max_steps=3).train()
     assert seen == ["on_exception", "on_train_end"]
     assert "observer, in the background: 2 calls, 0 failed, 0 dropped" in caplog.text
+
+
+def test_what_it_needs_is_needed(tmp_path: Path) -> None:
+    """A loop that cannot fire an event, or a run without evaluations, refuses it as without Background."""
+    counter = Listener({"on_step_end": lambda ctx: None}, name="counter")
+    counter.needs_events = (Event.GRADIENTS_READY,)
+    optimizer = torch.optim.SGD((model := torch.nn.Linear(1, 1)).parameters(), lr=0.1)
+    with pytest.raises(ds.EventNotFired, match="counter needs on_gradients_ready"):
+        ds.Run(
+            ds.TrainingArguments(tmp_path, max_steps=1),
+            model=model,
+            optimizer=optimizer,
+            loader=[torch.ones(1)],
+            callbacks=[ds.Background(counter)],
+        )
+    judge = Listener({"on_evaluate": lambda ctx: None}, name="judge")
+    judge.needs_evaluations = True
+    with pytest.raises(ds.ConfigurationError, match="judge"):
+        small_trainer(tmp_path, ds.Background(judge), max_steps=1).train()

@@ -62,7 +62,10 @@ class Background(FlaglessCallback):
                 "calls it; use the callback without Background, or on_log to read records"
             )
         self.__wrapped__ = observer
-        self.name, self.ranks, self.optional_events = observer.key, observer.ranks, observer.optional_events
+        self.name, self.ranks = observer.key, observer.ranks
+        self.needs_events, self.optional_events = observer.needs_events, observer.optional_events
+        self.needs_evaluations, self.only_at_evaluations = observer.needs_evaluations, observer.only_at_evaluations
+        self.reads_nonfinite_loss = observer.reads_nonfinite_loss
         self._worker = Worker(f"{observer.key}, in the background", queue, when_full)
         self._has_warned = False
 
