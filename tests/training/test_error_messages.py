@@ -413,6 +413,61 @@ EVERYDAY: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         ConfigurationError,
         r"optimizer: a tuple; .* apart: optimizer=…, lr_scheduler=…",
     ),
+    "a name for a loss": (
+        lambda path: trained(path, loss_fn="mse"),
+        ConfigurationError,
+        "loss_fn='mse'; needs a function",
+    ),
+    "a name for a collator": (
+        lambda path: trained(path, data_collator="pad"),
+        ConfigurationError,
+        "data_collator='pad'; needs a function",
+    ),
+    "a weight that is none": (
+        lambda path: trained(path, loss_weight=lambda batch: NAN),
+        ConfigurationError,
+        "loss_weight returned nan for a batch; needs a number of at least 0",
+    ),
+    "a weight below none": (
+        lambda path: trained(path, loss_weight=lambda batch: torch.tensor(-1)),
+        ConfigurationError,
+        r"loss_weight returned tensor\(-1\) for a batch",
+    ),
+    "a weight in words": (
+        lambda path: trained(path, loss_weight=lambda batch: "all"),
+        ConfigurationError,
+        "loss_weight returned 'all' for a batch",
+    ),
+    "a detached loss": (
+        lambda path: trained(path, loss_fn=lambda *_: torch.tensor(1.0)),
+        ConfigurationError,
+        "the loss has no gradient: it depends on no trained parameter",
+    ),
+    "columns for a dataset": (
+        lambda path: trained(path, train_dataset={"x": [1.0], "y": [2.0]}),
+        ConfigurationError,
+        "a dict of 'x', 'y' is not a dataset, since it has no sample 0; pass one of its values",
+    ),
+    "callbacks by name": (
+        lambda path: ds.Trainer(TinyRegression(), arguments(path), callbacks="JsonLogger"),
+        ConfigurationError,
+        r"callbacks='JsonLogger'; give a list: \[JsonLogger\(…\)\]",
+    ),
+    "no list of callbacks": (
+        lambda path: ds.Trainer(TinyRegression(), arguments(path), callbacks=None),  # type: ignore[arg-type]
+        ConfigurationError,
+        r"callbacks=None; give a list: \[\]",
+    ),
+    "a callback's name": (
+        lambda path: trained(path, "JsonLogger"),
+        UnknownDialect,
+        r"'JsonLogger' is a text; give the callback, or dalsegno.load_callbacks\(\['JsonLogger'\]\)",
+    ),
+    "no optimizer in an own loop": (
+        lambda path: ds.Run(arguments(path, max_steps=1), model=TinyRegression(), optimizer=None, loader=[]),  # type: ignore[arg-type]
+        ConfigurationError,
+        "optimizer=None: your loop steps it, so pass the one that you have built, or a list of several",
+    ),
     "a schedule's name": (
         lambda path: trained(path, lr_scheduler="cosine"),
         ConfigurationError,

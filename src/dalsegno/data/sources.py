@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -205,6 +205,11 @@ def _is_stream(source: Any) -> bool:
         )
     if isinstance(source, (str, bytes)):
         raise ConfigurationError(f"{source[:80]!r} is a string, not a dataset; pass the dataset that it names")
+    if isinstance(source, Mapping) and source and 0 not in source:
+        raise ConfigurationError(
+            f"a {type(source).__name__} of {', '.join(map(repr, source))} is not a dataset, since it has no sample 0; "
+            "pass one of its values, or, if these are columns, datasets.Dataset.from_dict(…)"
+        )
     # torch's IterableDataset inherits a __getitem__ that only raises, so it is checked first.
     if isinstance(source, IterableDataset):
         return True

@@ -11,6 +11,7 @@ ranks have, because the others would otherwise wait for it forever.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -182,7 +183,16 @@ def _place(rows: Sequence[tuple[float, float]]) -> float:
 def _weight(microbatch: Microbatch, loss_weight: LossWeight | None) -> float:
     if microbatch.samples == 0:
         return 0.0
-    return float(microbatch.samples) if loss_weight is None else float(loss_weight(microbatch.batch))
+    if loss_weight is None:
+        return float(microbatch.samples)
+    given = loss_weight(microbatch.batch)
+    try:
+        weight = float(given)
+    except (TypeError, ValueError):
+        weight = math.nan
+    if not 0 <= weight < math.inf:
+        raise ConfigurationError(f"loss_weight returned {given!r} for a batch; needs a number of at least 0")
+    return weight
 
 
 def tokens_in(batch: object) -> int:

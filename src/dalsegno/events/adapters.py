@@ -287,6 +287,10 @@ def _detect_dialect(callback: object) -> type[CallbackAdapter]:
             f"callbacks: {callback.__name__} is a function; say at which event it is called: "
             "dalsegno.on(dalsegno.Event.STEP_END, function)"
         )
+    if isinstance(callback, str):
+        raise UnknownDialect(
+            f"callbacks: {callback!r} is a text; give the callback, or dalsegno.load_callbacks([{callback!r}])"
+        )
     known = ", ".join(map(repr, installed_dialects())) or "none"
     raise UnknownDialect(
         f"callbacks: {callback!r} is not a dalsegno.Callback, and its dialect cannot be detected; if it was written "

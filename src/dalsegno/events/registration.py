@@ -34,8 +34,9 @@ def check_callbacks(callbacks: Iterable[object]) -> list[Callback]:
 
 def instances(callbacks: Iterable[object]) -> list[object]:
     """Return the callbacks, with an instance in place of each class, as Hugging Face's Trainer takes them."""
-    if not isinstance(callbacks, Iterable):
-        raise ConfigurationError(f"callbacks={callbacks!r}; give a list: [{type(callbacks).__name__}(…)]")
+    if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
+        name = callbacks if isinstance(callbacks, str) else type(callbacks).__name__
+        raise ConfigurationError(f"callbacks={callbacks!r}; give a list: [{'' if callbacks is None else f'{name}(…)'}]")
     return [_instance(each) if isinstance(each, type) else each for each in callbacks]
 
 

@@ -145,7 +145,9 @@ class Run(OfRun):
         )
         optimizers = several(optimizer)
         if not optimizers:
-            raise ConfigurationError("optimizer=[]: give one or several")
+            raise ConfigurationError(
+                f"optimizer={optimizer}: your loop steps it, so pass the one that you have built, or a list of several"
+            )
         self._optimizer = optimizers[0]
         self._others = dict(state or {})
         for number, each in enumerate(optimizers[1:], 1):

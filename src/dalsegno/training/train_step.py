@@ -234,7 +234,15 @@ class MicrobatchAccumulation:
         scaled = loss if factor == 1.0 else loss * factor
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        try:
+            scaled.backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if scaled.requires_grad:
+                raise
+            raise ConfigurationError(
+                "the loss has no gradient: it depends on no trained parameter, or was computed without gradients "
+                "(.detach(), torch.no_grad())"
+            ) from error
         if dispatcher.after_backward:
             dispatcher.after_backward.fill(loss.detach(), outputs)
             dispatcher.after_backward.fire()

@@ -120,7 +120,7 @@ class Trainer(OfRun):
         processing_class: Any = None,
     ) -> None:
         callbacks = instances(callbacks)
-        _check_arguments(model, args, callbacks)
+        _check_arguments(model, args, callbacks, loss_fn, loss_weight, data_collator)
         self.model, self.args, self._collator = model, args, data_collator or PaddedRows(processing_class)
         device = init_distributed(args.use_cpu)
         layout = build_layout(args.parallel, device)
@@ -273,12 +273,15 @@ class Trainer(OfRun):
         return inspect.unwrap(self._parts.callbacks.remove(callback))  # type: ignore[arg-type]
 
 
-def _check_arguments(model: object, args: object, callbacks: Sequence[object]) -> None:
+def _check_arguments(model: object, args: object, callbacks: Sequence[object], *functions: object) -> None:
     if not (isinstance(model, nn.Module) and isinstance(args, TrainingArguments)):
         raise ConfigurationError(
             f"Trainer({type(model).__name__}, {type(args).__name__}, …); it takes the model, a torch.nn.Module, "
             "and TrainingArguments, in this order"
         )
+    for name, function in zip(("loss_fn", "loss_weight", "data_collator"), functions, strict=True):
+        if function is not None and not callable(function):
+            raise ConfigurationError(f"{name}={function!r}; needs a function")
     check_callbacks(callbacks)
     check_materialized(model)
     check_writable(args.directory)
