@@ -39,7 +39,7 @@ MOST_FILES = {
     "logs": 10,
     "policies": 4,
     "stateful": 4,
-    "system": 15,
+    "system": 14,
     "testing": 7,
     "training": 31,
     "web": 5,
@@ -76,7 +76,7 @@ FLOORS_WITHIN = {
         ["names", "file_reading", "manifest", "checkpoint_dir", "sharding", "tensor_files", "index"],
         ["codec", "sidecar"],
         # what is saved
-        ["contract", "dtensors", "tensor_reader", "wrapped"],
+        ["contract", "tensor_reader", "wrapped"],
         ["model_state", "optimizer_rows", "optimizer_state"],
         # a save
         ["tensor_copies", "files", "plan"],

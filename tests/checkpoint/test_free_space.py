@@ -15,7 +15,7 @@ from torch import nn
 import dalsegno as ds
 from checkpoint import jobs
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, files
-from dalsegno.system import filesystem, free_space
+from dalsegno.system import filesystem, machine
 from dalsegno.testing import run_ranks
 from support.disks import small_disk
 from support.heavy import (
@@ -60,7 +60,7 @@ def test_without_memory_for_a_copy_training_waits_and_warns_once(
 ) -> None:
     overtaken = Overtaken()
     monkeypatch.setattr(filesystem, "watcher", overtaken)
-    monkeypatch.setattr(free_space, "_of_host", lambda: 3 * MB)
+    monkeypatch.setattr(machine, "_of_host", lambda: 3 * MB)
     trainer = heavy_trainer(tmp_path, overtaken.callback, megabytes=8, max_steps=6, save_steps=2)
     (warning,) = warnings_of(trainer.train)
     figures = SHORT.fullmatch(warning)
@@ -72,7 +72,7 @@ def test_without_memory_for_a_copy_training_waits_and_warns_once(
 def test_it_is_looked_at_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overtaken = Overtaken()
     monkeypatch.setattr(filesystem, "watcher", overtaken)
-    monkeypatch.setattr(free_space, "_of_host", lambda: 3 * MB if trainer.state.global_step < 4 else 30 * MB)
+    monkeypatch.setattr(machine, "_of_host", lambda: 3 * MB if trainer.state.global_step < 4 else 30 * MB)
     trainer = heavy_trainer(tmp_path, overtaken.callback, megabytes=8, max_steps=6, save_steps=2)
     assert len(warnings_of(trainer.train)) == 1
     assert overtaken.steps == [4]
@@ -84,7 +84,7 @@ def test_the_host_is_shared_by_its_ranks(
 ) -> None:
     """Each needs 8 MB, and leaves a tenth of its part for training."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
-    monkeypatch.setattr(free_space, "_of_host", lambda: 40 * MB)
+    monkeypatch.setattr(machine, "_of_host", lambda: 40 * MB)
     lines = warnings_of(heavy_trainer(tmp_path, megabytes=8, max_steps=2, save_steps=2).train)
     assert [SHORT.fullmatch(line)[2] for line in lines] == (["8 MB"] if is_short else [])  # type: ignore[index]
 
@@ -114,7 +114,7 @@ def test_a_save_where_memory_is_short_writes_the_same_files(tmp_path: Path, monk
         model.register_buffer(f"small-{number}", torch.full((number,), number, dtype=torch.bfloat16))
     there_is_memory, short = (CheckpointManager(tmp_path / each) for each in ("there-is-memory", "short"))
     one = Checkpoint.open(there_is_memory.save(1, [ModelState(model)], []))
-    monkeypatch.setattr(free_space, "_of_host", lambda: 10 * MB)
+    monkeypatch.setattr(machine, "_of_host", lambda: 10 * MB)
     monkeypatch.setattr(files, "_one_ahead", None)
     other = Checkpoint.open(short.save(1, [ModelState(model)], []))
     for name in one.manifest.files:

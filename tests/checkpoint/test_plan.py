@@ -20,8 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dalsegno.checkpoint import CheckpointManager
-from dalsegno.checkpoint.contract import Captured
-from dalsegno.checkpoint.dtensors import cuts_of
+from dalsegno.checkpoint.contract import Captured, cuts_of
 from dalsegno.checkpoint.index import Index
 from dalsegno.checkpoint.plan import FilePlan, Plan, plan, signature
 from dalsegno.checkpoint.sharding import Box, ShardedChunks, Sharding

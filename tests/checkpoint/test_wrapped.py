@@ -19,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from checkpoint.sameness import bits
 from dalsegno.callbacks import WeightNormLogger
 from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState, load_parts, read_tensors
-from dalsegno.checkpoint.dtensors import local_part
+from dalsegno.checkpoint.contract import local_part
 from dalsegno.checkpoint.wrapped import describe_mismatch, parts_of
 from dalsegno.cli import main
 from dalsegno.distributed import collectives

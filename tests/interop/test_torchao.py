@@ -10,7 +10,7 @@ from torch import nn
 
 from checkpoint.sameness import bits
 from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState, read_tensors
-from dalsegno.checkpoint.dtensors import local_part
+from dalsegno.checkpoint.contract import local_part
 from dalsegno.distributed import collectives
 from dalsegno.testing import run_ranks
 

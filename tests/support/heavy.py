@@ -16,7 +16,7 @@ import torch
 import dalsegno as ds
 from dalsegno.checkpoint.async_save import AsyncSave
 from dalsegno.distributed import collectives
-from dalsegno.system import filesystem, free_space
+from dalsegno.system import filesystem, machine
 from support.listeners import Listener
 from support.models import Line
 from support.small import small_trainer
@@ -94,7 +94,7 @@ def warnings_of(work: Callable[[], object]) -> list[str]:
 def train_where_one_rank_is_short(output_dir: Path) -> tuple[list[int], list[str]]:
     """The saves beside which this rank's training continued, and the warnings."""
     if collectives.rank() == 1:
-        free_space._of_host = lambda: 2000  # shared by two ranks
+        machine._of_host = lambda: 2000  # shared by two ranks
     filesystem.watcher = overtaken = Overtaken()
     trainer = heavy_trainer(output_dir, overtaken.callback, megabytes=1, max_steps=4, save_steps=2, parallel="ddp")
     return overtaken.steps, warnings_of(trainer.train)

@@ -24,9 +24,8 @@ from dalsegno.checkpoint.snapshot import Snapshot
 from dalsegno.distributed import collectives
 from dalsegno.errors import SaveFailed
 from dalsegno.system import filesystem
-from dalsegno.system.free_space import free_disk
+from dalsegno.system.machine import free_disk, lower_thread_priority
 from dalsegno.system.progress import Progress, format_bytes
-from dalsegno.system.worker import lower_thread_priority
 
 logger = logging.getLogger("dalsegno")
 

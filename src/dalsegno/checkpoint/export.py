@@ -45,7 +45,7 @@ from dalsegno.checkpoint.tensor_files import SAFETENSORS_NAMES, FileLayout, Tens
 from dalsegno.checkpoint.tensor_reader import ChunkReader
 from dalsegno.errors import CannotSave, ConfigurationError, DamagedCheckpoint, NotFound, UnknownName
 from dalsegno.system import filesystem
-from dalsegno.system.free_space import free_disk
+from dalsegno.system.machine import free_disk
 from dalsegno.system.progress import format_bytes, parse_bytes
 
 SINGLE_FILE = "model.safetensors"

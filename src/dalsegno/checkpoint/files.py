@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import xxhash
@@ -26,9 +25,7 @@ from dalsegno.checkpoint.tensor_copies import SMALL, Buffer, CopyProgress, anony
 from dalsegno.checkpoint.tensor_files import FileLayout, as_bytes
 from dalsegno.errors import DalsegnoError, DamagedCheckpoint, SaveFailed
 from dalsegno.system import filesystem
-from dalsegno.system.free_space import has_memory_for
-from dalsegno.system.machine import thread_count
-from dalsegno.system.worker import LOWEST, lower_thread_priority
+from dalsegno.system.machine import LOWEST, has_memory_for, lower_thread_priority, thread_count
 
 logger = logging.getLogger("dalsegno")
 
@@ -39,18 +36,6 @@ _HASHING_LOWERED_BY = 5  # nice: a quarter of training's share; at the lowest pr
 _JOINED_BYTES = 1 << 20  # small tensors per call: still in the processor's cache in the next one
 _OF_A_THREAD = 136 << 20  # bytes of address space: its stack, and what malloc reserves at its first call
 _COPIED_BYTES = 2 << 20  # at once: still in the processor's cache when they are hashed
-
-
-class PendingFile(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def length(self) -> int: ...
-
-    def write_to(self, directory: Path, advance: Advance) -> FileRecord:
-        """Write the file durably, and return its size and checksum."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,23 +156,16 @@ def _parts(
     """The parts of the file, each within one block of ``block`` bytes: its length, and what copies it to a place."""
     end = 0
     for group in in_file_order(layout, tensors, block):
-        if len(group) > 1:
+        if len(group) > 1 and group[0].is_cpu:
             length = sum(tensor.nbytes for tensor in group)
+            yield length, functools.partial(_raw, group)
             end += length
-            yield length, functools.partial(_join, group)
             continue
-        raw = as_bytes(*group)
+        raw = _raw(group)
         while len(raw):
             length = min(len(raw), block - end % block)
             yield length, functools.partial(_copy, raw[:length])
             raw, end = raw[length:], end + length
-
-
-def _join(group: Sequence[torch.Tensor], place: torch.Tensor) -> None:
-    if group[0].is_cpu:
-        torch.cat([tensor.reshape(-1) for tensor in group], out=place.view(group[0].dtype))
-    else:
-        place.copy_(_raw(group))
 
 
 def _copy(raw: torch.Tensor, place: torch.Tensor) -> None:
@@ -241,8 +219,12 @@ def in_file_order(
         yield group
 
 
-def _raw(group: Sequence[torch.Tensor]) -> torch.Tensor:
-    return as_bytes(*group) if len(group) == 1 else torch.cat([each.reshape(-1) for each in group]).view(torch.uint8)
+def _raw(group: Sequence[torch.Tensor], place: torch.Tensor | None = None) -> torch.Tensor:
+    """The bytes of a group; of several tensors at ``place``, or in new memory."""
+    if len(group) == 1:
+        return as_bytes(*group)
+    out = None if place is None else place.view(group[0].dtype)
+    return torch.cat([tensor.reshape(-1) for tensor in group], out=out).view(torch.uint8)
 
 
 class Checksum:
@@ -401,12 +383,17 @@ class LinkableFiles:
 
 @torch.no_grad()
 def record_of(layout: FileLayout, tensors: Sequence[torch.Tensor]) -> FileRecord:
-    """Record of the file that these tensors make, on any device. Reads all of them, and copies one piece at a time."""
+    """Record of the file that these tensors make, on any device. Reads all of them."""
+    return FileRecord(layout.length, checksum_of_bytes(map(_raw, in_file_order(layout, tensors))))
+
+
+def checksum_of_bytes(raws: Iterable[torch.Tensor]) -> str:
+    """Hexadecimal xxh3-128 of bytes on any device, of which one piece is copied at a time."""
     checksum = xxhash.xxh3_128()
-    for raw in map(_raw, in_file_order(layout, tensors)):
+    for raw in raws:
         for piece in torch.split(raw, filesystem.DIRECT_PIECE):
             checksum.update(piece.cpu().numpy().data)
-    return FileRecord(layout.length, checksum.hexdigest())
+    return checksum.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,6 +441,10 @@ class UnchangedFile:
                 yield piece
         if checksum.hexdigest() != self.record.xxh3:
             raise DamagedCheckpoint(f"{self.source}: has checksum {checksum.hexdigest()}, not {self.record.xxh3}")
+
+
+PendingFile = StagedFile | StreamedFile | UnchangedFile
+"""What writes a file durably, and returns its size and checksum."""
 
 
 def _is_file(path: Path, size: int) -> bool:

@@ -17,14 +17,12 @@ from functools import partial
 from typing import Literal, TypedDict
 
 import torch
-import xxhash
 
 from dalsegno.checkpoint import names
 from dalsegno.checkpoint.compatibility import Change
-from dalsegno.checkpoint.contract import Capturable, FrozenNames, ShardedState, Tensors, TensorsByComponent
-from dalsegno.checkpoint.dtensors import box_here
+from dalsegno.checkpoint.contract import Capturable, FrozenNames, ShardedState, Tensors, TensorsByComponent, box_here
 from dalsegno.checkpoint.file_reading import read_json
-from dalsegno.checkpoint.files import live_digest
+from dalsegno.checkpoint.files import checksum_of_bytes, live_digest
 from dalsegno.checkpoint.index import Index
 from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.checkpoint.model_state import ModelState
@@ -37,7 +35,6 @@ from dalsegno.distributed.stage_places import is_on_other_stage
 from dalsegno.errors import DamagedCheckpoint
 from dalsegno.stateful.component import State
 from dalsegno.stateful.schema import check
-from dalsegno.system import filesystem
 
 FORMAT = 1
 
@@ -65,11 +62,8 @@ class Fingerprint:
 
 
 def checksum_of(tensor: torch.Tensor) -> str:
-    """xxh3-128 of a tensor's elements, on any device. Copies one piece at a time."""
-    checksum = xxhash.xxh3_128()
-    for piece in torch.split(as_bytes(tensor), filesystem.DIRECT_PIECE):
-        checksum.update(piece.cpu().numpy().data)
-    return checksum.hexdigest()
+    """xxh3-128 of a tensor's elements, on any device."""
+    return checksum_of_bytes([as_bytes(tensor)])
 
 
 def to_bytes(fingerprints: Mapping[str, Fingerprint]) -> bytes:

@@ -50,10 +50,8 @@ from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, RankFailed, StateMismatch
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
-from dalsegno.system.free_space import available_memory, free_disk
-from dalsegno.system.machine import thread_count
+from dalsegno.system.machine import available_memory, free_disk, lower_thread_priority, thread_count
 from dalsegno.system.progress import format_bytes
-from dalsegno.system.worker import lower_thread_priority
 
 logger = logging.getLogger("dalsegno")
 

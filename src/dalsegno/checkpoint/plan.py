@@ -18,8 +18,7 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from dalsegno.checkpoint import names
-from dalsegno.checkpoint.contract import FrozenNames, TensorsByComponent
-from dalsegno.checkpoint.dtensors import Shardings, describe_uneven, sharding_of
+from dalsegno.checkpoint.contract import FrozenNames, Shardings, TensorsByComponent, describe_uneven, sharding_of
 from dalsegno.checkpoint.index import IndexWriter
 from dalsegno.checkpoint.sharding import Box, Integers, Sharding
 from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk

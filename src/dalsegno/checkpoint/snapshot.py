@@ -43,7 +43,7 @@ from dalsegno.distributed.layout import Layout
 from dalsegno.errors import RankFailed
 from dalsegno.stateful.component import Component, varying_fields
 from dalsegno.system import filesystem
-from dalsegno.system.free_space import available_memory, has_memory_for
+from dalsegno.system.machine import available_memory, has_memory_for
 from dalsegno.system.progress import format_bytes
 
 logger = logging.getLogger("dalsegno")

@@ -14,8 +14,7 @@ from typing import Protocol
 
 import torch
 
-from dalsegno.checkpoint.contract import TensorsByComponent
-from dalsegno.checkpoint.dtensors import box_here
+from dalsegno.checkpoint.contract import TensorsByComponent, box_here
 from dalsegno.checkpoint.file_reading import HeaderEntry
 from dalsegno.checkpoint.index import Index, StoredTensor
 from dalsegno.checkpoint.manifest import Checkpoint

@@ -31,7 +31,7 @@ from dalsegno.errors import ConfigurationError, DalsegnoError, NotRunning, State
 from dalsegno.logs.values import decode
 from dalsegno.stateful.schema import Count, check
 from dalsegno.system import filesystem
-from dalsegno.system.worker import lower_thread_priority
+from dalsegno.system.machine import lower_thread_priority
 
 from .jobs import read_small
 from .queue import CommandQueue, Ticket

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from dalsegno.system.free_space import control_groups
+from dalsegno.system.machine import control_groups
 
 MOST_LOSSES = 3
 """Number of legs in a row, lost at the same step or an earlier one, after which there are no more restarts."""

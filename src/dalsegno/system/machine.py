@@ -5,10 +5,13 @@ Logs are read on any system; training needs Linux or macOS.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import shutil
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -129,7 +132,87 @@ def peak_resident_memory() -> int:
     return resident if sys.platform == "darwin" else resident * 1024
 
 
-# --- how many threads of a rank move memory at once -----------------------------------------------------------------
+# --- available memory and disk space, asked before a save -------------------------------------------------------------
+
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_SHARE = 0.9
+"""Share of the available memory that a save may take. Training allocates from the rest meanwhile."""
+
+
+def has_memory_for(count: int) -> bool:
+    """Whether this rank may allocate ``count`` more bytes. True if the available memory is unknown."""
+    available = available_memory()
+    return available is None or count <= _SHARE * available
+
+
+def available_memory() -> int | None:
+    """Bytes that this rank may allocate without swapping; None if unknown. An equal share, among the ranks of this
+    host, of what the host and its control groups have left; at most what the process's own limit (``ulimit -v``)
+    leaves."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    shared = [limit // ranks_here for limit in (_of_host(), *map(_of_group, control_groups())) if limit is not None]
+    return min((limit for limit in (_of_process(), *shared) if limit is not None), default=None)
+
+
+def free_disk(directory: Path) -> int:
+    return shutil.disk_usage(directory).free
+
+
+def _of_host() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def _of_process() -> int | None:
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        return None
+    return None if limit == resource.RLIM_INFINITY else max(0, limit - pages * resource.getpagesize())
+
+
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_V2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
+"""Of each version of control groups: files of the limit and of what is used; entries of ``memory.stat`` for the page
+cache."""
+
+
+def control_groups() -> Iterator[Path]:
+    """This process's control groups, of both versions, and their parents."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or "memory" in controllers.split(","):
+            root = _CGROUPS if number == "0" else _CGROUPS / "memory"
+            group = root / path.lstrip("/")
+            yield from (each for each in (group, *group.parents) if each.is_relative_to(root))
+
+
+def _of_group(group: Path) -> int | None:
+    """Bytes that the group's limit leaves. Its page cache can be dropped, and counts as free."""
+    limit_file, used_file, droppable = _V2 if (group / _V2[0]).exists() else _V1
+    try:
+        limit = (group / limit_file).read_text().strip()
+        if limit == "max":
+            return None
+        used = int((group / used_file).read_text())
+        counts = dict(line.split(maxsplit=1) for line in (group / "memory.stat").read_text().splitlines())
+        return max(0, int(limit) - used + sum(int(counts[name]) for name in droppable))
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+# --- threads that move memory: how many of a rank at once, and their priority ----------------------------------------
 
 
 _MOST_THREADS = 4
@@ -152,3 +235,16 @@ def run_on_threads(work: Callable[[int], object], count: int, name: str) -> None
         work(0)
         for other in others:
             other.result()
+
+
+LOWEST = 39
+"""From the highest priority to the lowest, in steps of nice."""
+
+
+def lower_thread_priority(by: int = LOWEST) -> None:
+    """Give the calling thread, and the threads that it starts, a lower priority, in favor of training. ``by``: steps of
+    nice, of which the lowest priority is 19; by default it becomes the lowest."""
+    if sys.platform == "linux":  # where priorities are per thread, not per process
+        thread = threading.get_native_id()
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + by))

@@ -7,11 +7,8 @@ and never keeps the process alive.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import logging
-import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -168,19 +165,6 @@ class Worker:
             for label, each in failures.items()
         )
         logger.log(level, "%s: %s%s", self.name, self.counts, details)
-
-
-LOWEST = 39
-"""From the highest priority to the lowest, in steps of nice."""
-
-
-def lower_thread_priority(by: int = LOWEST) -> None:
-    """Give the calling thread, and the threads that it starts, a lower priority, in favor of training. ``by``: steps of
-    nice, of which the lowest priority is 19; by default it becomes the lowest."""
-    if sys.platform == "linux":  # where priorities are per thread, not per process
-        thread = threading.get_native_id()
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + by))
 
 
 async def _awaited(result: Any) -> None:

@@ -22,8 +22,8 @@ from dalsegno.distributed import collectives
 from dalsegno.errors import LeaseLost
 from dalsegno.policies.retention import Keep
 from dalsegno.system.lease import LOCK, TTL_S, Lease, outlast, read_holder
+from dalsegno.system.machine import lower_thread_priority
 from dalsegno.system.progress import Progress, format_bytes
-from dalsegno.system.worker import lower_thread_priority
 
 logger = logging.getLogger("dalsegno")
 

@@ -26,7 +26,7 @@ from dalsegno.diloco.worker.snapshot import GlobalSnapshot
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, DalsegnoError, NotFound, NotRunning, StateMismatch
 from dalsegno.stateful.schema import Count
-from dalsegno.system.worker import lower_thread_priority
+from dalsegno.system.machine import lower_thread_priority
 
 logger = logging.getLogger("dalsegno")
 
