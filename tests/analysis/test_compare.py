@@ -21,29 +21,29 @@ def of(pairs: list[tuple[int, float]]) -> Series:
 
 @given(LOGGED, LOGGED)
 def test_alignment(first: list[tuple[int, float]], second: list[tuple[int, float]]) -> None:
-    both = align(of(first), of(second))
+    steps, ours, theirs, interpolated = align(of(first), of(second))
     last_of_first, last_of_second = dict(first), dict(second)
-    assert (np.diff(both.steps) > 0).all()
-    assert len(both.steps) == len(both.first) == len(both.second)
-    if both.interpolated:
-        for values, known in ((both.first, last_of_first), (both.second, last_of_second)):
-            for step, value in zip(both.steps.tolist(), values, strict=True):
+    assert (np.diff(steps) > 0).all()
+    assert len(steps) == len(ours) == len(theirs)
+    if interpolated:
+        for values, known in ((ours, last_of_first), (theirs, last_of_second)):
+            for step, value in zip(steps.tolist(), values, strict=True):
                 assert min(known) <= step <= max(known)
                 assert value == pytest.approx(known.get(step, value))
                 assert min(known.values()) - 1e-9 <= value <= max(known.values()) + 1e-9
     else:
         common = sorted(last_of_first.keys() & last_of_second.keys())
-        assert both.steps.tolist() == common
-        assert both.first.tolist() == [last_of_first[step] for step in common]
-        assert both.second.tolist() == [last_of_second[step] for step in common]
+        assert steps.tolist() == common
+        assert ours.tolist() == [last_of_first[step] for step in common]
+        assert theirs.tolist() == [last_of_second[step] for step in common]
 
 
 def test_runs_that_log_at_other_steps_are_read_between_them() -> None:
     dense, sparse = series([*range(100)], [*range(0, 500, 5)]), series([*range(14)], [*range(3, 500, 36)])
-    both = align(dense, sparse)
-    assert both.interpolated
-    assert both.steps.tolist() == sparse.steps.tolist()
-    assert both.first.tolist() == pytest.approx([step / 5 for step in both.steps.tolist()])
+    steps, ours, _, interpolated = align(dense, sparse)
+    assert interpolated
+    assert steps.tolist() == sparse.steps.tolist()
+    assert ours.tolist() == pytest.approx([step / 5 for step in steps.tolist()])
 
 
 def test_a_run_and_itself() -> None:

@@ -133,24 +133,6 @@ SECOND_DIFFERENCE = math.sqrt(math.pi / 2 / 6)
 """Factor from the mean absolute second difference of independent normal noise to its standard deviation."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Alignment:
-    """One metric of two runs at the same steps. Arrays have shape (n,)."""
-
-    steps: Steps
-    """Strictly ascending."""
-    first: Floats
-    second: Floats
-    interpolated: bool
-    """Whether the runs logged at different steps, so that one of them is linearly interpolated."""
-
-    @property
-    def difference(self) -> Floats:
-        """Second minus first."""
-        with np.errstate(invalid="ignore", over="ignore"):
-            return self.second - self.first
-
-
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Result of comparing one metric of two runs. A step is None if there is no such step."""
@@ -158,6 +140,7 @@ class Comparison:
     records: int
     """Number of compared steps."""
     interpolated: bool
+    """Whether the runs logged at different steps, so that one of them is linearly interpolated."""
     window: int
     """Records averaged to reduce noise."""
     differs_at: int | None
@@ -180,22 +163,21 @@ class Comparison:
         return self.records > 0 and self.differs_at is None
 
 
-def align(first: Series, second: Series) -> Alignment:
-    """Align two series on common steps.
+def align(first: Series, second: Series) -> tuple[Steps, Floats, Floats, bool]:
+    """Common steps, ascending, the values of both series there, and whether one of them is linearly interpolated.
 
     The last value of a repeated step is used. The steps are those in both series; if these are fewer than half of the
     sparser series' steps within the common range, the latter are used and the denser series is interpolated.
     """
     (steps_a, a), (steps_b, b) = _each_step_once(first), _each_step_once(second)
     common, in_a, in_b = np.intersect1d(steps_a, steps_b, assume_unique=True, return_indices=True)
-    if not len(steps_a) or not len(steps_b):
-        return Alignment(common, a[in_a], b[in_b], interpolated=False)
-    begin, end = max(steps_a[0], steps_b[0]), min(steps_a[-1], steps_b[-1])
-    ranges = [steps[(steps >= begin) & (steps <= end)] for steps in (steps_a, steps_b)]
-    sparser = min(ranges, key=len)
+    sparser = common
+    if len(steps_a) and len(steps_b):
+        begin, end = max(steps_a[0], steps_b[0]), min(steps_a[-1], steps_b[-1])
+        sparser = min((steps[(steps >= begin) & (steps <= end)] for steps in (steps_a, steps_b)), key=len)
     if 2 * len(common) >= len(sparser):
-        return Alignment(common, a[in_a], b[in_b], interpolated=False)
-    return Alignment(sparser, np.interp(sparser, steps_a, a), np.interp(sparser, steps_b, b), interpolated=True)
+        return common, a[in_a], b[in_b], False
+    return sparser, np.interp(sparser, steps_a, a), np.interp(sparser, steps_b, b), True
 
 
 def compare_series(first: Series, second: Series, *, window: int | None = None, sigmas: float = 4.0) -> Comparison:
@@ -217,26 +199,26 @@ def compare_series(first: Series, second: Series, *, window: int | None = None, 
         raise ConfigurationError(f"window is {window!r}; allowed: at least 1 record")
     if not sigmas > 0:
         raise ConfigurationError(f"sigmas is {sigmas!r}; allowed: a number over 0")
-    both = align(first, second)
-    n = len(both.steps)
+    steps, one, other, is_interpolated = align(first, second)
+    n = len(steps)
     if window is None:
         window = min(max(1, n // 20), 50)
     if not n:
         return Comparison(0, False, window, None, None, None, math.nan, math.nan, math.nan, math.nan)
-    unlike = ~((both.first == both.second) | (np.isnan(both.first) & np.isnan(both.second)))
+    unlike = ~((one == other) | (np.isnan(one) & np.isnan(other)))
     with np.errstate(invalid="ignore", over="ignore"):
-        noise = np.hypot(_noise(both.first, window), _noise(both.second, window)) / math.sqrt(window)
-        outside = np.abs(smooth(both.difference, window)) > sigmas * noise
-    broken = np.isfinite(both.first) != np.isfinite(both.second)
+        noise = np.hypot(_noise(one, window), _noise(other, window)) / math.sqrt(window)
+        outside = np.abs(smooth(other - one, window)) > sigmas * noise
+    broken = np.isfinite(one) != np.isfinite(other)
     last = slice(max(0, n - window), n)
-    ours, theirs = mean(both.first[last]), mean(both.second[last])
+    ours, theirs = mean(one[last]), mean(other[last])
     return Comparison(
         records=n,
-        interpolated=both.interpolated,
+        interpolated=is_interpolated,
         window=window,
-        differs_at=_first_step(both.steps, unlike),
-        parts_at=_first_step(both.steps, broken | _lasting(outside, window // 2 + 1)),
-        last_step=int(both.steps[-1]),
+        differs_at=_first_step(steps, unlike),
+        parts_at=_first_step(steps, broken | _lasting(outside, window // 2 + 1)),
+        last_step=int(steps[-1]),
         first=ours,
         second=theirs,
         difference=theirs - ours,

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 from dalsegno.errors import ConfigurationError, NotFound, UnknownName
 from dalsegno.logs.values import Record
@@ -156,11 +156,6 @@ def _runs_in(root: Path, folder: Path, step_key: str | None, depth: int) -> Iter
     yield from below
 
 
-class Named(Protocol):
-    name: str
-    path: Path
-
-
 def name_of(path: Path) -> str:
     """Name of the run directory that ``path`` is or lies in; otherwise the file's stem."""
     path = path.resolve()
@@ -171,11 +166,11 @@ def name_of(path: Path) -> str:
     return path.stem
 
 
-def make_names_unique(runs: Sequence[Named]) -> None:
+def make_names_unique(runs: Sequence[TrainingLog]) -> None:
     """Prefix equal names with as many parent directories as needed; number equal names in the same directory."""
     above = {id(run): _above(run) for run in runs}
 
-    def is_shared(run: Named) -> bool:
+    def is_shared(run: TrainingLog) -> bool:
         return any(run.name == other.name and above[id(run)] != above[id(other)] for other in runs)
 
     while alike := [run for run in runs if is_shared(run)]:
@@ -189,7 +184,7 @@ def make_names_unique(runs: Sequence[Named]) -> None:
             run.name = f"{run.name} ({seen[run.name]})"
 
 
-def _above(run: Named) -> list[str]:
+def _above(run: TrainingLog) -> list[str]:
     """The directories above the one that names the run, outermost first."""
     path = run.path.resolve()
     name = run.name.split("/")

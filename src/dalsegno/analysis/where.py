@@ -13,24 +13,11 @@ import operator
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from dalsegno.errors import ConfigurationError
 
 Holds = Callable[[Mapping[str, Any]], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """A predicate on records."""
-
-    names: tuple[str, ...]
-    """Fields it compares."""
-    holds: Holds
-
-    def __call__(self, record: Mapping[str, Any]) -> bool:
-        return self.holds(record)
 
 
 _TOKENS = re.compile(
@@ -49,12 +36,15 @@ _SHORT = {"step": "global_step", "time": "timestamp"}
 _JOINING = ("and", "or", "not")
 
 
-def parse_condition(text: str) -> Condition:
-    """Raises ConfigurationError for a syntax error; the message gives its position."""
+def parse_condition(text: str) -> tuple[Holds, list[str]]:
+    """A predicate on records, and the fields that it compares.
+
+    Raises ConfigurationError for a syntax error; the message gives its position.
+    """
     parser = _Parser(text)
     holds = parser.either()
     parser.expect_end()
-    return Condition(tuple(dict.fromkeys(parser.names)), holds)
+    return holds, parser.names
 
 
 class _Token(NamedTuple):

@@ -64,7 +64,7 @@ def show(arguments: argparse.Namespace) -> int:
     from dalsegno.analysis.where import parse_condition
 
     first, last = _step_range(arguments.step)
-    holds = parse_condition(arguments.where) if arguments.where else None
+    holds, compared = parse_condition(arguments.where) if arguments.where else (lambda record: True, [])
     log = analysis.open_log(arguments.run_path, arguments.step_key)
     chosen = arguments.metrics
     table = None if arguments.json else RecordTable(chosen, several=len(log) > 1)
@@ -75,7 +75,7 @@ def show(arguments: argparse.Namespace) -> int:
         seen.update(dict.fromkeys(record))
         step = record["global_step"]
         count, low, high = count + 1, min(low, step), max(high, step)
-        if not first <= step <= last or (holds is not None and not holds(record)):
+        if not first <= step <= last or not holds(record):
             continue
         if chosen and not any(name in record for name in chosen):
             continue
@@ -86,7 +86,7 @@ def show(arguments: argparse.Namespace) -> int:
             print_json({name: value for name, value in record.items() if name in (*ALWAYS, *chosen)}, indent=None)
         else:
             print_json(record, indent=None)
-    for name in (*(chosen or ()), *(holds.names if holds and not shown else ())):
+    for name in (*(chosen or ()), *(compared if not shown else ())):
         if name not in seen and name not in ALWAYS:
             raise UnknownName(f"metric of {log.name}", name, [name for name in seen if name not in ALWAYS])
     if not shown:
