@@ -131,8 +131,11 @@ class _Files:
     def find(self, state: TensorsByComponent) -> None:
         """As before a load with the same layout."""
         index, reader = Index.read(self._index), ChunkReader(self)
-        for read in planned_reads(state, index):
-            reader.span(read.chunk, read.dtype)
+        for component, its in state.items():
+            stored = index.of(component)
+            for name, tensor in its.items():
+                for read in planned_reads(tensor, stored[name], name):
+                    reader.span(read.chunk, read.dtype)
 
 
 def _dcp(world: int, tensors: int, part: int, rounds: int) -> dict[str, float]:

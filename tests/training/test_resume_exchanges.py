@@ -12,7 +12,7 @@ from dalsegno.testing import run_ranks
 from support.exchanges import Exchanges
 from support.small import small_trainer
 
-MOST = 23
+MOST = 20
 
 
 class FirstStep(ds.Callback):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -22,9 +22,8 @@ from dalsegno.system.machine import run_on_threads, thread_count
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)  # missing, or not a regular file
 
 
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """``size`` in bytes and hexadecimal xxh3-128 of a file."""
+class FileRecord(NamedTuple):
+    """``size`` in bytes and hexadecimal xxh3-128 of a file. A tuple: there are tens of thousands, which are sent."""
 
     size: int
     xxh3: str

@@ -161,9 +161,10 @@ class MemoryCheckpoints:
         former = self._former
         self._forget_leg()
         self._former = former
-        left = any(each.is_of(self._output_dir) for each in memory_dir.find_all())
-        is_needed = saving or former is not None or left
-        if not collectives.all_reduce_max([is_needed], "whether memory holds checkpoints")[0]:
+        if not saving and former is None:
+            if collectives.local_rank() == 0:
+                with contextlib.suppress(OSError):  # the other ranks do not wait for this
+                    memory_dir.remove_others(self._output_dir)
             return
         hosts = self._hosts
         self._shareable = None if former is None else LinkableFiles(former.path, former.files_here)

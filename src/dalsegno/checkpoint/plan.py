@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import xxhash
 from torch.distributed.tensor import DTensor
 
 from dalsegno.checkpoint import names
@@ -165,19 +164,15 @@ def _forms(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.dtype], list[int
     return dtypes, sizes
 
 
-def check_ranks_match(tensors: TensorsByComponent, frozen: FrozenNames) -> None:
-    """Raise CannotSave, with the first difference, on every rank unless all ranks hold the same tensors. Collective:
-    one small reduction."""
-    lines = [
-        f"{component}.{_described(name, tensor)}{' frozen' if name in frozen.get(component, ()) else ''}"
-        for component, its in tensors.items()
-        for name, tensor in its.items()
-    ]
-    digest = xxhash.xxh3_64_intdigest("\n".join(lines).encode("utf-8", "surrogatepass")) >> 1
-    highest, lowest = collectives.all_reduce_max([digest, -digest], "what all ranks hold")
-    if highest == -lowest:
-        return
-    of_zero, *others = collectives.gather(lines, "what each rank holds")
+def plan_on_all_ranks(tensors: TensorsByComponent, frozen: FrozenNames, absent: FrozenNames) -> Plan:
+    """As :func:`plan`. Raises CannotSave, with the first difference, on every rank unless all ranks hold the same
+    tensors. Collective: one small exchange."""
+    planned, are_equal = collectives.run_and_compare(
+        lambda: plan(tensors, frozen, absent), lambda _: _lines(tensors, frozen)
+    )
+    if are_equal:
+        return planned
+    of_zero, *others = collectives.gather(_lines(tensors, frozen), "what each rank holds")
     number, here, there = next(
         (number, here, there)
         for number, theirs in enumerate(others, start=1)
@@ -188,6 +183,14 @@ def check_ranks_match(tensors: TensorsByComponent, frozen: FrozenNames) -> None:
         f"the ranks hold different tensors: rank 0 has {here}, where rank {number} has {there}. All ranks need the "
         "same ones; a tensor that is sharded over the ranks must be a DTensor"
     )
+
+
+def _lines(tensors: TensorsByComponent, frozen: FrozenNames) -> list[str]:
+    return [
+        f"{component}.{_described(name, tensor)}{' frozen' if name in frozen.get(component, ()) else ''}"
+        for component, its in tensors.items()
+        for name, tensor in its.items()
+    ]
 
 
 def _described(name: str, tensor: torch.Tensor) -> str:

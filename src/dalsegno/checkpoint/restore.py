@@ -24,6 +24,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import DalsegnoError, StateMismatch
 from dalsegno.stateful.component import Component, State
+from dalsegno.system.machine import boot_id, host_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,15 +199,17 @@ def restore(
             carried.update(unclaimed_states(saved, sharded, components, report))
         return stored, known, found
 
-    stored, known, prepared = collectives.run_on_all_ranks(prepare)
+    (stored, known, prepared), is_one_host = collectives.run_and_compare(prepare, lambda _: boot_id() or host_name())
     report.changes.extend(find_other_base(saved.checkpoint, stored.index, stored.rests, sharded))
     raise_if_incompatible(report.changes, allowed, saved.path)
 
     def begin() -> ShardedLoad:
         restore_components(saved, (each for each in prepared if each[0].precedes_tensors), report)
-        return ShardedLoad(stored, known)
+        return ShardedLoad(stored, known, shares=not is_one_host)
 
-    tensors = collectives.run_on_all_ranks(begin)
+    tensors, share_alike = collectives.run_and_compare(begin, lambda tensors: tensors.shared)
+    if not share_alike:
+        tensors.read_all()
     tensors.fetch()
 
     collectives.run_on_all_ranks(tensors.run)  # before what callbacks load, which may be collective
@@ -292,13 +295,14 @@ def find_mismatches(stored: StoredTensors, sharded: Sequence[ShardedState], *, a
 class ShardedLoad(PlannedLoad):
     """Loads all that fits, at any number of ranks that saved. Nothing is changed before :meth:`run`."""
 
-    def __init__(self, stored: StoredTensors, sharded: Sequence[ShardedState]) -> None:
+    def __init__(self, stored: StoredTensors, sharded: Sequence[ShardedState], *, shares: bool = False) -> None:
         self._stored = stored
         self.targets: dict[str, LoadTarget] = {}
         for each in sharded:
             with add_context(f"{stored.origin}: {each.key}"):
                 self.targets[each.key] = each.prepare(stored.index, stored.rests[each.key])
-        super().__init__({key: each.tensors for key, each in self.targets.items()}, stored.files, stored.index)
+        tensors = {key: each.tensors for key, each in self.targets.items()}
+        super().__init__(tensors, stored.files, stored.index, shares=shares)
 
     def run(self) -> None:
         super().run()

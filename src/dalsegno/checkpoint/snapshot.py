@@ -142,14 +142,14 @@ class Snapshotter:
     def check_serializable(self, sharded: Sequence[Capturable], components: Sequence[Component]) -> None:
         """Encode every state and plan the files, so that all that can refuse a save does so now: raises CannotSave on
         every rank if a state on any rank cannot be saved. Collective."""
-        states, failure = encode_all(sharded, [each for each in components if each.rehearsed], {}, self._base)
-        signature = signature_of(states)
-        has_failed, has_changed = collectives.all_reduce_max(
-            [failure is not None, signature != self._planned_for], "whether to plan a save anew"
-        )
-        if has_failed:
-            collectives.run_on_all_ranks(lambda: _reraise(failure))
-        if has_changed:
+
+        def encoded() -> tuple[States, object]:
+            states, failure = encode_all(sharded, [each for each in components if each.rehearsed], {}, self._base)
+            _reraise(failure)
+            return states, signature_of(states)
+
+        (states, signature), are_alike = collectives.run_and_compare(encoded, lambda each: each[1] == self._planned_for)
+        if not are_alike or signature != self._planned_for:
             self._replan(states, signature)
 
     def prepare(self, sharded: Sequence[Capturable], sizes: Collection[int] = ()) -> Iterator[None]:
@@ -221,9 +221,8 @@ class Snapshotter:
 
     def _replan(self, states: States, signature: object) -> None:
         self._planned_for = None  # stays so if planning fails
-        planning.check_ranks_match(states.tensors, states.frozen)
         absent = {} if self._base is None else unchanged_everywhere(states.base)
-        self._plan = collectives.run_on_all_ranks(lambda: planning.plan(states.tensors, states.frozen, absent))
+        self._plan = planning.plan_on_all_ranks(states.tensors, states.frozen, absent)
         self._planned_for = signature
 
     def _planned(

@@ -6,6 +6,7 @@ All reads are planned before the first byte is copied: a checkpoint whose files 
 from __future__ import annotations
 
 import contextlib
+import heapq
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
 
 from dalsegno.checkpoint.contract import TensorsByComponent, box_here
 from dalsegno.checkpoint.file_reading import HeaderEntry
@@ -21,20 +24,56 @@ from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.checkpoint.names import component_and_name
 from dalsegno.checkpoint.sharding import Box, StoredChunk
 from dalsegno.checkpoint.tensor_files import StoredFile, as_bytes, byte_count
+from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import local_part, unexpanded
+from dalsegno.distributed.stage_places import place_of
 from dalsegno.errors import DamagedCheckpoint, StateMismatch
 from dalsegno.system.machine import run_on_threads, thread_count
 
 
 class PlannedLoad:
-    """What this rank reads into ``tensors``, in place: those of components and names that ``index`` has."""
+    """What this rank reads into ``tensors``, in place: those of components and names that ``index`` has.
 
-    def __init__(self, tensors: TensorsByComponent, files: Files, index: Index) -> None:
+    If it ``shares``, one of the ranks that hold equal parts of a tensor reads it, and broadcasts it to the others: for
+    ranks that do not share a page cache, where each would read the whole model from the disk that all share. Out of one
+    page cache, reading is faster.
+    """
+
+    def __init__(self, tensors: TensorsByComponent, files: Files, index: Index, *, shares: bool = False) -> None:
         self._files = files
         self._reader = ChunkReader(files)
-        self._reads = sorted(planned_reads(tensors, index), key=lambda read: read.chunk.file)
-        for read in self._reads:
-            if files.is_here(read.chunk.file):
+        self._reads: list[Read] = []
+        self._spared: list[Read] = []  # which other ranks make
+        self._received: dict[tuple[dist.ProcessGroup, int], list[torch.Tensor]] = {}  # from each rank of a group
+        self.shared: list[object] = []
+        """Describes the tensors that are broadcast; to be compared over all ranks."""
+        readers: dict[dist.ProcessGroup, list[tuple[int, int]]] = {}  # bytes that each rank of a group reads so far
+        for component, its in tensors.items():
+            stored = index.of(component)
+            for name, tensor in its.items():
+                reads = [*planned_reads(tensor, stored[name], f"{component}.{name}")] if name in stored else []
+                group = replicas_of(tensor) if shares and name in stored else None
+                if group is None:
+                    self._reads += reads
+                    continue
+                loads = readers.setdefault(group, [(0, rank) for rank in sorted(dist.get_process_group_ranks(group))])
+                load, reader = loads[0]
+                # By its whole size: so the ranks of all groups broadcast in the same order, and none waits in a circle.
+                heapq.heapreplace(loads, (load + byte_count(tensor.shape, tensor.dtype), reader))
+                (self._reads if reader == collectives.rank() else self._spared).extend(reads)
+                self._received.setdefault((group, reader), []).append(local_part(tensor))
+                self.shared.append((component, name, tensor.shape, tensor.dtype, len(loads)))
+        self._check(self._reads)
+
+    def read_all(self) -> None:
+        """Share nothing: the ranks do not have the same tensors to share."""
+        self._reads += self._spared
+        self._received.clear()
+        self._check(self._spared)
+
+    def _check(self, reads: Sequence[Read]) -> None:
+        for read in reads:
+            if self._files.is_here(read.chunk.file):
                 self._reader.span(read.chunk, read.dtype)
 
     def fetch(self) -> None:
@@ -42,10 +81,18 @@ class PlannedLoad:
         self._files.require({read.chunk.file for read in self._reads})
 
     def run(self) -> None:
+        """Collective, if it shares. A rank that fails goes on to broadcast: the others wait for it."""
+        failure: Exception | None = None
         try:
-            _read_all(self._reads, self._reader)
+            _read_all(sorted(self._reads, key=lambda read: read.chunk.file), self._reader)
+        except Exception as error:
+            failure = error
         finally:
             self._reader.close()
+        for (group, reader), tensors in self._received.items():
+            collectives.broadcast_tensors(tensors, reader, group)
+        if failure is not None:
+            raise failure
 
 
 _LARGE_BYTES = 1 << 20  # of a read on average: several threads that read less at once wait for the GIL
@@ -94,18 +141,32 @@ class Read:
         memory.copy_(_repeated_part(read, memory.shape, self.chunk.name))
 
 
-def planned_reads(tensors: TensorsByComponent, index: Index) -> Iterator[Read]:
-    """What this rank reads: the common boxes of its shards and the stored chunks."""
-    for component, its in tensors.items():
-        stored = index.of(component)
-        for name, tensor in its.items():
-            if name not in stored or (here := box_here(tensor, f"{component}.{name}")) is None:
-                continue
-            local = local_part(tensor)
-            for chunk in stored[name].chunks.overlapping(here):
-                box = chunk.box.common(here)
-                assert box is not None, "chunks that overlap have common elements"
-                yield Read(part(local, box.relative_to(here)), chunk, stored[name].dtype, box)
+def planned_reads(tensor: torch.Tensor, stored: StoredTensor, name: str) -> Iterator[Read]:
+    """What this rank reads of a tensor: the common boxes of its shard and the stored chunks. ``name``: for errors."""
+    if (here := box_here(tensor, name)) is None:
+        return
+    local = local_part(tensor)
+    for chunk in stored.chunks.overlapping(here):
+        box = chunk.box.common(here)
+        assert box is not None, "chunks that overlap have common elements"
+        yield Read(part(local, box.relative_to(here)), chunk, stored.dtype, box)
+
+
+def replicas_of(tensor: torch.Tensor) -> dist.ProcessGroup | None:
+    """Ranks that hold the same part of ``tensor`` as this one, and whose backend carries it; None without others. Of a
+    mesh with copies along several dimensions, those along the first."""
+    local = local_part(tensor)
+    is_carried = not local.is_cpu or collectives.communication_device().type == "cpu"
+    if not (collectives.initialized() and is_carried and unexpanded(local).shape == local.shape):
+        return None
+    if place_of(tensor) is not None:
+        return None  # of some ranks only
+    if not isinstance(tensor, DTensor):
+        return dist.group.WORLD
+    mesh = tensor.device_mesh
+    copies = (number for number, each in enumerate(tensor.placements) if isinstance(each, Replicate))
+    along = next((number for number in copies if mesh.size(number) > 1), None)
+    return None if along is None or mesh.get_coordinate() is None else mesh.get_group(along)
 
 
 def _repeated_part(read: torch.Tensor, shape: torch.Size, name: str) -> torch.Tensor:

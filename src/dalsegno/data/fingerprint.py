@@ -191,6 +191,10 @@ def _summary(sample: Any) -> tuple[str, float, float]:
     return text.hexdigest(), total / max(count, 1.0), squares / max(count, 1.0)
 
 
+Examined = tuple[dict[str, Any], list[str]]
+"""A fingerprint, and a sentence for each thing that a resume would not reproduce."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingData:
     """A dataset, or the user's own loader."""
@@ -210,15 +214,14 @@ class TrainingData:
             getattr(loader, "num_workers", 0),
         )
 
-    def examine(self) -> tuple[dict[str, Any], list[str]]:
+    def examine(self) -> Examined:
         """Return the fingerprint, that of rank 0, and a sentence for each thing that a resume would not reproduce.
         Collective. Raises ConfigurationError on all ranks, if their datasets differ."""
         if self.loader is not None:  # each rank may have its own part
             return collectives.from_rank_zero(self._examine_alone)
-        found, problems = collectives.run_on_all_ranks(self._examine_alone)
-        return _expect_same("train_dataset", found), problems
+        return _examined_alike("train_dataset", self._examine_alone)
 
-    def _examine_alone(self) -> tuple[dict[str, Any], list[str]]:
+    def _examine_alone(self) -> Examined:
         probed = probe(self.dataset, self.num_workers, self.collate_fn)
         return fingerprint(self.dataset, probed), self._problems(probed)
 
@@ -255,20 +258,19 @@ class TrainingData:
 def check_same_length(argument: str, dataset: Any) -> None:
     """Check lengths before any loader is built: ranks with different ones could not step together. Collective. Raises
     ConfigurationError on all ranks, if the lengths of what they pass as ``argument`` differ."""
-    _expect_same(argument, fingerprint(dataset, ProbeResult()))
+    _examined_alike(argument, lambda: (fingerprint(dataset, ProbeResult()), []))
 
 
-def _expect_same(argument: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Return rank 0's fingerprint. Raises ConfigurationError on all ranks, if the fingerprints of what they pass as
-    ``argument`` differ."""
-    own = xxhash.xxh3_64_intdigest(repr(sorted(found.items())).encode("utf-8", "surrogatepass")) >> 1
-    highest, lowest = collectives.all_reduce_max([own, -own], "the datasets of all ranks")
-    if highest == -lowest:
-        return found
+def _examined_alike(argument: str, examine: Callable[[], Examined]) -> Examined:
+    """Return what ``examine`` returns, with rank 0's fingerprint. Raises ConfigurationError on all ranks, if the
+    fingerprints of what they pass as ``argument`` differ."""
+    (found, problems), are_equal = collectives.run_and_compare(examine, lambda examined: sorted(examined[0].items()))
+    if are_equal:
+        return found, problems
     everywhere = collectives.gather(found, "the datasets of all ranks")
     others = [rank for rank, theirs in enumerate(everywhere) if not same(everywhere[0], theirs)]
     if not others:
-        return everywhere[0]
+        return everywhere[0], problems
     lengths = [each["length"] for each in everywhere]
     differ = [f"{lengths[rank]} samples on rank {rank}" for rank in [0, *others[:3]]]
     what = ", ".join(differ) if len(set(lengths)) > 1 else f"rank 0 has other samples than rank {others}"

@@ -7,20 +7,16 @@ every rank has, and saving changes nothing.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import collectives
 from .sharded_tensors import unexpanded
 from .stage_places import place_of
-
-_SMALL = 1 << 20  # bytes; smaller buffers are broadcast together
 
 
 class SharedBuffers:
@@ -35,10 +31,10 @@ class SharedBuffers:
         if not collectives.initialized():
             return
         self._places = [place for module in self._modules for part in module.modules() for place in _persistent(part)]
-        listing = "\n".join(f"{name!r} {list(each.shape)} {each.dtype}" for (_, name), each in self._found())
-        digest = xxhash.xxh3_64_intdigest(listing.encode()) >> 1
-        highest, lowest = collectives.all_reduce_max([digest, -digest], "which buffers all ranks have")
-        if highest != -lowest:
+        _, are_equal = collectives.run_and_compare(
+            self._found, lambda found: [(name, each.shape, each.dtype) for (_, name), each in found]
+        )
+        if not are_equal:
             self._places = []
 
     def share(self) -> None:
@@ -48,14 +44,8 @@ class SharedBuffers:
         with torch.no_grad():
             tensors = [each for _, each in self._found()]
             _share_in_stages(tensors)
-            found = {id(each): unexpanded(each.detach()) for each in tensors if place_of(each) is None}.values()
-            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-            for each in found:
-                if each.nbytes < _SMALL:
-                    alike[each.device, each.dtype].append(each)
-            collectives.broadcast_tensors(each for each in found if each.nbytes >= _SMALL)
-            for small in alike.values():
-                _broadcast_flat(small)
+            found = {id(each): unexpanded(each.detach()) for each in tensors if place_of(each) is None}
+            collectives.broadcast_tensors(found.values())
 
     def _found(self) -> list[tuple[tuple[nn.Module, str], Tensor]]:
         """Look up the present tensors: a step may have replaced a buffer by another tensor."""
@@ -74,11 +64,3 @@ def _share_in_stages(tensors: Iterable[Tensor]) -> None:
 def _persistent(module: nn.Module) -> list[tuple[nn.Module, str]]:
     left_out = module._non_persistent_buffers_set
     return [(module, name) for name, _ in module.named_buffers(recurse=False) if name not in left_out]
-
-
-def _broadcast_flat(tensors: list[Tensor]) -> None:
-    flat = torch.cat([each.reshape(-1) for each in tensors])
-    collectives.broadcast_tensors([flat])
-    if collectives.rank() != 0:
-        for each, part in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
-            each.copy_(part.view(each.shape))

@@ -15,13 +15,14 @@ import struct
 import threading
 import weakref
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from dalsegno import errors
@@ -205,14 +206,42 @@ def _gathered(values: Sequence[float], purpose: str) -> torch.Tensor:
     return _exchange(purpose, len(values), rows.view(-1)).view(torch.float64).view(rows.shape)
 
 
-def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
-    """Broadcast rank 0's values of these tensors, which must not be sharded."""
-    if initialized():
-        _deliver()
-        for tensor in tensors:
-            whole = tensor.detach().contiguous()
-            dist.broadcast(whole, src=0)
-            tensor.detach().copy_(whole)
+_SMALL = 1 << 20  # bytes; smaller tensors are broadcast together
+_TOGETHER = 16 << 20  # bytes at most
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[Tensor], source: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    """Broadcast the values that these tensors, which must not be sharded, have on the rank ``source``, to all ranks or
+    to those of a ``group``."""
+    if not initialized():
+        return
+    _deliver()
+    for alike in _batches(tensors):
+        whole = torch.cat([each.reshape(-1) for each in alike]) if len(alike) > 1 else alike[0].contiguous()
+        flat = whole.as_strided((whole.numel(),), (1,))  # a single element may have any stride, which view() refuses
+        if len(flat):
+            dist.broadcast(flat.view(torch.uint8), src=source, group=group)  # as bytes: of any dtype
+        if rank() != source:
+            for each, part in zip(alike, torch.split(flat, [each.numel() for each in alike]), strict=True):
+                each.copy_(part.view(each.shape))
+
+
+def _batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Those to be broadcast together: small ones of a device and dtype, as many as make a copy of bounded size."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    sizes: Counter[tuple[torch.device, torch.dtype]] = Counter()
+    for each in tensors:
+        if each.nbytes >= _SMALL:
+            yield [each]
+            continue
+        kind = each.device, each.dtype
+        alike.setdefault(kind, []).append(each)
+        sizes[kind] += each.nbytes
+        if sizes[kind] >= _TOGETHER:
+            del sizes[kind]
+            yield alike.pop(kind)
+    yield from alike.values()
 
 
 def gather(value: T, purpose: str) -> list[T]:
@@ -240,17 +269,24 @@ def run_on_all_ranks(work: Callable[[], T]) -> T:
     rank: the first whose error is not dalsegno's (a disk's, for example), else the first. That rank raises its own
     error; the others raise the same error naming the rank if it is one of dalsegno's, else
     :class:`~dalsegno.errors.RankFailed`."""
+    return run_and_compare(work, lambda result: None)[0]
+
+
+def run_and_compare(work: Callable[[], T], key: Callable[[T], object]) -> tuple[T, bool]:
+    """Run ``work`` as :func:`run_on_all_ranks` does. Also returns whether the ``key`` of the result, a value that its
+    ``repr`` describes in full, is equal on all ranks. One small exchange for both."""
     if not initialized():
-        return work()
-    failure = None
+        return work(), True
+    failure, digest = None, 0
     try:
         result = work()
+        digest = xxhash.xxh3_64_intdigest(repr(key(result)).encode("utf-8", "surrogatepass")) >> 1
     except Exception as error:
         failure = error
     own = 0 if failure is None else (2 - (_kind(type(failure).__name__) is not None)) * _RANKS - rank()
-    (worst,) = all_reduce_max([own], purpose := _name(work))
+    worst, highest, lowest = all_reduce_max([own, digest, -digest], purpose := _name(work))
     if not worst:
-        return result
+        return result, highest == -lowest
     number = -worst % _RANKS
     told = None if failure is None else _told(failure)
     of_number = _share(purpose, pickle.dumps(told) if number == rank() else None, number)

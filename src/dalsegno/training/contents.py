@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -201,17 +200,19 @@ def expect_equal_ranks(states: Iterable[ShardedState]) -> None:
     reduction, if all are equal."""
     if collectives.world_size() == 1:
         return
-    with torch.no_grad():
-        sums = {
+
+    @torch.no_grad()
+    def sums() -> dict[str, int]:
+        found = {
             f"{state.key}: {name}": sum_of_bytes(tensor)
             for state in states
             for name, tensor in state.capture().tensors.items()
             if not isinstance(tensor, DTensor) and place_of(tensor) is None
         }
-        found = {name: int(each) for name, each in sums.items()}
-    digest = xxhash.xxh3_64_intdigest(repr(found).encode()) >> 1
-    highest, lowest = collectives.all_reduce_max([digest, -digest], "whether the ranks have equal models")
-    if highest == -lowest:
+        return {name: int(each) for name, each in found.items()}
+
+    found, are_equal = collectives.run_and_compare(sums, lambda found: found)
+    if are_equal:
         return
     of_ranks = collectives.gather(found, "tensors that differ between the ranks")
     name = next(name for each in of_ranks for name in each if len({its.get(name) for its in of_ranks}) > 1)
