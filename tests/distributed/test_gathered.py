@@ -80,3 +80,18 @@ def stop_ahead() -> list[object]:
 
 def test_an_error_that_all_find_leaves_none_without_an_answer() -> None:
     assert run_ranks(stop_ahead, 2) == [["one", 0, 1]] * 2
+
+
+def compare(values: list[object]) -> tuple[object, bool, int]:
+    """What a rank finds, whether the others have found the same, and the exchanges that takes."""
+    with Exchanges() as exchanges:
+        found, are_equal = collectives.run_and_compare(lambda: values[collectives.rank()], lambda found: found)
+    return found, are_equal, exchanges.counts.total()
+
+
+@pytest.mark.parametrize(
+    ("values", "are_equal"),
+    [([{"a": [1.5]}, {"a": [1.5]}], True), ([{"a": [1.5]}, {"a": [2.5]}], False), ([1, "1"], False)],
+)
+def test_what_all_ranks_have_found_is_compared_in_one_exchange(values: list[object], are_equal: bool) -> None:
+    assert run_ranks(compare, 2, values) == [(found, are_equal, 1) for found in values]

@@ -19,7 +19,7 @@ import xxhash
 import dalsegno as ds
 import dalsegno.distributed.hosts as transfers
 from checkpoint.remote.jobs import until
-from dalsegno.checkpoint import in_memory, memory_dir
+from dalsegno.checkpoint import in_memory, memory_dir, restore
 from dalsegno.checkpoint.in_memory import MemoryPublication
 from dalsegno.distributed import collectives
 from dalsegno.distributed.collectives import BackgroundGroup
@@ -59,6 +59,7 @@ def leg(folder: Path, hosts: Sequence[str], crash: int | None, parallel: str, ch
     place = folder / "hosts" / hosts[collectives.rank()]
     place.mkdir(parents=True, exist_ok=True)
     os.environ[memory_dir.PLACE_VARIABLE] = str(place)
+    restore.boot_id = lambda: hosts[collectives.rank()]  # type: ignore[assignment]
     logging.getLogger("dalsegno").addHandler(messages := Messages())
     logging.getLogger("dalsegno").setLevel(logging.INFO)
     goes_back = changes.pop("goes_back", False)
