@@ -152,8 +152,9 @@ def pytest_collection() -> Generator[None, Any, Any]:
     collected = yield
     if "dalsegno.testing" in sys.modules:
         import dalsegno.training.preloaded  # noqa: F401  # what the first trainer of this process would import
-        from support import rehearsal
+        from support import loopback, rehearsal
 
+        loopback.begin_at_own_port()
         rehearsal.rehearse()
     gc.collect()
     gc.freeze()

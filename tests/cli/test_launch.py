@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from cli.command import DALSEGNO, cold, environment
 from dalsegno.cli import main
 from dalsegno.logs import RunFile
 from support import warm
+from support.loopback import reserved_port
 from support.warm import Program
 
 OWN_TRAINING = """
@@ -210,11 +210,8 @@ def test_a_signal_to_the_whole_group_stops_the_ranks_with_a_checkpoint(folder: P
 
 
 def test_two_hosts_restart_together(folder: Path) -> None:
-    with socket.socket() as reserved:  # bound but not listening: the launchers get this port, and nobody else does
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("localhost", 0))
-        endpoint = f"localhost:{reserved.getsockname()[1]}"
-        words = ["launch", "--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-id", "both"]
+    with reserved_port() as port:
+        words = ["launch", "--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "both"]
         words += ["run.toml", "--set", "callbacks.own_launch:Kill.step=5"]
         hosts = [Program([DALSEGNO, *words], env=environment()) for _ in range(2)]
         assert [host.wait() for host in hosts] == [0, 0]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
-import socket
 import sys
 import tempfile
 import threading
@@ -25,6 +24,7 @@ from dalsegno.diloco.worker import exchange
 from dalsegno.logs import drop_wall_clock, read_records
 from dalsegno.testing import FaultPlan, start_ranks
 from diloco.scenes import rules, train_as_worker
+from support.loopback import reserved_port
 
 TOKEN = "the-token-of-this-soak"
 LOGS = ("outer/logs/train.jsonl", "w0/logs/train.jsonl", "w1/logs/train.jsonl")
@@ -77,18 +77,14 @@ def work(folder: Path, port: int, number: int, plan: FaultPlan | None) -> dict[s
 def run(folder: Path, moments: Moments | None) -> dict[str, Any]:
     """One run to its end. Returns the workers' parameters and the records of all."""
     folder.mkdir()
-    with socket.socket() as reserved:  # bound but not listening: the servers get this port, one after the other
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
-        with ThreadPoolExecutor(3) as threads:
-            server = threads.submit(survive, serve, (folder, port), moments)
-            workers = [threads.submit(survive, work, (folder, port, number), moments) for number in range(2)]
-            try:
-                parameters = [worker.result() for worker in workers]
-            finally:
-                (folder / "end").touch()
-            server.result()
+    with reserved_port() as port, ThreadPoolExecutor(3) as threads:
+        server = threads.submit(survive, serve, (folder, port), moments)
+        workers = [threads.submit(survive, work, (folder, port, number), moments) for number in range(2)]
+        try:
+            parameters = [worker.result() for worker in workers]
+        finally:
+            (folder / "end").touch()
+        server.result()
     records = {log: [drop_wall_clock(record) for record in read_records(folder / log)] for log in LOGS}
     return {"parameters": parameters, "records": records}
 
