@@ -31,7 +31,7 @@ class Pause(ds.Callback):
 
 
 def controlled_trainer(
-    output_dir: Path, *callbacks: Any, steps: int = 100_000, pause: float = 0.002, **settings: Any
+    output_dir: Path, *callbacks: Any, steps: int = 100_000, pause: float = 0.01, **settings: Any
 ) -> ds.Trainer:
     torch.set_num_threads(1)
     return small_trainer(
@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("output_dir", type=Path)
     parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--pause", type=float, default=0.002)
+    parser.add_argument("--pause", type=float, default=0.01)
     parser.add_argument("--job-id")
     parser.add_argument("--no-http", action="store_true")
     options = parser.parse_args()

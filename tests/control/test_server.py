@@ -27,7 +27,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.logs import RecordLog
 from dalsegno.logs.journal import Journal
 from dalsegno.state import TrainerState
-from dalsegno.web import server
+from dalsegno.web import connections, server
 from dalsegno.web.security import Limits, check_access, tls_context
 from dalsegno.web.server import ServerThread, listen
 
@@ -494,8 +494,9 @@ def test_access_that_cannot_be_meant_is_refused() -> None:
 def test_a_slow_request_is_cut_off(served: Served) -> None:
     head = f"POST /jobs/job/control HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
     slow = ["", "GET", head, f"{head}Content-Length: 50\r\n\r\n{{", f"{head}Transfer-Encoding: chunked\r\n\r\n5\r\nab"]
-    for begin in slow:
-        with connect(served.port, begin.encode()) as raw:
+    waiting = [connect(served.port, begin.encode()) for begin in slow]
+    for begin, raw in zip(slow, waiting, strict=True):
+        with raw:
             assert is_closed_by_peer(raw), begin
     assert served.commands.waiting() == []
 
@@ -562,9 +563,18 @@ def test_a_client_that_does_not_read_is_cut_off(served: Served) -> None:
     raw.close()
 
 
-def test_a_client_that_reads_slowly_but_steadily_gets_its_whole_answer() -> None:
-    """The time is that for 64 KiB, not for the answer, which may be long."""
+def test_a_client_that_reads_slowly_but_steadily_gets_its_whole_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is that for 64 KiB, not for the answer, which may be long. The server's clock goes by what is read."""
     body = bytes(1 << 22)
+    now, looks = time.monotonic(), 0
+
+    def clock() -> float:
+        nonlocal looks
+        looks += 1
+        return now
+
+    monkeypatch.setattr(connections, "monotonic", clock)
+    monkeypatch.setattr(connections, "_SWEEP", 0.001)
     listener = listen("127.0.0.1", None)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
     limits = Limits(request_timeout=1.0, write_timeout=1.0)
@@ -579,7 +589,8 @@ def test_a_client_that_reads_slowly_but_steadily_gets_its_whole_answer() -> None
     with contextlib.suppress(ConnectionError):
         while received < len(body) and (piece := raw.recv(1 << 16)):
             received += len(piece)
-            time.sleep(0.04)
+            now, seen = now + 0.04, looks
+            wait_until(lambda seen=seen: looks > seen + 1)
     assert received >= len(body)
     raw.close()
     thread.stop()

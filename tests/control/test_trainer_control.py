@@ -235,18 +235,23 @@ def test_the_status_needs_no_step_of_the_training(tmp_path: Path) -> None:
 
 def test_a_command_to_a_job_that_is_just_ending_is_answered_or_refused(tmp_path: Path) -> None:
     """Commands without pause, until nothing listens any more: each has an effect, or an answer that says why not."""
+    answers: list[tuple[int, Any]] = []
 
-    def steer(job: Job) -> list[tuple[int, Any]]:
-        answers = []
+    def wait_for_the_first(ctx: Any) -> None:
+        if ctx.step == 30:
+            wait_until(lambda: answers or ctx.trainer.commands.waiting())
+
+    def steer(job: Job) -> None:
         while True:
             try:
                 body = {"command": "log"}
                 answer = ask(job.port, "POST", f"/jobs/{job.job_id}/control?wait=60", body, token=job.token)
             except OSError:
-                return answers
+                return
             answers.append((answer.status, answer.json))
 
-    answers, result = steered(controlled_trainer(tmp_path / "run", TrainerControlCallback(), steps=60), steer)
+    waiting = Listener({"on_step_end": wait_for_the_first})
+    _, result = steered(controlled_trainer(tmp_path / "run", TrainerControlCallback(), waiting, steps=60), steer)
     assert result.global_step == 60
     assert answers
     for status, answer in answers:
@@ -468,7 +473,7 @@ def test_asking_leaves_the_training_alone(tmp_path: Path) -> None:
                 ask(job.port, "GET", "/metrics", token=job.token)
                 refused.enter_context(connect(job.port, abort.format(job.job_id).encode() + b'{"command": "abort"}'))
 
-    alone = controlled_trainer(tmp_path / "alone", steps=100)
+    alone = controlled_trainer(tmp_path / "alone", steps=100, pause=0)
     alone.train()
     asked = controlled_trainer(tmp_path / "asked", TrainerControlCallback(), steps=100)
     steered(asked, steer)
