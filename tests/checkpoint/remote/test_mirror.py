@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -154,6 +155,17 @@ def test_logs_go_up_to_where_they_were_at_the_checkpoint(tmp_path: Path) -> None
     assert [*again] == ["logs/array.json", "logs/train.jsonl", "run.json"], "what says that all is there is last"
     assert again["run.json"].read_bytes() == (tmp_path / "run.json").read_bytes()
     assert upload.changed_run_files(tmp_path, marks | further)[0] == {}
+
+
+def test_a_file_that_is_replaced_within_the_resolution_of_the_clock_is_sent_again(tmp_path: Path) -> None:
+    file, newer = tmp_path / "notes.json", tmp_path / "newer.json"
+    file.write_text("[1]")
+    _, marks = upload.changed_run_files(tmp_path, {})
+    newer.write_text("[2]")
+    os.utime(newer, ns=(0, file.stat().st_mtime_ns))
+    newer.replace(file)
+    sent, _ = upload.changed_run_files(tmp_path, marks)
+    assert sent["notes.json"].read_text() == "[2]"
 
 
 ENDS: dict[str, dict[str, Any] | None] = {

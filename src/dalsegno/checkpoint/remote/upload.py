@@ -36,8 +36,9 @@ logger = logging.getLogger("dalsegno")
 STAGING = ".uploading"
 RUN_FILE = "run.json"
 
-Marks = dict[str, tuple[int, int]]
-"""By name in the run: bytes of the file that were sent, and its modification time (ns)."""
+Marks = dict[str, tuple[int, int, int]]
+"""By name in the run: bytes of the file that were sent, its modification time (ns), and its inode, since a file may be
+replaced within the resolution of the clock."""
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
@@ -238,7 +239,7 @@ def changed_run_files(run: Path, known: Marks, checkpoint: Checkpoint | None = N
     for name in sorted(run_files(run), key=RUN_FILE.__eq__):
         try:
             status = (run / name).stat()
-            mark = (min(status.st_size, lengths.get(name, status.st_size)), status.st_mtime_ns)
+            mark = (min(status.st_size, lengths.get(name, status.st_size)), status.st_mtime_ns, status.st_ino)
             if known.get(name) == mark:
                 continue
             files[name] = _copied(run / name, staging / name, mark[0])
