@@ -73,7 +73,7 @@ DEAREST = "NaNChecker"  # reads every activation and its gradient: a tool for fi
 
 LIMIT = 1.03
 
-SMALL = {"eval_steps": 4, "blocks": 1, "width": 48}
+SMALL = {"eval_steps": 2, "blocks": 1, "width": 48}
 """Of ``run``: with these it takes a second or so, and measures nothing."""
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from dalsegno.checkpoint import CheckpointManager
 from dalsegno.testing import compare_runs, run_ranks
-from support.runs import busy_fsdp, busy_trainer
+from support.runs import busy_trainer
 
-OLDER, NEWER = "step-00000034", "step-00000036"
+OLDER, NEWER = "step-00000006", "step-00000008"
 Damage = Callable[[Path, random.Random], object]
 
 
@@ -93,7 +93,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_fsdp(output_dir: Path) -> None:
-    busy_fsdp(output_dir).train()
+    busy_trainer(output_dir, "fsdp", 8).train()
 
 
 def files_of(checkpoint: Path) -> list[Path]:

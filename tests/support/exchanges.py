@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -33,25 +33,24 @@ class Exchanges(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def of_callbacks(patched: pytest.MonkeyPatch) -> dict[str, Counter[int]]:
-    """Count the exchanges in the handlers of each callback from now on: by its key and the step."""
-    found: dict[str, Counter[int]] = defaultdict(Counter)
+def of_callbacks(patched: pytest.MonkeyPatch, step: int) -> Counter[str]:
+    """Count the exchanges in the handlers of each callback in that step, by its key."""
+    found = Counter[str]()
     bound = ds.Callback.bound_handlers
 
     def bound_handlers(self: ds.Callback, binder: Any) -> Any:
-        counts = found[self.key]
-        return [(event, _counting(handler, event, counts)) for event, handler in bound(self, binder)]
+        return [(event, counting(self.key, event, handler)) for event, handler in bound(self, binder)]
+
+    def counting(key: str, event: Event, handler: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def count(ctx: Any) -> Any:
+            if ctx.state.global_step + (event in _OF_NEXT_STEP) != step:
+                return handler(ctx)
+            with Exchanges() as exchanges:
+                answer = handler(ctx)
+            found[key] += exchanges.counts.total()
+            return answer
+
+        return count
 
     patched.setattr(ds.Callback, "bound_handlers", bound_handlers)
     return found
-
-
-def _counting(handler: Callable[[Any], Any], event: Event, counts: Counter[int]) -> Callable[[Any], Any]:
-    def count(ctx: Any) -> Any:
-        step = ctx.state.global_step + (event in _OF_NEXT_STEP)
-        with Exchanges() as exchanges:
-            answer = handler(ctx)
-        counts[step] += exchanges.counts.total()
-        return answer
-
-    return count

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -114,7 +115,7 @@ def train_on_host(
         run: the directory.
         ttl: seconds of its lease.
         plan: strikes this process. For it, time passes only while it is suspended, so it is not late before.
-        until: train until this file exists.
+        until: wait for this file at the end of the fourth step, and stop there.
     """
     name_host(host)
     lose_kernel_locks()
@@ -123,13 +124,13 @@ def train_on_host(
         _let_time_stand_still()
         plan.arm()
 
-    def stop(ctx: Any) -> None:
-        if until is not None and until.exists():
+    def wait_at_the_end(ctx: Any) -> None:
+        if until is not None and ctx.step == 4:
+            while not until.exists():
+                time.sleep(0.02)
             ctx.control.stop("there is a file")
 
-    steps = 12 if until is None else 1_000_000
-    listener = Listener({"on_step_end": stop}, name="stopping")
-    trainer = host_trainer(run, listener, max_steps=steps, save_total_limit=3)
+    trainer = host_trainer(run, Listener({"on_step_end": wait_at_the_end}, name="waiting"), save_total_limit=3)
     try:
         return trainer.train().reason
     except (ds.Locked, ds.SaveFailed) as error:

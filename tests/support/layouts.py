@@ -179,12 +179,11 @@ def measured(output_dir: Path, layout: str) -> dict[str, Any]:
         callbacks.ExpertLoadBalance(every=1, router=r"norm$"),
     ]
     with pytest.MonkeyPatch.context() as patched:
-        counted = exchanges.of_callbacks(patched)
+        counted = exchanges.of_callbacks(patched, step=3)
         run = trainer(output_dir, layout, *every, logging_steps=1, eval_steps=1)
         run.train()
     logs = {path.stem: [*read_records(path)] for path in sorted((output_dir / "logs").glob("*.jsonl"))}
-    in_last_step = {key: counts[3] for key, counts in counted.items()}
-    values = {"weights": as_lists(weights(run.model)), "logs": logs, "exchanges": in_last_step}
+    values = {"weights": as_lists(weights(run.model)), "logs": logs, "exchanges": dict(counted)}
     if layout not in BY_HAND:
         return values
     of_hand, norms = by_hand(layout, 3, 0.5)

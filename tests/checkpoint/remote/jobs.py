@@ -95,27 +95,30 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def train_on_host(host: str, url: str, local_dir: Path, max_steps: int, ttl: float = 60.0) -> str:
-    """Train on a host of that name until the directory contains a file ``stop``; returns the outcome or the error.
+def train_on_host(host: str, url: str, local_dir: Path, max_steps: int | None, ttl: float = 60.0) -> str:
+    """Train on a host of that name; returns the outcome or the error.
 
-    ``ttl``: seconds of its lease, to other hosts. Its own clock stands still, so it is never late.
+    Args:
+        max_steps: None: four steps, at the end of which it waits for a file ``stop`` in the directory.
+        ttl: seconds of its lease, to other hosts. Its own clock stands still, so it is never late.
     """
     name_host(host)
     lease.TTL_S, lease.RENEW_S = ttl, 0.05
     if ttl < 60:
         lease._clock = lambda: 1.0
 
-    def stop(ctx: Any) -> None:
-        if (local_dir / "stop").exists():
+    def wait_at_the_end(ctx: Any) -> None:
+        if max_steps is None and ctx.step == 4:
+            until((local_dir / "stop").exists)
             ctx.control.stop("there is a file")
 
-    listener = Listener({"on_step_end": stop}, name="stopping")
+    listener = Listener({"on_step_end": wait_at_the_end}, name="waiting")
     try:
-        return trainer(url, local_dir, max_steps, listener, save_total_limit=2, logging_steps=500).train().reason
+        return trainer(url, local_dir, max_steps or 8, listener, save_total_limit=2, logging_steps=500).train().reason
     except ds.Locked as error:
         return f"{type(error).__name__}: {error}"
 
 
-def train_in_container(host: str, url: str, local_dir: Path, max_steps: int, ttl: float = 60.0) -> str:
+def train_in_container(host: str, url: str, local_dir: Path, max_steps: int | None, ttl: float = 60.0) -> str:
     """:func:`train_on_host`, as process 1 of a pid namespace."""
     return as_process_one(train_on_host, host, url, local_dir, max_steps, ttl)

@@ -41,7 +41,7 @@ def there() -> Iterator[Store]:
 
 def started(url: str, folder: Path, host: str, ttl: float = 60.0) -> Ranks:
     """A run on that host that trains until it is stopped. ``ttl``: seconds of its lease."""
-    ranks = start_ranks(jobs.train_on_host, 1, host, url, folder, 1_000_000, ttl)
+    ranks = start_ranks(jobs.train_on_host, 1, host, url, folder, None, ttl)
     jobs.until(lambda: bool(steps_at(Store(url))))
     return ranks
 
@@ -81,7 +81,7 @@ def test_the_lock_of_a_former_version_is_taken_over_on_request(there: Store, tmp
 def test_two_that_take_over_at_once(url: str, tmp_path: Path) -> None:
     Store(url).write(".lock", json.dumps(OF_NODE_17 | {"lease": 0.3}).encode())
     places = [tmp_path / "one", tmp_path / "two"]
-    takers = [start_ranks(jobs.train_on_host, 1, place.name, url, place, 1_000_000) for place in places]
+    takers = [start_ranks(jobs.train_on_host, 1, place.name, url, place, None) for place in places]
     jobs.until(lambda: not all(taker.alive for taker in takers))
     for place in places:
         place.mkdir(exist_ok=True)
@@ -167,7 +167,7 @@ def test_the_same_number_in_another_pid_namespace_or_of_another_boot_counts_unti
 @needs_pid_namespaces
 def test_two_containers_of_one_host(url: str, tmp_path: Path) -> None:
     """Both are process 1 on a host of the same name, and neither sees the other."""
-    first = start_ranks(jobs.train_in_container, 1, "node-1", url, tmp_path / "one", 1_000_000)
+    first = start_ranks(jobs.train_in_container, 1, "node-1", url, tmp_path / "one", None)
     jobs.until(lambda: bool(steps_at(Store(url))))
     (outcome,) = run_ranks(jobs.train_in_container, 1, "node-1", url, tmp_path / "two", 4)
     assert re.match(
