@@ -58,7 +58,7 @@ SMALL = {
     "size": 1 << 20,
     "repeats": 1,
     "seldom": 2,
-    "crowds": ((3, 0.3, 200.0),),
+    "crowds": ((3, 1.0, 60.0),),
 }
 """Of ``run``: with these it takes seconds, and measures nothing."""
 
