@@ -123,7 +123,7 @@ def concatenate(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
     kinds: dict[str, pl.DataType] = {}
     for frame in frames:
         for name, kind in frame.schema.items():
-            kinds[name] = _both(kinds.get(name, kind), kind)
+            kinds[name] = wider(kinds.get(name, kind), kind)
     fitting = []
     for frame in frames:
         changes = [
@@ -137,7 +137,8 @@ def concatenate(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
     return pl.concat(fitting, how="diagonal") if fitting else pl.DataFrame()
 
 
-def _both(one: pl.DataType, other: pl.DataType) -> pl.DataType:
+def wider(one: pl.DataType, other: pl.DataType) -> pl.DataType:
+    """The type that reads both, or, of a number and something else, that of the number."""
     import polars as pl
 
     if one == other or (one.is_numeric() and not other.is_numeric()):

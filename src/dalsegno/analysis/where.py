@@ -13,7 +13,7 @@ import operator
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from dalsegno.errors import ConfigurationError
 
@@ -47,18 +47,12 @@ def parse_condition(text: str) -> tuple[Holds, list[str]]:
     return holds, parser.names
 
 
-class _Token(NamedTuple):
-    kind: str
-    text: str
-    place: int
-
-
 class _Parser:
     """Each method parses what binds closer than the one before it."""
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._tokens: deque[_Token] = deque()
+        self._tokens: deque[tuple[str, str, int]] = deque()  # kind, text and place
         self.names: list[str] = []
         place = 0
         while text[place:].strip():
@@ -66,7 +60,7 @@ class _Parser:
             if match is None:
                 self._fail("unexpected character", len(text) - len(text[place:].lstrip()))
             kind = match.lastgroup or ""
-            self._tokens.append(_Token(kind, match[kind], match.start(kind)))
+            self._tokens.append((kind, match[kind], match.start(kind)))
             place = match.end()
 
     def expect_end(self) -> None:
@@ -94,25 +88,26 @@ class _Parser:
             if not self._take("bracket", ")"):
                 self._fail("')' expected")
             return inner
-        name = self._operand("a field name").text
+        _, name = self._operand("a field name")
         compare = self._take("compare") or self._fail("<, <=, >, >=, == or != expected")
-        kind, text, _ = self._operand("a number or a string")
+        kind, text = self._operand("a number or a string")
         self.names.append(_SHORT.get(name, name))
-        return _comparison(self.names[-1], _COMPARE[compare.text], text if kind == "quoted" else _value(text))
+        return _comparison(self.names[-1], _COMPARE[compare[1]], text if kind == "quoted" else _value(text))
 
-    def _operand(self, what: str) -> _Token:
-        if self._tokens and self._tokens[0].kind == "word" and self._tokens[0].text in _JOINING:
+    def _operand(self, what: str) -> tuple[str, str]:
+        if self._tokens and self._tokens[0][0] == "word" and self._tokens[0][1] in _JOINING:
             self._fail(f"{what} expected")
         return self._take("quoted") or self._take("word") or self._fail(f"{what} expected")
 
-    def _take(self, kind: str, text: str | None = None) -> _Token | None:
-        if self._tokens and self._tokens[0].kind == kind and text in (None, self._tokens[0].text):
-            return self._tokens.popleft()
+    def _take(self, kind: str, text: str | None = None) -> tuple[str, str] | None:
+        """Kind and text of the next token, if it is of this kind, and has this text."""
+        if self._tokens and self._tokens[0][0] == kind and text in (None, self._tokens[0][1]):
+            return self._tokens.popleft()[:2]
         return None
 
     def _fail(self, what: str, place: int | None = None) -> NoReturn:
         if place is None:
-            place = self._tokens[0].place if self._tokens else len(self._text)
+            place = self._tokens[0][2] if self._tokens else len(self._text)
         example = "example: loss > 3 and step < 500"
         raise ConfigurationError(f"condition {self._text!r}, at character {place + 1}: {what}; {example}")
 

@@ -16,11 +16,11 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import polars as pl
 
+from dalsegno.analysis.blocks import wider
 from dalsegno.logs.reader import record_in
 
 from .source import BOUNDS, EXACT, HEADER, OF_ALL_KINDS, Naming, is_of_evaluation, moment
@@ -31,8 +31,8 @@ PIECE = 1 << 20  # bytes counted at a time, so that they stay in the processor's
 NO_TEXT = r"^(?:[-+.0-9eE]+|-?Infinity|NaN|true|false)$|^[\[{]"
 """Strings in a Polars column that may have been another JSON value: a number, boolean, list or dict."""
 
-Types = Mapping[str, type]
-"""Name → bool, int, float, or str for everything else."""
+Types = Mapping[str, pl.DataType]
+"""Name → Boolean, Int64, Float64, or String for everything else."""
 
 Part = tuple[bytes, pl.DataFrame | None]
 """Complete lines of a log, and their records under dalsegno's names, without headers; None if they must be read one by
@@ -40,9 +40,6 @@ one."""
 
 Counts = Mapping[bytes, int]
 """Number of placeholders for each word."""
-
-_KINDS: dict[type, Any] = {int: pl.Int64, float: pl.Float64, bool: pl.Boolean, str: pl.String}
-_TYPES = {kind: name for name, kind in _KINDS.items()}
 
 
 def read_frames(chunks: Iterable[bytes], naming: Naming) -> Iterator[Part]:
@@ -82,7 +79,7 @@ def _complete(lines: bytes, types: Types, placeholders: Counts) -> pl.DataFrame 
     if not types:
         return None
     try:
-        frame = pl.read_ndjson(lines, schema={name: _KINDS[kind] for name, kind in types.items()})
+        frame = pl.read_ndjson(lines, schema=types)
     except pl.exceptions.PolarsError:
         return None
     texts = [frame[name].drop_nulls() for name in frame.columns if frame.schema[name] == pl.String]
@@ -111,7 +108,8 @@ def _all_types(lines: bytes) -> Types:
         schema = pl.read_ndjson(lines, infer_schema_length=None).schema
     except pl.exceptions.PolarsError:
         return {}
-    return {name: _TYPES.get(kind, str) for name, kind in schema.items() if kind != pl.Null}
+    known = (pl.Boolean, pl.Int64, pl.Float64)
+    return {name: kind if kind in known else pl.String() for name, kind in schema.items() if kind != pl.Null}
 
 
 def _renamed(frame: pl.DataFrame, naming: Naming) -> pl.DataFrame | None:
@@ -181,18 +179,11 @@ def _without_headers(lines: bytes) -> bytes:
     return b"".join([*kept, lines[begin:]])
 
 
-def _joined(some: Types, others: Types) -> dict[str, type]:
+def _joined(some: Types, others: Types) -> Types:
     """All names in the order of their first values; those that have been texts or booleans, of their first numbers."""
-    both = {name: _both(some.get(name, kind), kind) for name, kind in others.items()}
-    kept = {name: kind for name, kind in some.items() if both.get(name, kind) is kind or kind is int}
+    both = {name: wider(some.get(name, kind), kind) for name, kind in others.items()}
+    kept = {name: kind for name, kind in some.items() if both.get(name, kind) == kind or kind.is_numeric()}
     return {**kept, **both}
-
-
-def _both(one: type, other: type) -> type:
-    """The type that reads both, or rejects one of them: a number is never read as anything else."""
-    if one == other:
-        return one
-    return float if {one, other} & {int, float} else str
 
 
 _PLACEHOLDERS = {

@@ -46,11 +46,9 @@ Has = Callable[["analysis.TrainingLog"], bool]
 
 def given_runs(arguments: argparse.Namespace, has: Has = lambda log: True) -> list[analysis.TrainingLog]:
     """The runs of an optional ``RUN``; without it the newest that has what is shown. Raises NotFound without a run."""
-    return (
-        analysis.open_logs(arguments.runs, arguments.step_key)
-        if arguments.runs
-        else [_newest_run(arguments.step_key, has)]
-    )
+    if arguments.runs:
+        return analysis.open_logs(arguments.runs, arguments.step_key)
+    return [_newest_run(arguments.step_key, has)]
 
 
 def given_run(arguments: argparse.Namespace, has: Has) -> analysis.TrainingLog:
