@@ -142,7 +142,9 @@ def _runs_in(root: Path, folder: Path, step_key: str | None, depth: int) -> Iter
         inner = [] if run or not depth else sorted(folder.iterdir())
         named = (path for path in inner if path.name not in NOT_RUNS and not path.name.startswith("."))
         folders = [path for path in named if path.is_dir()]
-    except OSError as error:
+    except (OSError, ConfigurationError) as error:
+        if folder == root and isinstance(error, ConfigurationError):
+            raise
         run = Unreadable(folder, error)
     if run:
         yield TrainingLog(whole, folder, run)

@@ -58,6 +58,22 @@ def test_what_cannot_be_read_is_listed_too(one_is_bad: Path, capsys: pytest.Capt
     assert "no step in its records" in rows[0]["error"]
 
 
+def test_a_file_of_an_unknown_format_hides_no_other(one_is_bad: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (one_is_bad / "bad/logs/train.jsonl").write_bytes(b"\xff\x00\n\x01")
+    assert main(["logs", "list", "--json", str(one_is_bad)]) == 2
+    bad, good, _ = json.loads(capsys.readouterr().out)
+    assert (bad["state"], good["state"]) == ("unreadable", "unknown")
+    assert "not a log that dalsegno can read" in bad["error"]
+
+
+def test_a_damaged_first_line_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "train.jsonl"
+    log.write_bytes(b"\x00\x00torn\n" + b'{"global_step": 2, "loss": 1.0}\n')
+    assert main(["logs", "show", "--json", str(log)]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["global_step"], record["loss"]) == (2, 1.0)
+
+
 @pytest.mark.parametrize("command", ["list", "summary", "detect", "spikes"])
 def test_one_log_that_cannot_be_read_hides_no_other(
     command: str, one_is_bad: Path, capsys: pytest.CaptureFixture[str]

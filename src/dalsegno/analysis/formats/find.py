@@ -46,7 +46,8 @@ def source_of_file(path: Path, step_key: str | None = None) -> Source:
         return TrainerState(path)
     if beginning.startswith(b"["):
         return JsonLines(path, step_key) if _has_line_per_record(beginning[1:]) else JsonArray(path, step_key)
-    if beginning.startswith(b"{") or not beginning:
+    has_records = path.suffix in (".jsonl", ".json") and b"\n{" in beginning  # after a damaged first line
+    if beginning.startswith(b"{") or has_records or not beginning:
         return JsonLines(path, step_key)
     raise ConfigurationError(
         f"{path}: not a log that dalsegno can read; it reads JSON lines and arrays, trainer_state.json, metrics.csv, "

@@ -288,12 +288,14 @@ class Unreadable(Source):
 
     program = "unreadable"
 
-    def __init__(self, path: Path, error: OSError) -> None:
+    def __init__(self, path: Path, error: OSError | ConfigurationError) -> None:
         super().__init__(path)
         self._error = error
 
     def _fail(self, *_: object, **__: object) -> NoReturn:
         error = self._error
+        if isinstance(error, ConfigurationError):
+            raise error
         raise ConfigurationError(f"{error.filename or self.path}: cannot be read: {error.strerror or error}")
 
     read = files = _fail
