@@ -34,34 +34,25 @@ NO_TEXT = r"^(?:[-+.0-9eE]+|-?Infinity|NaN|true|false)$|^[\[{]"
 Types = Mapping[str, pl.DataType]
 """Name → Boolean, Int64, Float64, or String for everything else."""
 
-Part = tuple[bytes, pl.DataFrame | None]
-"""Complete lines of a log, and their records under dalsegno's names, without headers; None if they must be read one by
-one."""
-
 Counts = Mapping[bytes, int]
 """Number of placeholders for each word."""
 
 
-def read_frames(chunks: Iterable[bytes], naming: Naming) -> Iterator[Part]:
-    """Read chunks of complete lines; yields their parts in order. Each may add to the schema."""
-    types: Types = {}
+def read_frames(chunks: Iterable[bytes], naming: Naming) -> Iterator[tuple[bytes, pl.DataFrame | None]]:
+    """Read chunks of complete lines. Yields them, or parts of them, in order, each with its records under dalsegno's
+    names, without headers; None if they must be read one by one."""
+    types: Types = {}  # each chunk may add to them
     for chunk in chunks:
-        parts, types = _read_chunk(chunk, types, naming)
-        yield from parts
-
-
-def _read_chunk(chunk: bytes, types: Types, naming: Naming) -> tuple[list[Part], Types]:
-    """The chunk, as one part if possible, and the types known afterwards."""
-    frame, types = _read(chunk, types, naming)
-    if frame is not None or len(chunk) <= PART:
-        return [(chunk, frame)], types
-    parts, begin = [], 0
-    while begin < len(chunk):
-        lines = chunk[begin : chunk.find(b"\n", begin + PART) + 1 or len(chunk)]
-        frame, types = _read(lines, types, naming)
-        parts.append((lines, frame))
-        begin += len(lines)
-    return parts, types
+        frame, types = _read(chunk, types, naming)
+        if frame is not None or len(chunk) <= PART:
+            yield chunk, frame
+            continue
+        begin = 0
+        while begin < len(chunk):
+            lines = chunk[begin : chunk.find(b"\n", begin + PART) + 1 or len(chunk)]
+            frame, types = _read(lines, types, naming)
+            yield lines, frame
+            begin += len(lines)
 
 
 def _read(lines: bytes, types: Types, naming: Naming) -> tuple[pl.DataFrame | None, Types]:
