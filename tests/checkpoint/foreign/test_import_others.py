@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from dalsegno.checkpoint import Checkpoint, read_tensors
 from dalsegno.checkpoint.foreign import pickles
 from dalsegno.checkpoint.foreign.programs import Imported, import_checkpoint
+from dalsegno.checkpoint.sidecar import SavedStates
 from dalsegno.errors import ConfigurationError, StateMismatch
 
 from .other_programs import BEGUN, STEPS, Loop, continued_here, in_order, model, one_group
@@ -66,6 +67,21 @@ def test_counts_that_cannot_be_are_refused(changed: dict[str, Any], complaint: s
     for more in ({"step": -1}, {"epoch": float("nan")}):
         with pytest.raises(ConfigurationError, match=f"{next(iter(more))}=.*; needs a finite number"):
             import_checkpoint(tmp_path / "last.pt", tmp_path / "run", **more)  # type: ignore[arg-type]
+
+
+def test_arrays_of_a_schedule_are_taken(tmp_path: Path) -> None:
+    table = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    schedule = {"table": table, "more": [(np.array(3), np.arange(2, dtype=">i4"))], "empty": np.zeros((0, 2))}
+    torch.save({"model": {"weight": torch.ones(2)}, "step": 1, "scheduler": schedule}, tmp_path / "last.pt")
+    done = import_checkpoint(tmp_path / "last.pt", tmp_path / "run")
+    found = SavedStates(Checkpoint.open(done.checkpoint)).state("scheduler.0")
+    np.testing.assert_array_equal(found["table"], table)
+    np.testing.assert_array_equal(found["more"][0][1], [0, 1])
+    assert found["more"][0][0] == 3 and found["empty"].shape == (0, 2)
+    schedule["itself"] = schedule
+    torch.save({"model": {"weight": torch.ones(2)}, "step": 1, "scheduler": schedule}, tmp_path / "last.pt")
+    with pytest.raises(StateMismatch, match="RecursionError"):
+        import_checkpoint(tmp_path / "last.pt", tmp_path / "other")
 
 
 def test_a_file_of_torch_save(begun: Loop, expected: Loop, tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 """Pickles of other programs, read as data only: a file that names any other class or function is refused.
 
-``torch.load(weights_only=True)`` builds tensors, numbers and plain containers; here also NumPy's numbers. Its arrays
-are passed over. DCP's ``.metadata`` has descriptions of tensors, in a protocol that torch's restricted unpickler does
-not know.
+``torch.load(weights_only=True)`` builds tensors, numbers and plain containers; here also NumPy's numbers and arrays.
+DCP's ``.metadata`` has descriptions of tensors, in a protocol that torch's restricted unpickler does not know.
 """
 
 from __future__ import annotations
@@ -35,12 +34,30 @@ class _Kind:
         self.dtype = self.dtype.newbyteorder(state[1])
 
 
-class UnreadArray:
+class _Array:
     """Stands for ``numpy.ndarray``, which accepts any bytes as addresses of objects."""
 
-    def __init__(self, *_: object) -> None: ...
+    def __init__(self, *_: object) -> None:
+        self._state: Any = None
 
-    def __setstate__(self, state: object) -> None: ...
+    def __setstate__(self, state: object) -> None:
+        self._state = state
+
+    def value(self) -> np.ndarray[Any, Any]:
+        _, shape, kind, is_fortran, raw = self._state
+        if not isinstance(kind, _Kind):
+            raise TypeError("an array of no kind of numbers")
+        return np.frombuffer(raw, kind.dtype).reshape(shape, order="F" if is_fortran else "C").copy()
+
+
+def with_arrays(content: Any) -> Any:
+    """A part of what :func:`load` returns, with NumPy's arrays in their places. Raises ValueError or TypeError for one
+    that is not an array of numbers; RecursionError if a part contains itself."""
+    if isinstance(content, _Array):
+        return content.value()
+    if type(content) in (list, tuple):
+        return type(content)(map(with_arrays, content))
+    return {key: with_arrays(each) for key, each in content.items()} if isinstance(content, dict) else content
 
 
 def _scalar(kind: _Kind, raw: bytes) -> Any:
@@ -48,10 +65,10 @@ def _scalar(kind: _Kind, raw: bytes) -> Any:
 
 
 _SAFE: list[Any] = [
-    (UnreadArray, "numpy.ndarray"),
+    (_Array, "numpy.ndarray"),
     (_Kind, "numpy.dtype"),
     (lambda: b"", "builtins.bytes"),  # as torch.save writes the bytes of an empty array
-    *((UnreadArray, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    *((_Array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
     *((_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
     # dicts under other names, in which Lightning keeps hyperparameters
     *((dict, f"{package}.utilities.data.AttributeDict") for package in ("lightning_fabric", "lightning.fabric")),

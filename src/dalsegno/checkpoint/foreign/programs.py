@@ -19,6 +19,7 @@ from dalsegno.checkpoint import checkpoint_dir, names
 from dalsegno.checkpoint.async_save import AsyncSave, NewDirectory
 from dalsegno.checkpoint.contract import Captured
 from dalsegno.checkpoint.export import LARGEST_SHARD, checkpoint_to_export, expect_all_saved, export_model
+from dalsegno.checkpoint.foreign import pickles
 from dalsegno.checkpoint.foreign.formats import PROGRAMS, TRAINER_STATE, Found, Place, Program
 from dalsegno.checkpoint.index import Index
 from dalsegno.checkpoint.manifest import Checkpoint, ComponentRecord
@@ -180,7 +181,7 @@ def _run_of(
     def renamed(name: str) -> str:
         return _unwrapped(name).removeprefix(strip_prefix)
 
-    saved, where = found.optimizer
+    saved, where = pickles.with_arrays(found.optimizer)
     contents = None if saved is None else _contents_of(saved, optimizer, renamed, where)
     own = {
         name: each.detach()
@@ -211,7 +212,7 @@ def _run_of(
         model={renamed(name): each.contiguous() for name, each in own.items() if name not in tied},
         tied={renamed(alias): renamed(name) for alias, name in tied.items()},
         optimizer=contents,
-        schedulers=[_at_step(finished, each, found.processes) for each in found.schedulers],
+        schedulers=[_at_step(finished, each, found.processes) for each in pickles.with_arrays(found.schedulers)],
         place=place,
         left_out=left_out,
     )
