@@ -463,6 +463,21 @@ EVERYDAY: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         UnknownDialect,
         r"'JsonLogger' is a text; give the callback, or dalsegno.load_callbacks\(\['JsonLogger'\]\)",
     ),
+    "an optimizer's class in an own loop": (
+        lambda path: ds.Run(
+            arguments(path, max_steps=1),
+            model=TinyRegression(),
+            optimizer=torch.optim.SGD,  # type: ignore[arg-type]
+            loader=[],
+        ),
+        ConfigurationError,
+        r"optimizer: SGD is a class; give an instance: SGD\(model.parameters\(\), …\)",
+    ),
+    "no settings in an own loop": (
+        lambda path: ds.Run("runs/a", model=TinyRegression(), optimizer=adamw(), loader=[]),  # type: ignore[arg-type]
+        ConfigurationError,
+        r"Run\(str, model=TinyRegression, …\); it takes TrainingArguments, and the model",
+    ),
     "no optimizer in an own loop": (
         lambda path: ds.Run(arguments(path, max_steps=1), model=TinyRegression(), optimizer=None, loader=[]),  # type: ignore[arg-type]
         ConfigurationError,

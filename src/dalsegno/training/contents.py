@@ -24,7 +24,6 @@ from dalsegno.stateful.component import Component, Stateful
 
 from .learning_rate import form_check
 from .module_flags import sum_of_bytes
-from .optimizers import expect_optimizer
 from .parts import Comparison, RunParts
 from .settings import RecordedSettings, adapter_settings
 
@@ -104,7 +103,6 @@ class CheckpointContents:
 
 
 def _check_saveable(parts: RunParts) -> None:
-    expect_optimizer(parts.optimizer)
     for each in parts.schedulers:
         if isinstance(each, str):
             raise ConfigurationError(f"lr_scheduler={each!r}; name it in TrainingArguments(lr_scheduler_type={each!r})")

@@ -59,6 +59,7 @@ from .evaluation import UserEvaluation
 from .learning_rate import copied, several
 from .lifecycle import OfRun, RunLifecycle
 from .loop_checks import LoopChecks, warn_of_the_forgotten
+from .optimizers import expect_optimizer
 from .parts import Comparison, RunParts
 from .result import TrainResult
 from .session import Session
@@ -137,6 +138,9 @@ class Run(OfRun):
         load_components: Collection[str] = (),
         continue_stopped: bool = False,
     ) -> None:
+        if not (isinstance(model, nn.Module) and isinstance(args, TrainingArguments)):
+            given = f"Run({type(args).__name__}, model={type(model).__name__}, …)"
+            raise ConfigurationError(f"{given}; it takes TrainingArguments, and the model, a torch.nn.Module")
         check_materialized(model)
         self.args = args
         self._model = model
@@ -149,6 +153,7 @@ class Run(OfRun):
                 f"optimizer={optimizer}: your loop steps it, so pass the one that you have built, or a list of several"
             )
         self._optimizer = optimizers[0]
+        expect_optimizer(self._optimizer)
         self._others = dict(state or {})
         for number, each in enumerate(optimizers[1:], 1):
             if self._others.setdefault(name := f"optimizer_{number}", each) is not each:
