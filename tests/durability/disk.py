@@ -344,7 +344,7 @@ def undisturbed(operations: Sequence[Operation]) -> Disk:
     return after_power_cut(operations, [True] * len(operations), None, 1.0)
 
 
-def states(operations: Sequence[Operation], seed: int, subsets: int = 8) -> Iterator[tuple[int, Disk]]:
+def states(operations: Sequence[Operation], seed: int, subsets: int = 4) -> Iterator[tuple[int, Disk]]:
     """For every prefix: its length, and the disks that a power cut may leave then."""
     for length in range(len(operations) + 1):
         prefix = operations[:length]
