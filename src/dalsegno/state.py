@@ -109,17 +109,21 @@ class ResumeProof:
     what: str | None = None
     """What of this step differs first: one of :data:`CAUSES`."""
     why: str | None = None
+    unsaved: str | None = None
+    """What training changes and no checkpoint contains, as far as it was found; it may take effect in later steps."""
 
     @property
     def line(self) -> str:
         """The verdict in a line."""
+        unsaved = f"training changes {self.unsaved}, which no checkpoint contains" if self.unsaved else ""
         if self.verdict == "not proven":
             return f"not proven: {self.why}"
         if self.verdict == "exact":
             compared = "" if self.every == 1 else f" (one in {self.every} compared)"
             but = f"; without an effect on them, {self.why}" if self.why else ""
+            but += f"; the later steps are not proven, since {unsaved}" if unsaved else ""
             return f"resumed exactly: steps {self.first_step} to {self.last_step} repeated bit for bit{compared}{but}"
-        reason = f": {self.why}" if self.why else ""
+        reason = ": " + "; ".join(filter(None, [self.why, unsaved])) if self.why or unsaved else ""
         kind = "not resumed exactly" if self.verdict == "differs" else "not repeated bit for bit"
         return f"{kind}: {self.what} of step {self.differs_at} differ{'' if self.what in _PLURAL else 's'}{reason}"
 

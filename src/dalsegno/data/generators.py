@@ -84,7 +84,7 @@ class OwnStates:
         return bool(self.find() or self.parts())
 
     def state_dict(self) -> dict[str, Any]:
-        states = {way: _state_of(generator) for way, generator in self.find().items()}
+        states = {way: state_of(generator) for way, generator in self.find().items()}
         return {**states, **{name: copy.deepcopy(part.state_dict()) for name, part in self.parts().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Generator]]:
             continue
         seen[id(thing)] = thing
         if isinstance(thing, Generator):
-            if not _is_shared(thing):
+            if not is_shared(thing):
                 yield way, thing
         elif isinstance(thing, DataLoader) or not is_stateful(thing):
             parts = (each for each in _parts_of(thing) if not isinstance(each[1], _LEAVES))
@@ -139,7 +139,7 @@ def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Generator]]:
             waiting.extend((f"{way}{step}".lstrip("."), part) for step, part in itertools.islice(parts, room))
 
 
-def _is_shared(generator: Generator) -> bool:
+def is_shared(generator: Generator) -> bool:
     """Whether the generator belongs to the process or the run, or has no state."""
     return isinstance(generator, EpochGenerator | random.SystemRandom) or any(
         generator is each
@@ -189,7 +189,7 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
             yield f".{name}", value
 
 
-def _state_of(generator: Generator) -> Any:
+def state_of(generator: Generator) -> Any:
     """Return a state that the codec supports. For NumPy, a dict with the name of the bit generator."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
@@ -227,7 +227,7 @@ def _bit_generator_of(generator: Any) -> Any:
 
 def _fits(generator: Generator, state: Any) -> bool:
     """Whether the state has the layout of this generator's; with another one NumPy would read out of bounds."""
-    now = _state_of(generator)
+    now = state_of(generator)
     return _layout(now) == _layout(state) and _is_in_range(state)
 
 

@@ -37,7 +37,7 @@ from dalsegno.logs.repeats import RecordDifference
 from dalsegno.state import ControlRequests, ResumeProof, TrainerControl, TrainerState
 from dalsegno.stateful.component import Component, TensorHolder
 from dalsegno.system import filesystem
-from dalsegno.witness import Witness
+from dalsegno.witness import Unsaved, Witness
 
 from .states import Packed, Progress, pack, remove_states, unpack, warn_of_new_states
 
@@ -188,6 +188,8 @@ class Leg:
         self.witness = Witness(
             args.directory, self._device, args.on_resume, causes=causes, restores_generators=False, excuse=excuse
         )
+        kept = [each for each in (model, optimizer, lr_scheduler) if each is not None]
+        self._unsaved = Unsaved(lambda: self.callbacks, {"model": model}, lambda: kept)
         self._manager = CheckpointManager(args.directory, locate=locate)
         self._progress = Progress(samples_after)
         self._all_metrics: dict[str, Any] = {}  # of the sets measured so far in this evaluation
@@ -255,6 +257,7 @@ class Leg:
             is_resumed=is_resumed,
             explain=lambda used: None if used.get("run") != progress.run else reasons_to_differ(used, settings),
             report=self._prove,
+            unsaved=self._unsaved,
         )
         self._saved_at, self._may_stop = step, self.args.on_resume == "stop" and self.witness.is_comparing
         self.installed.callback(self._optimizer.register_step_pre_hook(self._see_gradients).remove)

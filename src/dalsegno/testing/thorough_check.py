@@ -346,7 +346,7 @@ class _Beginning(FlaglessCallback):
         self.is_over = True
 
     def _record(self, record: logging.LogRecord) -> None:
-        if getattr(record, NOT_EXACT, False) and not self.is_over:
+        if getattr(record, NOT_EXACT, False):
             self._write(record.getMessage())
 
     def _write(self, words: str) -> None:

@@ -13,11 +13,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint import Checkpoint, LoadReport
 from dalsegno.control import CommandQueue
 from dalsegno.data import NOT_EXACT, TrainingData
+from dalsegno.data.generators import OwnStates
 from dalsegno.data.step_batch import LossWeight, agreed_position
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import are_finite
@@ -26,9 +28,10 @@ from dalsegno.events.callback import Callback
 from dalsegno.logs import RecordLog, RunFile
 from dalsegno.policies.recovery import Rollback
 from dalsegno.state import TrainerControl, TrainerState
-from dalsegno.stateful.component import Stateful
+from dalsegno.stateful.component import Stateful, is_stateful, stateful_behind
 from dalsegno.system import filesystem
 from dalsegno.system.lock import DirectoryLock, is_visible
+from dalsegno.witness import Unsaved
 
 from .chosen_start import ChosenStart, ResumeOptions
 from .commands import CommandExecutor
@@ -66,11 +69,13 @@ class RunLifecycle:
         data: TrainingData,
         supplied: UserSupplied,
         others: Mapping[str, Stateful],
+        functions: Mapping[str, Any],
         loss_weight: LossWeight | None = None,
     ) -> None:
         args = parts.args
         self._parts = parts
         self._loss_weight = loss_weight
+        self._unsaved = _unsaved(parts, data, others, functions)
         self._signals = SignalWatcher(parts.control)
         self._time_limit = TimeLimit(parts.control, args.max_seconds)
         self._requeue = Requeue(enabled=args.requeue)
@@ -364,7 +369,25 @@ class RunLifecycle:
             is_resumed=self._repeats,
             explain=self._settings.differences_from,
             report=recorder.prove,
+            unsaved=self._unsaved,
         )
+
+
+def _unsaved(
+    parts: RunParts, data: TrainingData, others: Mapping[str, Stateful], functions: Mapping[str, Any]
+) -> Unsaved:
+    """``functions`` are further ones of the user's, by argument. What a loader reads is read again, or is its own."""
+    is_read_again = data.loader is not None or isinstance(data.dataset, IterableDataset)
+    dataset = None if is_read_again or is_stateful(data.dataset) else data.dataset
+    collate = None if stateful_behind(data.collate_fn) else data.collate_fn
+    given = {**parts.modules, "optimizer": parts.optimizer, "lr_scheduler": [*parts.schedulers], **others, **functions}
+    generators = OwnStates(dataset=data.dataset, collate_fn=data.collate_fn)
+    kept = [*parts.modules.values(), parts.optimizer, *parts.schedulers, *others.values()]
+    return Unsaved(
+        lambda: parts.callbacks.bound,
+        given | {"train_dataset": dataset, "data_collator": collate},
+        lambda: [*kept, *generators.find().values()],
+    )
 
 
 @contextmanager

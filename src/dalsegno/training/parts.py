@@ -1,14 +1,10 @@
-"""RunParts: what one run consists of, built once before anything is loaded; and ``CallbackSet``, its callbacks, with
-what no checkpoint contains of them."""
+"""RunParts: what one run consists of, built once before anything is loaded; and ``CallbackSet``, its callbacks."""
 
 from __future__ import annotations
 
 import inspect
-import logging
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from itertools import chain, islice
 from typing import Any
 
 from torch import nn
@@ -23,7 +19,7 @@ from dalsegno.distributed.buffers import SharedBuffers
 from dalsegno.distributed.layout import Layout
 from dalsegno.distributed.rng import RandomState
 from dalsegno.distributed.sharded_tensors import device_of
-from dalsegno.events.adapters import CallbackAdapter, adapt, external_global_callbacks
+from dalsegno.events.adapters import adapt, external_global_callbacks
 from dalsegno.events.callback import Callback, global_callbacks
 from dalsegno.events.dispatcher import Dispatcher
 from dalsegno.events.registration import check_callbacks, instances
@@ -35,8 +31,6 @@ from dalsegno.witness import Witness
 from .mean_loss import MetricAccumulator
 from .module_flags import Flags
 from .rollback_effects import RollbackEffects
-
-logger = logging.getLogger("dalsegno")
 
 
 class Comparison(Enum):
@@ -139,7 +133,6 @@ class CallbackSet:
         users = check_callbacks(given)
         taken = {callback.key for callback in users}
         trackers = reporting_callbacks(report_to, without=taken)
-        self.unsaved = UnsavedAttributes(dispatcher)
         self._users = [*(each for each in default_callbacks() if each.key not in taken), *users, *trackers]
         self.tensors: list[CallbackTensors] = []
         """State of callbacks that is sharded over the ranks as the model is."""
@@ -180,79 +173,3 @@ class CallbackSet:
             if isinstance(each, TensorHolder)
         ]
         self._users = users
-
-
-class UnsavedAttributes:
-    """Attributes of other libraries' callbacks that training changes and no checkpoint contains; each is said once.
-
-    Numbers, texts, and lists, tuples and dicts of them, which the next leg's callback would have as its class or its
-    constructor sets them. Not what ``on_train_begin`` sets, or training creates; and not the time.
-    """
-
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
-        self._before: dict[str, dict[str, Any]] = {}  # by the callback's key and the name
-        self._lost: dict[str, list[str]] = {}
-        self._began = [clock() for clock in _CLOCKS]  # a number since then is a time
-
-    def begin_leg(self) -> None:
-        """Before ``on_train_begin``."""
-        self._before = {each.key: _plain(each.unsaved_attributes()) for each in self._adapted()}
-
-    def begin_training(self) -> None:
-        """Before the first step."""
-        for each in self._adapted():
-            before, now = self._before.get(each.key, {}), _plain(each.unsaved_attributes())
-            self._before[each.key] = {name: was for name, was in before.items() if _is_same(was, now.get(name))}
-
-    def warn(self) -> None:
-        """Before a save."""
-        newest = None
-        for each in self._adapted():
-            now, known = _plain(each.unsaved_attributes()), self._lost.setdefault(each.key, [])
-            for name, was in sorted(self._before.get(each.key, {}).items()):
-                if name not in known and not _is_same(was, now.get(name)) and self._is_lost(now.get(name)):
-                    known.append(name)
-                    newest = each
-        if newest is not None and collectives.rank() == 0:
-            kind, key = type(newest.__wrapped__).__name__, newest.key
-            logger.warning(
-                "a resumed run may differ from an uninterrupted one: training has changed %s, which no checkpoint "
-                "contains. Give the class state_dict and load_state_dict, or name what to save: "
-                "dalsegno.adapt(%s(…)%s, state=%r)",
-                ", ".join(f"{key}.{name}" for key, names in self._lost.items() for name in names),
-                kind,
-                "" if key == kind else f", name={key!r}",
-                tuple(self._lost[key]),
-            )
-
-    def _is_lost(self, value: Any) -> bool:
-        clocks = zip(self._began, _CLOCKS, strict=True)
-        is_time = any(type(value) is type(began) and began <= value <= clock() for began, clock in clocks)
-        return type(value) in (int, float, str, tuple) and not is_time
-
-    def _adapted(self) -> list[CallbackAdapter]:
-        return [each for each in self._dispatcher.callbacks if isinstance(each, CallbackAdapter)]
-
-
-_CLOCKS = (time.time, time.perf_counter, time.monotonic, time.time_ns, time.perf_counter_ns, time.monotonic_ns)
-_MOST_ITEMS = 256
-_PLAIN = {bool, int, float, str, type(None)}
-
-
-def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers and texts, to compare; and of lists, tuples and dicts of them type, length and first items."""
-    found: dict[str, Any] = {}
-    for name, value in attributes.items():
-        kind = type(value)
-        if kind in _PLAIN:
-            found[name] = value
-        elif kind in (list, tuple, dict):
-            first = [*islice([*value.items()] if kind is dict else value, _MOST_ITEMS)]
-            if all(type(each) in _PLAIN for each in (chain(*first) if kind is dict else first)):
-                found[name] = kind, len(value), first
-    return found
-
-
-def _is_same(before: Any, now: Any) -> bool:
-    return bool(before == now or (before != before and now != now))  # NaN

@@ -180,6 +180,7 @@ class Run(OfRun):
             data=TrainingData.of_loader(loader),
             supplied=UserSupplied(),
             others=self._others,
+            functions={"evaluate": evaluate},
         )
         self._data_size = layout.data_size
         self._session: Session | None = None  # of the newest leg; None if the run was finished before it

@@ -209,7 +209,6 @@ class SaveCoordinator:
     def _announce(self, path: Path) -> ControlRequests:
         """Fire on_before_save; the requests against the save."""
         self._parts.dispatcher.before_save.fire_with(path, self._state.global_step)
-        self._parts.callbacks.unsaved.warn()
         return requests_against_save(self._parts.control)
 
     def _is_finite(self) -> bool:

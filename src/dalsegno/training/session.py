@@ -69,7 +69,6 @@ class Session:
         self._loader = parts.loader
         self._buffers = parts.buffers
         self._flags = parts.flags
-        self._unsaved = parts.callbacks.unsaved
         self._random_state = parts.random_state
         self._boundary = boundary
         self._recorder = boundary.recorder
@@ -102,7 +101,6 @@ class Session:
         self._boundary.begin_leg()
         self._buffers.begin_leg()
         self._flags.begin_leg()
-        self._unsaved.begin_leg()
         state.clock.start()
         self._leg_recorder.begin(self._resumed_from)
         try:
@@ -181,7 +179,6 @@ class Session:
         """The micro-batches of each remaining step: as planned, then once more from the checkpoint of each rollback.
         :meth:`step_end` must be called before the next step.
         """
-        self._unsaved.begin_training()
         self._flags.resume()
         try:
             yield self._steps()

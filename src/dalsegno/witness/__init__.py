@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from .rows import WITNESS as WITNESS
+from .unsaved import Unsaved as Unsaved
 from .witness import OnResume as OnResume
 from .witness import Witness as Witness

@@ -34,14 +34,9 @@ from dalsegno.logs.values import Record, decode, encode
 from dalsegno.state import CAUSES, ResumeProof
 
 from .rows import GENERATORS, SETTINGS, BatchDigest, WitnessRows, generator_digests, gradient_sum
+from .unsaved import FIRST, SHARE, Unsaved
 
 logger = logging.getLogger("dalsegno")
-
-SHARE = 0.003
-"""Fraction of the training time that recording may take."""
-
-FIRST = 3
-"""Steps after each checkpoint that are recorded in any case."""
 
 ROWS = 512
 """Rows of a file after which only half as many of the following steps are recorded, and so on."""
@@ -84,6 +79,7 @@ class Witness:
         self._excuse = excuse
         self._report: Callable[[ResumeProof], None] = lambda proof: None
         self._rows: WitnessRows | None = None  # None: nothing is recorded
+        self._unsaved: Unsaved | None = None  # before the first leg
         self._reset(0)
 
     def _reset(self, step: int) -> None:
@@ -122,6 +118,7 @@ class Witness:
         is_resumed: bool,
         explain: Callable[[Mapping[str, Any]], Sequence[str] | None],
         report: Callable[[ResumeProof], None],
+        unsaved: Unsaved,
     ) -> None:
         """Prepare to compare, or to record, the steps after ``step``, when logs are open. Collective.
 
@@ -130,8 +127,10 @@ class Witness:
             is_resumed: the run's state after ``step`` was restored from a checkpoint of its own.
             explain: reasons why a leg with other settings makes other steps; None: they are of a leg of another run.
             report: called with what is known of the resume: at this rank's first difference, and in the end.
+            unsaved: what no checkpoint contains.
         """
-        self._report = report
+        self._report, self._unsaved = report, unsaved
+        unsaved.begin()
         rank, world_size = collectives.rank(), collectives.world_size()
         rows = self._rows = WitnessRows(self._output_dir, rank)
         self._reset(step)
@@ -171,7 +170,9 @@ class Witness:
         self._reasons.append(reason)
 
     def note_captured(self, step: int) -> None:
-        """The state after ``step`` is being saved: from here on, another file."""
+        """The state after ``step`` is being saved: from here on, another file. Warns of what is not."""
+        if self._unsaved is not None and collectives.rank() == 0:
+            self._unsaved.warn()
         self._checkpoint, self._written, self._every = step, 0, 1
         self._open(step)
         self._advance(step)
@@ -217,6 +218,8 @@ class Witness:
     def begin_step(self, step: int, batches: Iterable[Any] = ()) -> None:
         """To be called before each step from :attr:`next_step` on, with what is read of its batches. Collective behind
         the last repeated step."""
+        if step > self._begin + 1 and self._unsaved is not None:
+            self._unsaved.end_first_step()
         if self._end is not None and step > self._end:
             self.conclude(step - 1)
         elif self._end is not None:
@@ -344,10 +347,20 @@ class Witness:
         else:
             every = max(1, round((last - self._begin) / max(self._compared, 1)))
             why = ", ".join(dict.fromkeys(each for _, found in everywhere for each in found)) or None
-            proof = ResumeProof(verdict="exact", first_step=self._begin + 1, last_step=last, every=every, why=why)
+            proof = ResumeProof(
+                verdict="exact",
+                first_step=self._begin + 1,
+                last_step=last,
+                every=every,
+                why=why,
+                unsaved=self._unsaved_names(),
+            )
         if collectives.rank() == 0:
             self._log(proof)
         self._report(proof)
+
+    def _unsaved_names(self) -> str | None:
+        return None if self._unsaved is None else self._unsaved.names() or None
 
     def _log(self, proof: ResumeProof) -> None:
         level = logging.WARNING if proof.verdict == "differs" else logging.INFO
@@ -406,6 +419,7 @@ class Witness:
             differs_at=step,
             what=what,
             why=why,
+            unsaved=self._unsaved_names(),
         )
         if self._on_resume == "stop" and not reasons:
             self._rows = None  # the next leg compares again

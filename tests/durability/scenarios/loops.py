@@ -16,7 +16,7 @@ from durability.kinds import Sample
 from support.small import NOISY
 
 from .parts import EPOCHS, LENGTH, calling, loader
-from .scenario import LOOP, scenario
+from .scenario import LATE, LOOP, scenario
 
 
 class OwnLoop:
@@ -137,3 +137,29 @@ def carry_between_batches(output_dir: Path) -> Trains:
             super().step(run, batch | {"x": x})
 
     return Carry(output_dir)
+
+
+@scenario(LATE)
+def losses_in_a_list_of_the_loop(output_dir: Path) -> Trains:
+    """A loop around `ds.Run` collects the losses in a list, and sets the learning rate by their mean at each epoch's end."""
+
+    class Plateau(OwnLoop):
+        def __init__(self, output_dir: Path) -> None:
+            super().__init__(output_dir)
+            self.losses: list[float] = []
+
+        def step(self, run: ds.Run, batch: Sample) -> None:
+            loss = self.model(**batch)
+            loss.backward()
+            self.update()
+            self.losses.append(float(loss))
+            if len(self.losses) == len(self.batches):
+                self.optimizer.param_groups[0]["lr"] = 0.01 / (1 + sum(self.losses))
+                self.losses.clear()
+            run.step_end(loss=loss)
+
+        def update(self) -> None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    return Plateau(output_dir)

@@ -393,8 +393,8 @@ def test_attributes_that_no_checkpoint_contains_are_named_once(
 ) -> None:
     small_trainer(tmp_path / "first", Watches(), max_steps=4, save_steps=1).train()
     (said,) = [each.getMessage() for each in caplog.records if "no checkpoint contains" in each.getMessage()]
-    assert "training has changed Watches.best, Watches.seen, which" in said
-    assert said.endswith("dalsegno.adapt(Watches(…), state=('best', 'seen'))")
+    assert "training has changed Watches.begun, Watches.best, Watches.norms, Watches.seen, which" in said
+    assert said.endswith("dalsegno.adapt(Watches(…), state=('begun', 'best', 'norms', 'seen'))")
     caplog.clear()
     saving = ds.adapt(Watches(), state=("best", "seen"))
     small_trainer(tmp_path / "second", saving, max_steps=4, save_steps=1).train()
