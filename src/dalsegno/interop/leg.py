@@ -106,6 +106,7 @@ class Leg:
         no_evaluations: what to set so that evaluations are due; None: they are.
         excuse: why a repeated record differs under this library although nothing is wrong; None: something is.
         samples_after: how many samples a number of steps has read, on all ranks; None: batches are counted.
+        given: what else the library was given by the user, by name; no checkpoint contains its state.
     """
 
     _open_here: ClassVar[WeakValueDictionary[Path, Leg]] = WeakValueDictionary()
@@ -142,6 +143,7 @@ class Leg:
         no_evaluations: str | None = None,
         excuse: Callable[[RecordDifference], str | None] = lambda found: None,
         samples_after: Callable[[int], int] | None = None,
+        given: Mapping[str, object] | None = None,
     ) -> None:
         for callback in callbacks:
             if callback.needs_evaluations and no_evaluations is not None:
@@ -189,7 +191,7 @@ class Leg:
             args.directory, self._device, args.on_resume, causes=causes, restores_generators=False, excuse=excuse
         )
         kept = [each for each in (model, optimizer, lr_scheduler) if each is not None]
-        self._unsaved = Unsaved(lambda: self.callbacks, {"model": model}, lambda: kept)
+        self._unsaved = Unsaved(lambda: self.callbacks, {"model": model, **(given or {})}, lambda: kept)
         self._manager = CheckpointManager(args.directory, locate=locate)
         self._progress = Progress(samples_after)
         self._all_metrics: dict[str, Any] = {}  # of the sets measured so far in this evaluation

@@ -161,8 +161,7 @@ class Verdict(enum.StrEnum):
     REFUSED = "refused"
     """A leg raised a dalsegno error before its first step."""
     SAID = "said"
-    """A warning or a changed setting announced a difference before a leg's first step, or the proof of a resumed leg
-    contains it."""
+    """A warning or a changed setting announced a difference, or the proof of a resumed leg contains it."""
     UNPROVEN = "not proven"
     """Different, and a resumed leg had no step to repeat, or ended before it had compared one."""
     DIFFERENT = "different"
@@ -325,7 +324,7 @@ def _train(factory: Factory, output_dir: Path, breaks: Sequence[Break], breaks_o
 
 
 class _Beginning(FlaglessCallback):
-    """Records what says, before a leg's first step, that the resumed run will differ: a warning, a changed setting."""
+    """Records what says that the resumed run will differ: a warning, a changed setting."""
 
     def __init__(self, warnings: Path) -> None:
         self._warnings = warnings

@@ -141,7 +141,7 @@ def carry_between_batches(output_dir: Path) -> Trains:
 
 @scenario(LATE)
 def losses_in_a_list_of_the_loop(output_dir: Path) -> Trains:
-    """A loop around `ds.Run` collects the losses in a list, and sets the learning rate by their mean at each epoch's end."""
+    """A loop collects the losses in a list, and sets the learning rate by them at each epoch's end."""
 
     class Plateau(OwnLoop):
         def __init__(self, output_dir: Path) -> None:

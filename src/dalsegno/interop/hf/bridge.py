@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers.trainer_callback import DefaultFlowCallback
+from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
 from dalsegno import state as run_state
 from dalsegno.args import TrainingArguments
@@ -167,6 +167,7 @@ class Bridge(transformers.TrainerCallback):
             samples_after=samples_of_steps(
                 kwargs["train_dataloader"], args.train_batch_size * args.world_size, args.gradient_accumulation_steps
             ),
+            given=self._of_trainer(),
         )
         self._mirror(leg.state, state)
         resumed_from = self._resumed_checkpoint(args, state)
@@ -176,6 +177,14 @@ class Bridge(transformers.TrainerCallback):
         if self._trainer is not None:
             self._install(self._trainer, leg)
         self._pass_on(leg, control)
+
+    def _of_trainer(self) -> dict[str, object]:
+        """Callbacks whose states Hugging Face does not save, and the trainer's class, perhaps the user's."""
+        if self._trainer is None:
+            return {}
+        others = [each for each in self._trainer.callback_handler.callbacks if not isinstance(each, ExportableState)]
+        named = {type(each).__name__: each for each in others if each is not self}
+        return {**named, type(self._trainer).__name__: type(self._trainer)}
 
     @_in_training
     def on_train_end(self, leg: Leg, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
