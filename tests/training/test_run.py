@@ -352,6 +352,30 @@ def test_state_of_the_users_own_is_saved_by_name(tmp_path: Path) -> None:
     assert train(9).total == 9
 
 
+def test_variables_of_the_loop_in_a_dict_are_saved(tmp_path: Path) -> None:
+    def train(steps: int) -> dict[str, Any]:
+        loop, kept = OwnLoop(tmp_path, max_steps=steps), {"losses": [], "hidden": torch.zeros(2), "best": None}
+        with ds.Run(
+            loop.args,
+            model=loop.model,
+            optimizer=loop.optimizer,
+            lr_scheduler=loop.scheduler,
+            loader=loop.loader,
+            state={"kept": kept},
+        ) as run:
+            for batch in run.batches():
+                loss = loop.update(batch)
+                kept["losses"].append(loss.item())
+                kept["hidden"] = kept["hidden"] + 1
+                kept["best"] = min(kept["losses"])
+                run.step_end(loss=loss)
+        return kept
+
+    first, second = train(5), train(9)
+    assert len(second["losses"]) == 9 and second["losses"][:5] == first["losses"]
+    assert second["hidden"].tolist() == [9.0, 9.0] and second["best"] == min(second["losses"])
+
+
 @pytest.mark.parametrize("due", [{"save_steps": 13}, {"save_strategy": "epoch"}], ids=["at the step", "at the epoch"])
 def test_a_loop_left_at_an_epochs_last_step_has_its_checkpoint(tmp_path: Path, due: dict[str, object]) -> None:
     """The checkpoint is taken at the epoch's end, which comes when the next batch is asked for; here it never is."""

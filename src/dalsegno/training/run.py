@@ -105,7 +105,7 @@ class Run(OfRun):
         callbacks: as for the Trainer.
         evaluate: called on all ranks when an evaluation is due; returns metrics of all ranks: ``{"eval_loss": 0.7}``.
         state: further objects with ``state_dict`` and ``load_state_dict``, such as a ``GradScaler``, by names that are
-            not reserved.
+            not reserved; or dicts of values, in which the loop keeps what outlives a step.
         resume_from_checkpoint: as in ``Trainer.train``, like the next five.
         strict: whether a damaged newest checkpoint raises.
         strict_callbacks: whether a saved callback that is missing here, or the reverse, raises.
@@ -154,7 +154,7 @@ class Run(OfRun):
             )
         self._optimizer = optimizers[0]
         expect_optimizer(self._optimizer)
-        self._others = dict(state or {})
+        self._others = {name: Variables(each) if type(each) is dict else each for name, each in (state or {}).items()}
         for number, each in enumerate(optimizers[1:], 1):
             if self._others.setdefault(name := f"optimizer_{number}", each) is not each:
                 raise ConfigurationError(f"state={{{name!r}: …}}: choose another name; the optimizers' list takes it")
@@ -380,3 +380,17 @@ class Run(OfRun):
 
     def _after_any_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._checks.note_update(optimizer, in_step=self._step_batch is not None)
+
+
+class Variables:
+    """The values in a dict of the user's, as an object with a state."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._values)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._values.clear()
+        self._values.update(state)

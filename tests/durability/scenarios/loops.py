@@ -16,7 +16,7 @@ from durability.kinds import Sample
 from support.small import NOISY
 
 from .parts import EPOCHS, LENGTH, calling, loader
-from .scenario import LATE, LOOP, scenario
+from .scenario import HEALTHY, LATE, LOOP, scenario
 
 
 class OwnLoop:
@@ -30,6 +30,7 @@ class OwnLoop:
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.batches = loader(tiny_regression_data(LENGTH), shuffle=True)
+        self.state: dict[str, Any] = {}
 
     def train(self) -> ds.TrainResult | None:
         with ds.Run(
@@ -38,6 +39,7 @@ class OwnLoop:
             optimizer=self.optimizer,
             lr_scheduler=self.scheduler,
             loader=self.batches,
+            state=self.state,
             callbacks=[JsonLogger(), DataOrder(), *map(calling, NOISY)],  # the last are silent
         ) as run:
             for batch in run.batches():
@@ -139,27 +141,35 @@ def carry_between_batches(output_dir: Path) -> Trains:
     return Carry(output_dir)
 
 
+class Plateau(OwnLoop):
+    """Sets the learning rate at each epoch's end by losses that it collects."""
+
+    def __init__(self, output_dir: Path, *, saved: bool) -> None:
+        super().__init__(output_dir)
+        self.kept: dict[str, list[float]] = {"losses": []}
+        if saved:
+            self.state = {"kept": self.kept}
+
+    def step(self, run: ds.Run, batch: Sample) -> None:
+        loss = self.model(**batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        losses = self.kept["losses"]
+        losses.append(loss.item())
+        if len(losses) == len(self.batches):
+            self.optimizer.param_groups[0]["lr"] = 0.01 / (1 + sum(losses))
+            losses.clear()
+        run.step_end(loss=loss)
+
+
+@scenario(HEALTHY)
+def losses_in_a_dict_in_state(output_dir: Path) -> Trains:
+    """A loop collects the losses in a dict in `state=`, and sets the learning rate by them at each epoch's end."""
+    return Plateau(output_dir, saved=True)
+
+
 @scenario(LATE)
 def losses_in_a_list_of_the_loop(output_dir: Path) -> Trains:
-    """A loop collects the losses in a list, and sets the learning rate by them at each epoch's end."""
-
-    class Plateau(OwnLoop):
-        def __init__(self, output_dir: Path) -> None:
-            super().__init__(output_dir)
-            self.losses: list[float] = []
-
-        def step(self, run: ds.Run, batch: Sample) -> None:
-            loss = self.model(**batch)
-            loss.backward()
-            self.update()
-            self.losses.append(float(loss))
-            if len(self.losses) == len(self.batches):
-                self.optimizer.param_groups[0]["lr"] = 0.01 / (1 + sum(self.losses))
-                self.losses.clear()
-            run.step_end(loss=loss)
-
-        def update(self) -> None:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    return Plateau(output_dir)
+    """A loop collects the losses in a list of its own, and sets the learning rate by them at each epoch's end."""
+    return Plateau(output_dir, saved=False)
