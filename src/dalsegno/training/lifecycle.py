@@ -70,11 +70,11 @@ class RunLifecycle:
         supplied: UserSupplied,
         others: Mapping[str, Stateful],
         functions: Mapping[str, Any],
-        loss_weight: LossWeight | None = None,
     ) -> None:
+        """``functions``: of the user's, by argument; ``loss_weight`` weighs the batches of a step."""
         args = parts.args
         self._parts = parts
-        self._loss_weight = loss_weight
+        self._loss_weight: LossWeight | None = functions.get("loss_weight")
         self._unsaved = _unsaved(parts, data, others, functions)
         self._signals = SignalWatcher(parts.control)
         self._time_limit = TimeLimit(parts.control, args.max_seconds)
@@ -376,11 +376,11 @@ class RunLifecycle:
 def _unsaved(
     parts: RunParts, data: TrainingData, others: Mapping[str, Stateful], functions: Mapping[str, Any]
 ) -> Unsaved:
-    """``functions`` are further ones of the user's, by argument. What a loader reads is read again, or is its own."""
+    """What a loader of the user's reads is read again, or saved by it."""
     is_read_again = data.loader is not None or isinstance(data.dataset, IterableDataset)
     dataset = None if is_read_again or is_stateful(data.dataset) else data.dataset
     collate = None if stateful_behind(data.collate_fn) else data.collate_fn
-    given = {**parts.modules, "optimizer": parts.optimizer, "lr_scheduler": [*parts.schedulers], **others, **functions}
+    given = {**others, **functions, **parts.modules, "optimizer": parts.optimizer, "lr_scheduler": [*parts.schedulers]}
     generators = OwnStates(dataset=data.dataset, collate_fn=data.collate_fn)
     kept = [*parts.modules.values(), parts.optimizer, *parts.schedulers, *others.values()]
     return Unsaved(

@@ -149,8 +149,7 @@ class Trainer(OfRun):
                 optimizer is not None, lr_scheduler is not None, train_dataloader is not None, loop=False
             ),
             others={**self._train_step.stateful, **handed_in},
-            functions={name: each for name, each in functions.items() if name not in handed_in},
-            loss_weight=loss_weight,
+            functions=functions,
         )
         self._parts.dispatcher.init_end.fire_with()
 

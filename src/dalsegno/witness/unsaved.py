@@ -161,10 +161,10 @@ class Unsaved:
         return not any(type(value) is type(began) and began <= value <= clock() for began, clock in clocks)
 
     def _values(self) -> dict[str, Any]:
-        walk = _Walk(self._saved())
         try:
-            return dict(walk.leaves(self._roots()))
-        except RuntimeError:  # another thread changes a container meanwhile
+            return dict(_Walk(self._saved()).leaves(self._roots()))
+        except Exception as error:  # another thread changes a container meanwhile, a tensor of a kind that is new
+            logger.debug("state that no checkpoint contains was not looked for: %r", error)
             return {}
 
 
@@ -255,7 +255,8 @@ class _Walk:
 
 def _items(way: str, thing: Any) -> Iterator[tuple[str, object]]:
     if isinstance(thing, dict):
-        yield from ((f"{way}[{key!r:.20}]", value) for key, value in itertools.islice(list(thing.items()), ITEMS))
+        items = enumerate(itertools.islice(list(thing.items()), ITEMS))
+        yield from ((f"{way}[{key if type(key) is str else number}]", value) for number, (key, value) in items)
     else:
         yield f"{way}[len]", len(thing)
         if not isinstance(thing, set):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
@@ -66,6 +67,19 @@ def test_without_the_trainer_gradients_tell(tmp_path: Path) -> None:
     assert verdict.proof.verdict == "differs"
     assert (verdict.proof.differs_at, verdict.proof.what) == (6, "gradients")
     assert "give the Bridge the trainer" in verdict.proof.why
+
+
+def test_what_their_callbacks_count_and_no_checkpoint_contains_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Patience(TrainerCallback):  # type: ignore[misc]
+        bad = 0
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.bad += 1
+
+    with_bridge(tmp_path, [], Patience()).train()
+    assert "training has changed Patience.bad, which no checkpoint contains" in caplog.text
 
 
 def test_data_that_are_not_skipped_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
