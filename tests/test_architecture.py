@@ -26,7 +26,7 @@ MOST_FILES = {
     "analysis": 31,
     "args": 4,
     "callbacks": 40,
-    "checkpoint": 43,
+    "checkpoint": 42,
     "cli": 23,
     "config": 5,
     "control": 11,
