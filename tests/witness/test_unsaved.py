@@ -6,8 +6,10 @@ import copy
 import functools
 import itertools
 import random
+import threading
 import time
-from collections import deque
+import tracemalloc
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +19,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dalsegno as ds
 from dalsegno.logs import RunFile
 from dalsegno.testing import TinyRegression, tiny_regression_data
+from dalsegno.witness import Unsaved
 from support.crash import Crash
 from support.listeners import Listener
-from support.small import small_trainer
+from support.small import arguments, small_trainer
 
 LENGTH = 16
 
@@ -385,3 +389,182 @@ def test_what_only_a_library_changes_is_not_named(tmp_path: Path, caplog: pytest
 
     trainer(tmp_path, Listener({"on_step_end": count})).train()
     assert warned(caplog) == []
+
+
+def output_for_the_loss(output_dir: Path) -> ds.Trainer:
+    kept: dict[str, Any] = {"sums": []}
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        kept["output"], kept["sums"] = output, [output.sum()] * (1 + len(kept["sums"]) % 2)
+
+    model = Outputs()
+    model.layers[0].register_forward_hook(keep)
+    return trainer(output_dir, model=model, loss_fn=lambda out, batch: squared(out, batch) + 0.0 * kept["output"].sum())
+
+
+def newest_samples(output_dir: Path) -> ds.Trainer:
+    class Newest(Counting):
+        def __init__(self) -> None:
+            self.samples = tiny_regression_data(LENGTH)
+            self.newest: OrderedDict[int, str] = OrderedDict()
+            self.sizes: list[int | None] = [None] * LENGTH
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            self.newest[index], self.sizes[index] = f"sample {index}", index
+            self.newest.move_to_end(index)
+            if len(self.newest) > 4:
+                self.newest.popitem(last=False)
+            return self.samples[index]
+
+    return trainer(output_dir, train_dataset=Newest())
+
+
+def metrics(output_dir: Path) -> ds.Trainer:
+    class Accuracy:
+        def __init__(self) -> None:
+            self.reset()
+
+        def reset(self) -> None:
+            self.total = 0.0
+
+        def compute(self) -> float:
+            return self.total
+
+    measured = [Accuracy(), pytest.importorskip("torchmetrics").MeanMetric()]
+
+    def evaluate(ctx: Any) -> None:
+        for each in measured:
+            each.reset()
+        measured[0].total += float(ctx.loss)
+        measured[1].update(ctx.loss)
+        measured[1].compute()
+
+    return trainer(output_dir, Listener({"on_step_end": evaluate}))
+
+
+def thread(output_dir: Path) -> ds.Trainer:
+    class Uploader(threading.Thread):
+        def run(self) -> None:
+            pass
+
+    uploader = Uploader()
+
+    def start(ctx: Any) -> None:
+        if ctx.state.global_step == 3:
+            uploader.start()
+            uploader.join()
+
+    return trainer(output_dir, Listener({"on_step_end": start}))
+
+
+def late_buffer(output_dir: Path) -> ds.Trainer:
+    class Masked(TinyRegression):
+        calls = 0
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls == 3:
+                self.register_buffer("mask", torch.ones(3), persistent=False)
+            return super().forward(x, y)
+
+    return trainer(output_dir, model=Masked())
+
+
+@pytest.mark.parametrize("build", [output_for_the_loss, newest_samples, metrics, thread, late_buffer])
+def test_what_is_set_again_is_not_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, build: Callable[[Path], ds.Trainer]
+) -> None:
+    build(tmp_path).train()
+    assert warned(caplog) == []
+
+
+def test_a_variable_that_the_loop_sets_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, number = TinyRegression(), 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = torch.utils.data.DataLoader(tiny_regression_data(LENGTH), batch_size=4)
+    args = arguments(tmp_path, max_steps=10, save_steps=4, save_in_background=False)
+
+    def say(ctx: Any) -> None:
+        str(number)
+
+    with ds.Run(
+        args, model=model, optimizer=optimizer, loader=loader, callbacks=[ds.on(ds.Event.STEP_END, say)]
+    ) as run:
+        for batch in run.batches():
+            number += 1
+            loss = model(**batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step_end(loss)
+    assert number == 10
+    assert warned(caplog) == []
+
+
+# -- how it is looked at ----------------------------------------------------------------------------------------------
+
+
+def test_a_look_calls_nothing_and_copies_nothing() -> None:
+    class Refusing:
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(name)
+
+    class Lazy(dict[str, int]):
+        def items(self) -> Any:
+            raise AssertionError
+
+    class Text(str):
+        __slots__ = ()
+
+        def __eq__(self, other: object) -> bool:
+            raise AssertionError
+
+        __hash__ = str.__hash__
+
+    class Holder:
+        def __init__(self) -> None:
+            self.refusing, self.lazy, self.text, self.count = Refusing(), Lazy(a=1), Text("a"), 0
+            self.fake = FakeTensorMode().from_tensor(torch.ones(3))
+            self.numbers, self.samples = list(range(1_000_000)), dict.fromkeys(range(100_000))
+            self.columns, self.rows = np.zeros((1_000_000, 4))[:, :3], torch.zeros(4, 1_000_000)[:, ::2]
+
+    held = Holder()
+    unsaved = Unsaved(list, {"held": held}, list)
+    unsaved.begin()
+    held.count, held.text = 1, Text("b")
+    tracemalloc.start()
+    names, (_, most) = unsaved.names(), tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert names == "held.count"
+    assert most < 4_000_000  # bytes
+
+
+def test_what_is_forgotten_takes_no_memory() -> None:
+    newest: dict[int, int] = {}
+
+    def remember(number: int) -> None:
+        newest.clear()
+        newest[number] = number
+
+    unsaved = Unsaved(list, {"remember": remember}, list)
+    unsaved.begin()
+    for number in range(100):
+        remember(number)
+        assert unsaved.names() == ""
+    assert len(unsaved._known) == 1
+
+
+def test_only_what_can_be_saved_so_is_advised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Best:
+        loss = 1.0
+
+    class Keeper:
+        def __init__(self) -> None:
+            self.best = Best()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.best.loss /= 2
+
+    trainer(tmp_path, ds.adapt(Keeper(), "huggingface")).train()
+    assert [each.partition("changed ")[2].partition(",")[0] for each in warned(caplog)] == ["Keeper.best.loss"]
+    assert "dalsegno.adapt" not in caplog.text

@@ -12,6 +12,7 @@ import dis
 import functools
 import itertools
 import logging
+import os
 import re
 import sys
 import sysconfig
@@ -31,7 +32,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dalsegno.data import NOT_EXACT
-from dalsegno.data.digests import add_batch
+from dalsegno.data.digests import LARGE, add_batch
 from dalsegno.data.generators import OBJECTS, Generator, is_shared, state_of
 from dalsegno.events.adapters import CallbackAdapter
 from dalsegno.events.callback import Callback
@@ -48,12 +49,18 @@ FIRST = 3
 ITEMS = 64
 """Items of a container that are looked at; of a longer one, also its length."""
 
+_LONGEST = 300
+"""Letters of a path that is followed."""
+
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
 _CONTENTS = (torch.Tensor, np.ndarray, itertools.count, *get_args(Generator))
 _CONTAINERS = (dict, list, tuple, set, deque)
 _USERS = (Optimizer, LRScheduler)
 """Or of a class of the user's."""
 _STRUCTURE = "the structure of "
+_OF_CLASS = "[of the class]"
+_FUNCTIONS = (functools.partial, types.MethodType, types.FunctionType)
+_USES = ("_GLOBAL", "_DEREF", "STORE_ATTR")
 _CLOCKS = (time.time, time.perf_counter, time.monotonic, time.time_ns, time.perf_counter_ns, time.monotonic_ns)
 _OF_MODULE = vars(nn.Module()).keys()
 _OF_OPTIMIZER = vars(torch.optim.SGD([torch.zeros(1)])).keys()
@@ -99,12 +106,11 @@ class Unsaved:
 
     def names(self) -> str:
         """What training has changed since the first step; empty if nothing."""
-        began = time.perf_counter()
-        for way, value in self._values().items():
-            if way in self._known and self._is_lost(self._known[way], value):
-                self._names.add(way.partition("[")[0])
-            if way in self._known or "[" in way:
-                self._known[way] = value
+        began, known = time.perf_counter(), self._known
+        if values := {way: each for way, each in self._values().items() if way in known or "[" in way}:
+            lost = [way for way, each in values.items() if way in known and self._is_lost(way, known[way], each)]
+            self._names |= {way.partition("[")[0] for way in lost}
+            self._known = {way: each for way, each in known.items() if "[" not in way} | values
         self._looks += 1
         self._last = time.perf_counter()
         self._cost = self._last - began
@@ -131,7 +137,7 @@ class Unsaved:
             lost = tuple(
                 sorted(name.removeprefix(f"{each.key}.") for name in self._names if name.startswith(f"{each.key}."))
             )
-            if lost and isinstance(each, CallbackAdapter):
+            if lost and isinstance(each, CallbackAdapter) and not any("." in name for name in lost):
                 kind = type(each.__wrapped__).__name__
                 name = "" if each.key == kind else f", name={each.key!r}"
                 return (
@@ -153,9 +159,10 @@ class Unsaved:
                 roots[each.key] = each
         return roots
 
-    def _is_lost(self, before: Any, value: Any) -> bool:
-        """Not if an object was made only now, as in a cache, nor the time."""
-        if before == value or before != before or isinstance(before, _Digest) != isinstance(value, _Digest):
+    def _is_lost(self, way: str, before: Any, value: Any) -> bool:
+        """Not if an object or an item was made only now, as in a cache, nor the time."""
+        is_made_now = before is None and way.endswith("]") and not way.endswith(_OF_CLASS)
+        if is_made_now or isinstance(before, _Digest) != isinstance(value, _Digest) or _is_same(before, value):
             return False
         clocks = zip(self._began, _CLOCKS, strict=True)
         return not any(type(value) is type(began) and began <= value <= clock() for began, clock in clocks)
@@ -174,6 +181,10 @@ class _Digest(NamedTuple):
     contents: str
 
 
+_Variable = tuple[int, str]
+"""Of a cell; or of a module, and the name."""
+
+
 class _Walk:
     """One walk, breadth first."""
 
@@ -182,6 +193,8 @@ class _Walk:
         tensors = [each for module in modules for each in (*module._parameters.values(), *module._buffers.values())]
         groups = [each for thing in saved if isinstance(thing, Optimizer) for each in thing.param_groups]
         self._saved = {id(each) for each in (*saved, *modules, *tensors, *groups)}
+        self._set: set[_Variable] = set()  # by functions
+        self._read: list[tuple[str, _Variable, object]] = []  # numbers and texts
 
     def leaves(self, roots: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
         """Plain values, and digests of others, each once and by its shortest path."""
@@ -189,17 +202,20 @@ class _Walk:
         seen: dict[int, object] = {}  # keeps the objects alive, so that no id is reused
         while waiting:
             way, thing = waiting.popleft()
-            kind = _kind(type(thing))  # type: ignore[arg-type]
+            if len(way) > _LONGEST:
+                continue
+            kind = _kind(thing)
             if kind is _PLAIN:
                 yield way, thing
             elif id(thing) not in seen:
                 seen[id(thing)] = thing
                 if kind is _CONTENTS:
-                    if id(thing) not in self._saved and not (isinstance(thing, Generator) and is_shared(thing)):
-                        yield way, _digest(thing)
+                    if id(thing) not in self._saved and (contents := _contents(thing)) is not None:
+                        yield way, contents
                 else:
                     room = max(0, OBJECTS - len(seen) - len(waiting))
                     waiting.extend(itertools.islice(self._parts(way, thing, kind), room))
+        yield from ((way, value) for way, variable, value in self._read if variable in self._set)
 
     def _parts(self, way: str, thing: Any, kind: object) -> Iterator[tuple[str, object]]:
         if kind is _CONTAINERS:
@@ -212,27 +228,31 @@ class _Walk:
         elif kind is types.MethodType:
             yield from ((way, each) for each in (thing.__self__, thing.__func__))
         elif kind is types.FunctionType:
-            yield from _variables(thing)
+            yield from self._variables(thing)
         elif kind is type:
             if _is_users(thing.__module__):
-                yield from ((f"{thing.__name__}.{name}[of the class]", value) for name, value in _members(thing))
+                yield from ((f"{thing.__name__}.{name}{_OF_CLASS}", value) for name, value in _members(thing))
                 yield from ((way, base) for base in thing.__bases__)
         elif id(thing) in self._saved:
             yield from self._beside_state(way, thing)
         elif kind is _USERS:
             yield from _attributes(way, thing)
-        elif "." not in way:  # such as a callback of dalsegno's around functions of the user's
-            yield from ((way, each) for each in _functions_in(getattr(thing, "__dict__", {}).values()))
+        elif "." not in way and kind is not types.ModuleType:  # such as a callback around functions of the user's
+            yield from ((way, each) for each in _functions_in(_held(thing).values()))
 
     def _of_module(self, way: str, module: nn.Module) -> Iterator[tuple[str, object]]:
         held, is_saved = vars(module), id(module) in self._saved
+        is_users = any(_is_users(kind.__module__) for kind in type(module).__mro__) and not _sets_again(type(module))
         for name, value in list(held.items()):
             # Small ones are among the flags of the run, which are saved.
-            if name not in _OF_MODULE and not (is_saved and (isinstance(value, torch.Tensor) or _is_plain(value))):
+            if name in _OF_MODULE or (is_saved and (issubclass(type(value), torch.Tensor) or _is_plain(value))):
+                continue
+            if is_users or _kind(value) in _FUNCTIONS:
                 yield f"{way}.{name}", value
         tensors = {**module._parameters, **module._buffers}
         if is_saved:
-            yield f"{_STRUCTURE}{way}", " ".join([*tensors, *module._modules])
+            persistent = [name for name in tensors if name not in held.get("_non_persistent_buffers_set", ())]
+            yield f"{_STRUCTURE}{way}", " ".join([*persistent, *module._modules])
             yield from ((f"{way}.{name}", each) for name, each in module._modules.items())
         else:
             yield from ((f"{way}[{name}]", each) for name, each in (*tensors.items(), *module._modules.items()))
@@ -240,6 +260,30 @@ class _Walk:
         hooks += [getattr(each, "_backward_hooks", None) for each in tensors.values()]
         yield from ((way, each) for of_one in hooks if of_one for each in list(of_one.values()))
         yield way, type(module)
+
+    def _variables(self, function: types.FunctionType) -> Iterator[tuple[str, object]]:
+        """What a function of the user's keeps outside of its calls. A number or a text counts if a function sets it;
+        the loop around sets its own again."""
+        code, names = function.__code__, function.__globals__
+        if not _is_users_file(code.co_filename):
+            return
+        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+        outside = {each: (id(cells[each]), "") for each in _names(code, "_DEREF") if each in cells}
+        outside |= {each: (id(names), each) for each in _names(code, "_GLOBAL") if each in names}
+        is_set = (*_names(code, "STORE_DEREF"), *_names(code, "STORE_GLOBAL"))
+        self._set |= {outside[each] for each in is_set if each in outside}
+        called = function.__qualname__.rpartition("<locals>.")[2]
+        for name, variable in outside.items():
+            try:
+                value = cells[name].cell_contents if name in cells else names[name]
+            except ValueError:  # empty
+                continue
+            if _kind(value) is _PLAIN:
+                self._read.append((f"{called}(): {name}", variable, value))
+            else:
+                yield f"{called}(): {name}", value
+        yield from ((f"{called}(): a default", each) for each in function.__defaults__ or ())
+        yield from ((f"{called}.{name}", value) for name, value in vars(function).items())
 
     def _beside_state(self, way: str, thing: Any) -> Iterator[tuple[str, object]]:
         """What an object has, whose state is saved, that is not in the state."""
@@ -254,23 +298,67 @@ class _Walk:
 
 
 def _items(way: str, thing: Any) -> Iterator[tuple[str, object]]:
-    if isinstance(thing, dict):
-        items = enumerate(itertools.islice(list(thing.items()), ITEMS))
-        yield from ((f"{way}[{key if type(key) is str else number}]", value) for number, (key, value) in items)
+    if isinstance(thing, dict):  # of a cache, items may move
+        items = enumerate(_first(dict.items(thing)))
+        yield from (
+            (f"{way}[{key!r}]" if type(key) in _PLAIN else f"{way}[{number}]", value) for number, (key, value) in items
+        )
     else:
-        yield f"{way}[len]", len(thing)
+        first = _first(_iterate(thing))
+        if not any(_is_of_a_step(each) for each in first):
+            yield f"{way}[len]", _length(thing)
         if not isinstance(thing, set):
-            yield from ((f"{way}[{index}]", value) for index, value in enumerate(itertools.islice(list(thing), ITEMS)))
+            yield from ((f"{way}[{index}]", value) for index, value in enumerate(first))
+
+
+def _first(items: Iterable[Any]) -> list[Any]:
+    """Without a copy of a long container."""
+    return list(itertools.islice(items, ITEMS))
+
+
+def _iterate(container: Any) -> Iterator[Any]:
+    """Without methods of the user's."""
+    base: Any = next(each for each in _CONTAINERS if issubclass(type(container), each))
+    items: Iterator[Any] = iter(dict.values(container)) if base is dict else base.__iter__(container)
+    return items
+
+
+def _length(container: Any) -> int:
+    base: Any = next(each for each in _CONTAINERS if issubclass(type(container), each))
+    return int(base.__len__(container))
 
 
 def _attributes(way: str, thing: object) -> Iterator[tuple[str, object]]:
     """Also those that the class has a value for, which the first change replaces in the object."""
     kinds = [kind for kind in reversed(type(thing).__mro__) if _is_users(kind.__module__)]
-    held = {name: value for kind in kinds for name, value in _members(kind) if isinstance(value, _PLAIN)}
-    held |= getattr(thing, "__dict__", {})
-    if not hasattr(type(thing), "set_epoch"):  # else a resume sets again what depends on the epoch
-        yield from ((f"{way}.{name}", value) for name, value in held.items())
+    held = {name: value for kind in kinds for name, value in _members(kind) if _kind(value) is _PLAIN}
+    held |= _held(thing)
+    theirs = _of_libraries(type(thing))  # type: ignore[arg-type]
+    if not _sets_again(type(thing)):
+        yield from ((f"{way}.{name}", value) for name, value in held.items() if name not in theirs)
     yield way, type(thing)
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_libraries(kind: type) -> frozenset[str]:
+    """Attributes that bases of a class set, if these are not the user's: a thread's, a progress bar's."""
+    bases = [each for each in kind.__mro__ if not _is_users(each.__module__) and not issubclass(each, _USERS)]
+    methods = [each for base in bases for _, each in _members(base) if isinstance(each, types.FunctionType)]
+    return frozenset(name for method in methods for name in _names(method.__code__, "STORE_ATTR"))
+
+
+def _sets_again(kind: type) -> bool:
+    """Whether a resume sets again what depends on the epoch, or each evaluation what it counts."""
+    return hasattr(kind, "set_epoch") or (hasattr(kind, "reset") and hasattr(kind, "compute"))
+
+
+def _held(thing: object) -> dict[str, Any]:
+    """The attributes, without asking the class for them."""
+    try:
+        held = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return {}
+    return dict(held) if isinstance(held, dict) else {}
 
 
 def _members(kind: type) -> Iterator[tuple[str, object]]:
@@ -283,57 +371,53 @@ def _members(kind: type) -> Iterator[tuple[str, object]]:
             yield name, value
 
 
-def _variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    """What a function of the user's keeps outside of its calls."""
-    code = function.__code__
-    if not _is_users_file(code.co_filename):
-        return
-    name = function.__qualname__.rpartition("<locals>.")[2]
-    for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield f"{name}(): {variable}", cell.cell_contents
-        except ValueError:  # empty
-            continue
-    yield from ((f"{name}(): a default", each) for each in function.__defaults__ or ())
-    yield from (
-        (f"{name}(): {each}", function.__globals__[each]) for each in _globals(code) if each in function.__globals__
-    )
-    yield from ((f"{name}.{each}", value) for each, value in vars(function).items())
+def _names(code: types.CodeType, use: str) -> list[str]:
+    """Names that a function, or one inside it, reads or sets by instructions that end so."""
+    return list(dict.fromkeys(name for instruction, name in _uses(code) if instruction.endswith(use)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _globals(code: types.CodeType) -> tuple[str, ...]:
-    """Names of globals that a function, or one inside it, reads or sets."""
-    own = [each.argval for each in dis.get_instructions(code) if each.opname.endswith("_GLOBAL")]
-    inner = [name for each in code.co_consts if isinstance(each, types.CodeType) for name in _globals(each)]
-    return tuple(dict.fromkeys([*own, *inner]))
+def _uses(code: types.CodeType) -> tuple[tuple[str, str], ...]:
+    found = [(each.opname, each.argval) for each in dis.get_instructions(code) if each.opname.endswith(_USES)]
+    inner = [use for each in code.co_consts if isinstance(each, types.CodeType) for use in _uses(each)]
+    return tuple(dict.fromkeys([*found, *inner]))
 
 
 def _functions_in(values: Any) -> Iterator[object]:
     for value in list(values):
         for each in _several(value):
-            if isinstance(each, types.FunctionType | types.MethodType | functools.partial):
+            if _kind(each) in _FUNCTIONS:
                 yield each
 
 
 def _several(value: Any) -> list[Any]:
-    if not isinstance(value, _CONTAINERS):
-        return [value]
-    return [*itertools.islice(list(value.values() if isinstance(value, dict) else value), ITEMS)]
+    return _first(_iterate(value)) if _kind(value) is _CONTAINERS else [value]
 
 
 def _is_plain(value: object) -> bool:
-    return isinstance(value, _PLAIN) or (
-        type(value) in (list, tuple, dict) and all(isinstance(each, _PLAIN) for each in _several(value))
-    )
+    several = _several(value) if type(value) in (list, tuple, dict) else [value]
+    return all(_kind(each) is _PLAIN for each in several)
+
+
+def _kind(thing: object) -> object:
+    """What a walk does with it. Not ``isinstance``, which asks a proxy for its class."""
+    return _kind_of_class(type(thing))  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=4096)
-def _kind(of: type) -> object:
-    """What a walk does with the objects of a class."""
-    known = (_PLAIN, _CONTENTS, _CONTAINERS, nn.Module, functools.partial, types.MethodType, types.FunctionType, type)
+def _kind_of_class(of: type) -> object:
+    known = (_PLAIN, _CONTENTS, _CONTAINERS, nn.Module, *_FUNCTIONS, type, types.ModuleType)
     found = next((kind for kind in known if issubclass(of, kind)), None)
     return found or (_USERS if issubclass(of, _USERS) or _is_users(of.__module__) else None)
+
+
+def _contents(thing: Any) -> _Digest | None:
+    """None if they belong to the process or to a step, or a tensor is of a kind that cannot be read."""
+    try:
+        is_passing = _is_of_a_step(thing) or (isinstance(thing, Generator) and is_shared(thing))
+        return None if is_passing else _digest(thing)
+    except Exception:
+        return None
 
 
 def _digest(value: Any) -> _Digest:
@@ -344,22 +428,56 @@ def _digest(value: Any) -> _Digest:
         value = repr(value)
     elif isinstance(value, DTensor):
         value = value.to_local()
+    if isinstance(value, torch.Tensor | np.ndarray):
+        value = _thinned(value)
     add_batch(hashed, value, on_device=elsewhere)
     for each in elsewhere:  # reading it would wait for the device
         hashed.update(f"{each.data_ptr()} {each._version}".encode())
     return _Digest(hashed.hexdigest())
 
 
+def _is_of_a_step(thing: Any) -> bool:
+    """Whether it is a tensor of a step's graph, such as an output that a hook keeps for the loss."""
+    return issubclass(type(thing), torch.Tensor) and thing.grad_fn is not None
+
+
+def _is_same(before: Any, value: Any) -> bool:
+    """Or cannot be compared."""
+    try:
+        return bool(before == value or before != before)
+    except Exception:  # a class of the user's that is a number or a text
+        return True
+
+
+def _thinned(value: Any) -> Any:
+    """The first objects; and some rows, or columns, of a large view, which would be copied to be read."""
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return value.flat[:ITEMS]
+    if isinstance(value, torch.Tensor):
+        is_copied = value.layout == torch.strided and not value.is_nested and not value.is_contiguous()
+    else:
+        is_copied = not (value.flags.c_contiguous or value.flags.f_contiguous)
+    if not is_copied or value.nbytes <= LARGE:
+        return value
+    axis = max(range(value.ndim), key=lambda each: value.shape[each])
+    step = slice(None, None, -(-value.nbytes // LARGE))
+    return (value.detach() if isinstance(value, torch.Tensor) else value)[(slice(None),) * axis + (step,)]
+
+
 @functools.lru_cache(maxsize=4096)
-def _is_users(module: str) -> bool:
+def _is_users(module: object) -> bool:
     """Whether the user's own code defines it, and not a package that is installed."""
+    if not isinstance(module, str):
+        return False
     if module.partition(".")[0] in ("dalsegno", "builtins", *sys.stdlib_module_names) and module != "__main__":
         return False
-    return _is_users_file(getattr(sys.modules.get(module), "__file__", None) or "<input>")
+    parents = itertools.accumulate(module.split("."), "{}.{}".format)  # one without a file is a part of a package
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in parents]
+    return _is_users_file(next((file for file in reversed(files) if file), "<input>"))
 
 
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]|^<frozen ")
-_LIBRARIES = str(Path(__file__).parents[1]), *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+_LIBRARIES = f"{Path(__file__).parents[1]}{os.sep}", *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 
 
 @functools.lru_cache(maxsize=4096)
