@@ -155,7 +155,6 @@ def wandb_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
-    wandb.teardown()  # it has read the environment once, in an earlier test of this process
     yield wandb
     wandb.finish()
 
