@@ -134,10 +134,16 @@ def save_while_rank_one_is_killed_by_rank_zero(directory: Path, operation: str, 
 
     def kill(what: str, path: Path) -> None:
         if collectives.rank() == 0 and operation == what and path.name.endswith(end):
+            limit_background_group(seconds=8)  # one send in some hundreds does not see that its receiver has died
             os.kill(pids[1], signal.SIGKILL)
             until(lambda: "\nState:\tZ" in status(pids[1]))
 
     return save_twice(directory, kill)
+
+
+def limit_background_group(seconds: int) -> None:
+    group: Any = collectives.background_group()._group
+    distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group())
 
 
 def status(pid: int) -> str:
@@ -157,7 +163,7 @@ def save_while_one_is_stuck(directory: Path) -> tuple[str, list[str]]:
 
     manager, components = CheckpointManager(directory), [Component("callbacks.Notes", Notes(stick))]
     manager.save(1, [], components)
-    distributed_c10d._set_pg_timeout(timedelta(seconds=2), collectives.background_group()._group())  # type: ignore[misc]
+    limit_background_group(seconds=2)
     flight = manager.save_async(2, [], components)
     flight.wait()
     gave_up.touch()
