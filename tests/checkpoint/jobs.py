@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import mmap
 import os
 import pickle
 import resource
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint.parts import FixedRankNotes, Notes, RankNotes, Saved
 from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState, plan
+from dalsegno.checkpoint.tensor_copies import anonymous
 from dalsegno.distributed import collectives
 from dalsegno.errors import DalsegnoError
 from dalsegno.stateful.component import Component
@@ -298,6 +300,19 @@ def save_where_one_rank_begins_anew(directory: Path) -> list[int]:
         counts.append(next(asked) - 1)
         asked = itertools.count(counts[-1] + 1)
     return counts
+
+
+def free_a_buffer_in_a_fork(size: int) -> int:
+    """How a process ends that has memory of its own when it frees a buffer of the one that it was forked from."""
+    buffers = [anonymous(size)]
+    child = os.fork()
+    if child == 0:
+        own = [mmap.mmap(-1, size // 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(64)]
+        buffers.clear()
+        for each in own:
+            each[0] = 1
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
 
 
 def page_faults_of_a_save_after_a_fork(directory: Path, size: int) -> int:

@@ -34,6 +34,11 @@ def test_processes_that_are_forked_do_not_take_the_memory_away(tmp_path: Path) -
     assert faults < 64 * MB // resource.getpagesize() // 4
 
 
+def test_a_process_that_is_forked_may_free_the_memory() -> None:
+    """Its garbage may contain buffers. Where they were, it must not have memory of its own by then."""
+    assert run_ranks(jobs.free_a_buffer_in_a_fork, 1, 8 * MB) == [0]
+
+
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """One entry for each time that it is worked out who writes what."""

@@ -39,6 +39,7 @@ _HASHED_BYTES = 2 << 20  # at once: 0.2 ms of processor time
 _JOINED_TENSORS = 128  # small ones per copy
 _PIECE_BYTES = 4 << 20  # per call: some 0.4 ms, in which the GIL is released
 _ALONE_BYTES = 16 << 20  # copied by the calling thread: others would not have started by then
+_MADV_WIPEONFORK = 18  # which the module mmap does not name
 
 
 class Buffer:
@@ -168,11 +169,12 @@ class Buffer:
 
 def anonymous(length: int) -> mmap.mmap:
     """Fresh memory of at least ``length`` bytes, in whole pages, as direct writes require. Private: the kernel gives no
-    huge pages to other memory. Forked processes do not get it: each page that they share would be copied once."""
+    huge pages to other memory. Forked processes get it empty: each page that they share would be copied once."""
     memory = mmap.mmap(-1, filesystem.whole_pages(length), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        memory.madvise(mmap.MADV_DONTFORK)
+        for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):
+            with contextlib.suppress(OSError):  # of a kernel that lacks it
+                memory.madvise(advice)
     return memory
 
 
