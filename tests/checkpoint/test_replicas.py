@@ -22,6 +22,7 @@ from checkpoint.sameness import assert_same
 from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState, load_parts, restore
 from dalsegno.checkpoint.tensor_files import as_bytes
 from dalsegno.distributed import collectives
+from dalsegno.errors import DamagedCheckpoint
 from dalsegno.stateful.component import Component
 from dalsegno.testing import run_ranks
 from dalsegno.testing.processes import start_ranks
@@ -181,8 +182,8 @@ def test_a_reader_that_is_killed_leaves_no_rank_waiting(tmp_path: Path) -> None:
     assert of_zero.exit_code == 0 and "RuntimeError" in str(of_zero.value)
 
 
-def load_unlike_tensors(directory: Path) -> list[float]:
-    """Rank 1 loads fewer tensors than rank 0."""
+def load_unlike_tensors(directory: Path, is_damaged: bool) -> Any:
+    """Rank 1 loads fewer tensors than rank 0; ``is_damaged``: and those that rank 0 would have read are damaged."""
     pretend_hosts("ab")
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     state = ModelState(model)
@@ -200,15 +201,29 @@ def load_unlike_tensors(directory: Path) -> list[float]:
             del target.tensors[NAME]
         return target
 
+    def refuse(load: restore.ShardedLoad) -> None:
+        raise DamagedCheckpoint("its header")
+
+    refuse.__qualname__ = restore.ShardedLoad.read_all.__qualname__  # which the ranks compare
     state.prepare = prepare_less  # type: ignore[method-assign]
-    manager.load(checkpoint, [state], [])
+    if is_damaged and collectives.rank() == 1:
+        restore.ShardedLoad.read_all = refuse  # type: ignore[method-assign]
+    try:
+        manager.load(checkpoint, [state], [])
+    except DamagedCheckpoint as error:
+        return f"{error} {collectives.gather(collectives.rank(), 'after it')}"
     return [float(each.weight.abs().sum()) for each in model]
 
 
 def test_ranks_that_load_other_tensors_read_on_their_own(tmp_path: Path) -> None:
-    (first, second), (without, also) = run_ranks(load_unlike_tensors, 2, tmp_path)
+    (first, second), (without, also) = run_ranks(load_unlike_tensors, 2, tmp_path, False)
     assert first > 0 and without == 0
     assert second == also > 0
+
+
+def test_what_a_rank_then_finds_damaged_fails_all(tmp_path: Path) -> None:
+    of_zero, of_one = run_ranks(load_unlike_tensors, 2, tmp_path, True)
+    assert (of_zero, of_one) == ("rank 1: its header [0, 1]", "its header [0, 1]")
 
 
 def load_on_a_mesh(directory: Path) -> bool:

@@ -209,7 +209,7 @@ def restore(
 
     tensors, share_alike = collectives.run_and_compare(begin, lambda tensors: tensors.shared)
     if not share_alike:
-        tensors.read_all()
+        collectives.run_on_all_ranks(tensors.read_all)
     tensors.fetch()
 
     collectives.run_on_all_ranks(tensors.run)  # before what callbacks load, which may be collective

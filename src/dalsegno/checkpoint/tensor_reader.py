@@ -56,7 +56,9 @@ class PlannedLoad:
                 if group is None:
                     self._reads += reads
                     continue
-                loads = readers.setdefault(group, [(0, rank) for rank in sorted(dist.get_process_group_ranks(group))])
+                if group not in readers:
+                    readers[group] = [(0, rank) for rank in sorted(dist.get_process_group_ranks(group))]
+                loads = readers[group]
                 load, reader = loads[0]
                 # By its whole size: so the ranks of all groups broadcast in the same order, and none waits in a circle.
                 heapq.heapreplace(loads, (load + byte_count(tensor.shape, tensor.dtype), reader))
