@@ -367,3 +367,14 @@ def test_what_was_archived_travels_so_that_no_host_uses_its_place_again(there: S
     assert (tmp_path / "two/rewound/timeline.0001/logs/train.jsonl").read_bytes() == first
     jobs.trainer(URL, tmp_path / "two", 2).train(False)
     assert archived("0001") == first and len(archived("0002") or b"") > len(first)
+
+
+def test_a_host_that_starts_anew_gives_no_archive_the_name_of_another_hosts(there: Store, tmp_path: Path) -> None:
+    name = "rewound/timeline.0001/logs/train.jsonl"
+    jobs.train(URL, tmp_path / "one", 4)
+    jobs.trainer(URL, tmp_path / "one", 6).train(False)
+    archived = there.read(name)
+    for steps in (8, 2):
+        jobs.trainer(URL, tmp_path / "two", steps).train(False)
+    assert archived is not None and there.read(name) == archived
+    assert there.read(name.replace("0001", "0002")) == (tmp_path / "two" / name.replace("0001", "0002")).read_bytes()

@@ -21,6 +21,7 @@ from dalsegno.checkpoint.remote.upload import Uploader
 from dalsegno.distributed import collectives
 from dalsegno.errors import LeaseLost
 from dalsegno.policies.retention import Keep
+from dalsegno.system import filesystem
 from dalsegno.system.lease import LOCK, TTL_S, Lease, outlast, read_holder
 from dalsegno.system.machine import lower_thread_priority
 from dalsegno.system.progress import Progress, format_bytes
@@ -44,7 +45,14 @@ class StoreMirror(Mirror):
         self._uploads: UploadThread | None = None
 
     def claim(self, *, take_over: bool) -> None:
-        self._on_rank_zero(lambda: self._lock.take(take_over=take_over))
+        def take_and_reserve() -> None:
+            self._lock.take(take_over=take_over)
+            for name in self._store.sizes("rewound"):
+                _, archive, *inside = name.split("/")
+                if inside and archive.startswith("timeline."):  # so that nothing is archived here under its name
+                    filesystem.make_directory(self._run / "rewound" / archive)
+
+        self._on_rank_zero(take_and_reserve)
 
     def fetch_newer(self, newest_here: int | None, *, strict: bool) -> bool:
         fetch = partial(download.fetch_newer, self._store, self._run, newest_here, strict=strict)
