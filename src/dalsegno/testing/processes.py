@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -88,19 +88,20 @@ class Ranks:
         No process is left behind, whatever ends the wait (Ctrl-C, for example).
 
         Raises:
-            RankFailed: after ``timeout`` seconds; the ranks are killed.
+            RankFailed: after that time, with the tracebacks of those that failed; the ranks are killed.
         """
         try:
-            deadline = time.monotonic() + timeout
+            begun = time.monotonic()
+            deadline = begun + timeout
             outcomes: dict[int, Outcome] = {}
             while len(outcomes) < len(self._processes):
                 left = deadline - time.monotonic()
                 waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in outcomes]
                 ready = wait(waiting, max(0.0, left))
                 if not ready:
-                    raise RankFailed(
-                        f"timeout after {timeout:g} s; ended: ranks {sorted(outcomes)} of {len(self._processes)}"
-                    )
+                    passed, ended = time.monotonic() - begun, f"ranks {sorted(outcomes)} of {len(self._processes)}"
+                    told = f"timeout after {passed:.3g} s; ended: {ended}"
+                    raise RankFailed("\n".join([told, *_failures(outcomes.values())]))
                 for pipe in ready:
                     rank = self._pipes.index(cast(Connection, pipe))
                     outcomes[rank] = self._outcome(rank)
@@ -149,12 +150,14 @@ def values(outcomes: Sequence[Outcome]) -> list[Any]:
         RankFailed: if a rank raised or was killed, with the error of every failed rank: that of one is often only the
             loss of another.
     """
-    failed = [outcome for outcome in outcomes if outcome.exit_code != 0]
-    if failed:
-        raise RankFailed(
-            "\n".join(f"rank {each.rank} ended with {each.exit_code}\n{each.error or ''}" for each in failed)
-        )
+    if failures := _failures(outcomes):
+        raise RankFailed("\n".join(failures))
     return [outcome.value for outcome in outcomes]
+
+
+def _failures(outcomes: Iterable[Outcome]) -> list[str]:
+    failed = [outcome for outcome in outcomes if outcome.exit_code != 0]
+    return [f"rank {each.rank} ended with {each.exit_code}\n{each.error or ''}" for each in failed]
 
 
 def _run_rank(
