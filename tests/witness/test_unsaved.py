@@ -135,6 +135,16 @@ def teacher(output_dir: Path) -> ds.Trainer:
     return trainer(output_dir, model=model, loss_fn=follow)
 
 
+def namespace(output_dir: Path) -> ds.Trainer:
+    kept = SimpleNamespace(calls=0)
+
+    def counted(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        kept.calls += 1
+        return squared(out, batch)
+
+    return trainer(output_dir, model=Outputs(), loss_fn=counted)
+
+
 def own_generator(output_dir: Path) -> ds.Trainer:
     def noisy(generator: random.Random, out: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return squared(out, batch) + 0.0 * generator.random()
@@ -226,6 +236,7 @@ def counting_dataset(output_dir: Path) -> ds.Trainer:
         (function_callback, "collect(): losses"),
         (global_counter, "next_step(): STEPS"),
         (teacher, "follow(): slow"),
+        (namespace, "counted(): kept.calls"),
         (own_generator, "loss_fn"),
         (queue_in_the_model, "model.last"),
         (forward_hook, "hook(): seen"),

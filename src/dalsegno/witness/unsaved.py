@@ -55,7 +55,7 @@ _LONGEST = 300
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
 _CONTENTS = (torch.Tensor, np.ndarray, itertools.count, *get_args(Generator))
 _CONTAINERS = (dict, list, tuple, set, deque)
-_USERS = (Optimizer, LRScheduler)
+_USERS = (Optimizer, LRScheduler, types.SimpleNamespace)
 """Or of a class of the user's."""
 _STRUCTURE = "the structure of "
 _OF_CLASS = "[of the class]"
