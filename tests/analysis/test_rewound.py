@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from dalsegno.analysis import Restart
@@ -70,6 +71,15 @@ def test_no_archive_and_an_empty_one(tmp_path: Path) -> None:
     archive(tmp_path, 1, range(0), began=0)
     assert read_tails(tmp_path / "train.jsonl") == []
     assert find_restarts([], []) == []
+
+
+def test_a_tail_whose_last_record_has_no_time(tmp_path: Path) -> None:
+    (tmp_path / "rewound").mkdir()
+    for number, time in enumerate(("null", '"noon"', '"NaN"'), 1):
+        (tmp_path / "rewound" / f"train.jsonl.{number:04}").write_text(f'{{"timestamp": {time}, "global_step": 5}}\n')
+    tails = read_tails(tmp_path / "train.jsonl")
+    assert [math.isnan(tail.timestamp) for tail in tails] == [True] * 3
+    assert find_restarts([leg(1, 900, 0)], tails) == []
 
 
 def test_a_log_that_went_on_in_another_file(tmp_path: Path) -> None:

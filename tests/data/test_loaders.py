@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import Counter, UserList, deque
+from collections import Counter, UserDict, UserList, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -335,6 +335,23 @@ def test_places_that_do_not_fit() -> None:
 class NoLength:
     def __getitem__(self, index: int) -> int:
         return index
+
+
+class Table(dict[str, list[int]]):
+    """Of columns; a number gives a row, as in a TensorDict."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) if isinstance(key, str) else {name: self[name][key] for name in self}
+
+
+def test_a_mapping_with_rows_is_a_dataset() -> None:
+    loader = train_loader(Table(x=[1, 2, 3]), batch_size=3)
+    assert sorted(next(iter(loader)).batch["x"].tolist()) == [1, 2, 3]
+    with pytest.raises(ConfigurationError, match="a UserDict of 'x' is not a dataset"):
+        train_loader(UserDict(x=[1, 2, 3]), batch_size=3)
 
 
 def test_data_that_cannot_work() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +41,8 @@ class Tail:
     @property
     def timestamp(self) -> float:
         """UTC seconds of the last record; NaN if it has none."""
-        return float(self.records[-1].get("timestamp", "nan"))
+        time: Any = self.records[-1].get("timestamp")
+        return float(time) if is_number(time) else math.nan
 
     def series(self, metric: str) -> Series:
         """A metric in the cut-off records; empty if they do not have it."""

@@ -205,7 +205,7 @@ def _is_stream(source: Any) -> bool:
         )
     if isinstance(source, (str, bytes)):
         raise ConfigurationError(f"{source[:80]!r} is a string, not a dataset; pass the dataset that it names")
-    if isinstance(source, Mapping) and source and 0 not in source:
+    if isinstance(source, Mapping) and _lacks_samples(source):
         raise ConfigurationError(
             f"a {type(source).__name__} of {', '.join(map(repr, source))} is not a dataset, since it has no sample 0; "
             "pass one of its values, or, if these are columns, datasets.Dataset.from_dict(…)"
@@ -221,6 +221,17 @@ def _is_stream(source: Any) -> bool:
         f"a {type(source).__name__} is not a dataset: it needs __len__ and __getitem__, or __iter__; "
         "pass a loader as train_dataloader= or eval_dataloader="
     )
+
+
+def _lacks_samples(source: Mapping[Any, Any]) -> bool:
+    """Whether no sample 0 is in the mapping, and none is made by a ``__getitem__`` of its class."""
+    if type(source).__getitem__ is dict.__getitem__:  # reading might insert a default
+        return bool(source) and 0 not in source
+    try:
+        source[0]
+    except Exception as error:
+        return isinstance(error, (KeyError, TypeError))
+    return False
 
 
 def _map_length(source: Any) -> int:

@@ -47,6 +47,11 @@ class Values(StandIn):
         live = vars(self).get("_live", {})
         return live[name]() if name in live else super().__getattr__(name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._live:
+            raise AttributeError(f"{self._stands_for}.{name} cannot be set")
+        super().__setattr__(name, value)
+
     def __dir__(self) -> Iterable[str]:
         return [*super().__dir__(), *self._live]
 

@@ -244,6 +244,8 @@ def test_what_nothing_stands_for_raises(tmp_path: Path) -> None:
             assert pl_module.note == "mine" and not hasattr(trainer.model, "note")
             with pytest.raises(AttributeError):
                 trainer.accumulate_grad_batches = 2
+            with pytest.raises(AttributeError, match=r"trainer\.fit_loop\.max_epochs cannot be set"):
+                trainer.fit_loop.max_epochs = 2
 
     small_trainer(tmp_path, Asks(), model=Line(), max_steps=1).train()
 
