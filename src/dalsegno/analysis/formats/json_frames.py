@@ -191,15 +191,19 @@ _END_OF_NAME = rb'[^"]*"[ \t]*:'
 
 
 def insert_placeholders(lines: bytes) -> tuple[bytes, Counts]:
-    """Replace non-finite values."""
+    """Replace non-finite values, in one pass for each way to spell them that occurs."""
     counts: dict[bytes, int] = {}
     for word, (_, number) in _PLACEHOLDERS.items():
-        if word.lstrip(b"-")[:1] not in lines or word not in lines:  # a single byte is found ten times as fast
-            continue
-        for spelled in _SPELLED:
-            if found := lines.count(spelled % word):
-                counts[word] = counts.get(word, 0) + found
-                lines = lines.replace(spelled % word, spelled.replace(b'"', b"") % repr(number).encode())
+        first, place = word.lstrip(b"-")[:1], 0  # a single byte is found ten times as fast
+        while lines.find(first, place) >= 0 and (place := lines.find(word, place)) >= 0:
+            ways = ((way % word, place - way.index(b"%")) for way in _SPELLED)
+            spelled = next((text for text, begin in ways if lines.startswith(text, begin)), None)
+            if spelled is None:
+                place += len(word)
+                continue
+            before, placeholder = len(lines), spelled.replace(b'"', b"").replace(word, repr(number).encode())
+            lines = lines.replace(spelled, placeholder)
+            counts[word] = counts.get(word, 0) + (len(lines) - before) // (len(placeholder) - len(spelled))
     return lines, counts
 
 
