@@ -563,19 +563,3 @@ def test_what_is_forgotten_takes_no_memory() -> None:
         remember(number)
         assert unsaved.names() == ""
     assert len(unsaved._known) == 1
-
-
-def test_only_what_can_be_saved_so_is_advised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Best:
-        loss = 1.0
-
-    class Keeper:
-        def __init__(self) -> None:
-            self.best = Best()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.best.loss /= 2
-
-    trainer(tmp_path, ds.adapt(Keeper(), "huggingface")).train()
-    assert [each.partition("changed ")[2].partition(",")[0] for each in warned(caplog)] == ["Keeper.best.loss"]
-    assert "dalsegno.adapt" not in caplog.text

@@ -500,3 +500,19 @@ def test_a_callback_arrives_at_the_ranks_of_a_launch(tmp_path: Path) -> None:
     foreign.seen.append(2)
     arrived = sent(ds.adapt(foreign, "huggingface"), tmp_path)
     assert arrived.__wrapped__.seen == [1, 2] and arrived.key == "Foreign"
+
+
+def test_only_what_can_be_saved_so_is_advised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Best:
+        loss = 1.0
+
+    class Keeper:
+        def __init__(self) -> None:
+            self.best = Best()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.best.loss /= 2
+
+    small_trainer(tmp_path, ds.adapt(Keeper(), "huggingface"), max_steps=10, save_steps=4).train()
+    assert "training has changed Keeper.best.loss, which no checkpoint contains" in caplog.text
+    assert "dalsegno.adapt" not in caplog.text
