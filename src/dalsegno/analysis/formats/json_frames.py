@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 import numpy as np
@@ -31,28 +33,50 @@ PIECE = 1 << 20  # bytes counted at a time, so that they stay in the processor's
 NO_TEXT = r"^(?:[-+.0-9eE]+|-?Infinity|NaN|true|false)$|^[\[{]"
 """Strings in a Polars column that may have been another JSON value: a number, boolean, list or dict."""
 
+THREADS = 3  # chunks read in parallel: Polars uses all processors only in the middle of a chunk
+
 Types = Mapping[str, pl.DataType]
 """Name → Boolean, Int64, Float64, or String for everything else."""
+
+Part = tuple[bytes, pl.DataFrame | None]
+"""Complete lines of a log, and their records under dalsegno's names, without headers; None if they must be read one by
+one."""
 
 Counts = Mapping[bytes, int]
 """Number of placeholders for each word."""
 
 
-def read_frames(chunks: Iterable[bytes], naming: Naming) -> Iterator[tuple[bytes, pl.DataFrame | None]]:
-    """Read chunks of complete lines. Yields them, or parts of them, in order, each with its records under dalsegno's
-    names, without headers; None if they must be read one by one."""
+def read_frames(chunks: Iterable[bytes], naming: Naming) -> Iterator[Part]:
+    """Read chunks of complete lines. Yields them, or parts of them, in order."""
     types: Types = {}  # each chunk may add to them
-    for chunk in chunks:
-        frame, types = _read(chunk, types, naming)
-        if frame is not None or len(chunk) <= PART:
-            yield chunk, frame
-            continue
-        begin = 0
-        while begin < len(chunk):
-            lines = chunk[begin : chunk.find(b"\n", begin + PART) + 1 or len(chunk)]
-            frame, types = _read(lines, types, naming)
-            yield lines, frame
-            begin += len(lines)
+    threads = ThreadPoolExecutor(THREADS, "log reader")
+    ahead: deque[Future[tuple[list[Part], Types]]] = deque()
+    try:
+        for chunk in chunks:
+            ahead.append(threads.submit(_parts, chunk, types, naming))
+            while len(ahead) > (THREADS if types else 0):  # the others need the types of the first
+                parts, found = ahead.popleft().result()
+                types = _joined(types, found)
+                yield from parts
+        for reading in ahead:
+            yield from reading.result()[0]
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def _parts(chunk: bytes, types: Types, naming: Naming) -> tuple[list[Part], Types]:
+    """The chunk, as one part if possible, and the types known afterwards."""
+    frame, types = _read(chunk, types, naming)
+    if frame is not None or len(chunk) <= PART:
+        return [(chunk, frame)], types
+    parts: list[Part] = []
+    begin = 0
+    while begin < len(chunk):
+        lines = chunk[begin : chunk.find(b"\n", begin + PART) + 1 or len(chunk)]
+        frame, types = _read(lines, types, naming)
+        parts.append((lines, frame))
+        begin += len(lines)
+    return parts, types
 
 
 def _read(lines: bytes, types: Types, naming: Naming) -> tuple[pl.DataFrame | None, Types]:
