@@ -34,6 +34,7 @@ NO_TEXT = r"^(?:[-+.0-9eE]+|-?Infinity|NaN|true|false)$|^[\[{]"
 """Strings in a Polars column that may have been another JSON value: a number, boolean, list or dict."""
 
 THREADS = 3  # chunks read in parallel: Polars uses all processors only in the middle of a chunk
+SMALL = 2 << 20  # bytes of the chunks that are read one at a time: the first ones, in which most names appear
 
 Types = Mapping[str, pl.DataType]
 """Name → Boolean, Int64, Float64, or String for everything else."""
@@ -54,7 +55,7 @@ def read_frames(chunks: Iterable[bytes], naming: Naming) -> Iterator[Part]:
     try:
         for chunk in chunks:
             ahead.append(threads.submit(_parts, chunk, types, naming))
-            while len(ahead) > (THREADS if types else 0):  # the others need the types of the first
+            while len(ahead) > (THREADS if len(chunk) > SMALL else 0):
                 parts, found = ahead.popleft().result()
                 types = _joined(types, found)
                 yield from parts

@@ -103,14 +103,25 @@ def read_chunks(path: Path, size: int = CHUNK) -> Iterator[bytes]:
         raise NotFound(f"{path}: no such log") from error
     with file:
         begin, wanted = 0, min(size, FIRST_CHUNK)
-        while data := pread(file.fileno(), wanted, begin):
-            end = data.rfind(b"\n") + 1
-            if not end and len(data) == wanted:
-                wanted *= 2  # the line is longer
-                continue
-            lines = data[:end] if end else data
-            yield lines
-            begin, wanted = begin + len(lines), min(size, wanted * GROWTH)
+        while data := _read_lines(file.fileno(), begin, wanted):
+            yield data
+            begin, wanted = begin + len(data), min(size, wanted * GROWTH)
+
+
+def _read_lines(descriptor: int, begin: int, wanted: int) -> bytes:
+    """Complete lines, up to ``wanted`` bytes or one line; the rest of the file if no line ends in it.
+
+    Finds the end of the last line before reading: cutting bytes off afterwards would copy the others.
+    """
+    look = min(wanted, BEGINNING)
+    before_end = pread(descriptor, look, begin + wanted - look)
+    if len(before_end) == look and (end := before_end.rfind(b"\n") + 1):
+        return pread(descriptor, wanted - look + end, begin)
+    data = pread(descriptor, wanted, begin)
+    end = data.rfind(b"\n") + 1
+    if not end and len(data) == wanted:
+        return _read_lines(descriptor, begin, wanted * 2)
+    return data[:end] if end else data
 
 
 def _count_lines(path: Path, begin: int, end: int) -> int:
