@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -25,7 +27,7 @@ class OwnLoop:
         self.args = ds.TrainingArguments(output_dir, **{**chosen, **settings})
         self.callbacks = callbacks or (JsonLogger(), GradNormLogger(), DivergenceDetector(), DataOrder())
 
-    def run(self) -> ds.Run:
+    def run(self, state: Mapping[str, Any] | None = None) -> ds.Run:
         return ds.Run(
             self.args,
             model=self.model,
@@ -34,6 +36,7 @@ class OwnLoop:
             loader=self.loader,
             callbacks=self.callbacks,
             evaluate=self.evaluate,
+            state=state,
         )
 
     def train(self) -> ds.TrainResult | None:

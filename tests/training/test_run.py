@@ -335,14 +335,7 @@ def test_state_of_the_users_own_is_saved_by_name(tmp_path: Path) -> None:
 
     def train(steps: int) -> Counter:
         loop, counter = OwnLoop(tmp_path, max_steps=steps), Counter()
-        with ds.Run(
-            loop.args,
-            model=loop.model,
-            optimizer=loop.optimizer,
-            lr_scheduler=loop.scheduler,
-            loader=loop.loader,
-            state={"counter": counter},
-        ) as run:
+        with loop.run({"counter": counter}) as run:
             for batch in run.batches():
                 counter.total += 1
                 run.step_end(loss=loop.update(batch))
@@ -355,14 +348,7 @@ def test_state_of_the_users_own_is_saved_by_name(tmp_path: Path) -> None:
 def test_variables_of_the_loop_in_a_dict_are_saved(tmp_path: Path) -> None:
     def train(steps: int) -> dict[str, Any]:
         loop, kept = OwnLoop(tmp_path, max_steps=steps), {"losses": [], "hidden": torch.zeros(2), "best": None}
-        with ds.Run(
-            loop.args,
-            model=loop.model,
-            optimizer=loop.optimizer,
-            lr_scheduler=loop.scheduler,
-            loader=loop.loader,
-            state={"kept": kept},
-        ) as run:
+        with loop.run({"kept": kept}) as run:
             for batch in run.batches():
                 loss = loop.update(batch)
                 kept["losses"].append(loss.item())

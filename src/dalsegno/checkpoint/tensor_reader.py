@@ -83,7 +83,7 @@ class PlannedLoad:
         self._files.require({read.chunk.file for read in self._reads})
 
     def run(self) -> None:
-        """Collective, if it shares. A rank that fails goes on to broadcast: the others wait for it."""
+        """Collective, if it shares. A rank that fails still broadcasts: the others wait for it."""
         failure: Exception | None = None
         try:
             _read_all(sorted(self._reads, key=lambda read: read.chunk.file), self._reader)

@@ -222,7 +222,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int = 0, group: dist.Pr
         flat = whole.as_strided((whole.numel(),), (1,))  # a single element may have any stride, which view() refuses
         if len(flat):
             dist.broadcast(flat.view(torch.uint8), src=source, group=group)  # as bytes: of any dtype
-        if rank() != source:
+        if rank() != source and whole is not alike[0]:  # else it has been received in its place
             for each, part in zip(alike, torch.split(flat, [each.numel() for each in alike]), strict=True):
                 each.copy_(part.view(each.shape))
 

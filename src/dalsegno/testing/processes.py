@@ -100,8 +100,8 @@ class Ranks:
                 ready = wait(waiting, max(0.0, left))
                 if not ready:
                     passed, ended = time.monotonic() - begun, f"ranks {sorted(outcomes)} of {len(self._processes)}"
-                    told = f"timeout after {passed:.3g} s; ended: {ended}"
-                    raise RankFailed("\n".join([told, *_failures(outcomes.values())]))
+                    message = f"timeout after {passed:.3g} s; ended: {ended}"
+                    raise RankFailed("\n".join([message, *_failures(outcomes.values())]))
                 for pipe in ready:
                     rank = self._pipes.index(cast(Connection, pipe))
                     outcomes[rank] = self._outcome(rank)

@@ -324,7 +324,7 @@ def _train(factory: Factory, output_dir: Path, breaks: Sequence[Break], breaks_o
 
 
 class _Beginning(FlaglessCallback):
-    """Records what says that the resumed run will differ: a warning, a changed setting."""
+    """Records each announcement that the resumed run will differ: a warning, a changed setting."""
 
     def __init__(self, warnings: Path) -> None:
         self._warnings = warnings

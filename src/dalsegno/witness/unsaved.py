@@ -318,14 +318,17 @@ def _first(items: Iterable[Any]) -> list[Any]:
 
 def _iterate(container: Any) -> Iterator[Any]:
     """Without methods of the user's."""
-    base: Any = next(each for each in _CONTAINERS if issubclass(type(container), each))
+    base = _builtin(container)
     items: Iterator[Any] = iter(dict.values(container)) if base is dict else base.__iter__(container)
     return items
 
 
 def _length(container: Any) -> int:
-    base: Any = next(each for each in _CONTAINERS if issubclass(type(container), each))
-    return int(base.__len__(container))
+    return int(_builtin(container).__len__(container))
+
+
+def _builtin(container: object) -> Any:
+    return next(each for each in _CONTAINERS if issubclass(type(container), each))
 
 
 def _attributes(way: str, thing: object) -> Iterator[tuple[str, object]]:

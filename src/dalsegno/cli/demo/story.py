@@ -56,7 +56,7 @@ def tell(out: Path, steps: int, seed: int) -> int:
 
 
 def _plot(out: Path, legs: list[LegSpan]) -> str:
-    """A line that names the plot, or says why there is none."""
+    """A line that names the plot, or the reason why there is none."""
     if find_spec("matplotlib") is None:
         return f"No plot of both losses: matplotlib is not installed; {how_to_install('analysis')}"
     return f"Plot of both losses and the kills: {draw(out / 'loss.png', out / 'reference', out / 'killed', legs)}"
