@@ -109,7 +109,7 @@ def _dcp(model: nn.Module) -> Callable[[Path], object]:
 
 
 def _read_directly() -> Callable[[Path], object]:
-    memory = mmap.mmap(-1, filesystem.DIRECT_PIECE)
+    memory = disk.memory(filesystem.DIRECT_PIECE)
 
     def read(folder: Path) -> None:
         for path in folder.rglob("*.safetensors"):
@@ -119,7 +119,7 @@ def _read_directly() -> Callable[[Path], object]:
 
 
 def _hash_and_copy(size: int) -> Callable[[Path], object]:
-    source, target = (mmap.mmap(-1, size) for _ in range(2))
+    source, target = (mmap.mmap(-1, size) for _ in range(2))  # ordinary pages, as a model's parameters have
     source[:] = target[:] = os.urandom(filesystem.PAGE) * (size // filesystem.PAGE)
     copy = partial(ctypes.memmove, *((ctypes.c_char * size).from_buffer(each) for each in (target, source)), size)
 

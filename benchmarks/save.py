@@ -114,7 +114,7 @@ def _measured(directory: Path, case: Case, rounds: int) -> dict[str, list[float]
     torch.manual_seed(0)
     model = nn.ParameterList([nn.Parameter(torch.randn(case.tensor_bytes // 4)) for _ in range(case.tensors)])
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    memory = mmap.mmap(-1, -(-case.bytes // world_size // filesystem.PAGE) * filesystem.PAGE)
+    memory = disk.memory(filesystem.whole_pages(-(-case.bytes // world_size)))
     memory[:] = os.urandom(filesystem.PAGE) * (len(memory) // filesystem.PAGE)
     saves: dict[str, Callable[[Path], object]] = {
         BACKGROUND: _ours(model, background=True),

@@ -89,7 +89,7 @@ def _standing_still(directory: Path, size: int, rounds: int) -> tuple[dict[str, 
         warnings.simplefilter("ignore")
         measures = {
             OURS: _ours(directory / "ours", model),
-            COPY: memcpy(model, _warm(size)),
+            COPY: memcpy(model, disk.memory(size)),
             FIRST: lambda: _first(directory / "first", model),
             ASYNC: _async(directory, model),
         }
@@ -121,12 +121,6 @@ def _launch(manager: CheckpointManager, state: ModelState, folder: Path) -> floa
     assert flight.failure is None, flight.failure
     shutil.rmtree(folder)
     return seconds
-
-
-def _warm(size: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, size)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def memcpy(model: nn.Module, memory: mmap.mmap) -> Callable[[], float]:
@@ -166,7 +160,7 @@ def _steps(directory: Path, size: int, rounds: int) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     folder = directory / "steps"
     manager, state, step = CheckpointManager(folder), ModelState(_model(size)), _training()
-    memory = _warm(size)
+    memory = disk.memory(size)
     memory[:] = os.urandom(filesystem.PAGE) * (size // filesystem.PAGE)
 
     def beside_a_save() -> float:
