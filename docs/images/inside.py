@@ -44,7 +44,7 @@ STEP = [
 SAVE = [
     Stop("training.step_boundary:StepBoundary.run_due_actions", "a save is due, or requested on any rank"),
     Stop("training.save_coordinator:SaveCoordinator.save", "one at a time; on_before_save"),
-    Stop("training.contents:CheckpointContents.components", "what is saved: tensors and components"),
+    Stop("training.checkpoint_contents:CheckpointContents.components", "what is saved: tensors and components"),
     Stop("checkpoint.manager:CheckpointManager.save_async", "the checkpoints of a run"),
     Stop("checkpoint.snapshot:Snapshotter.capture", "copies into buffers while training waits"),
     Stop("checkpoint.async_save:AsyncSave", "streams files to disk, with checksums", True),
@@ -54,9 +54,9 @@ SAVE = [
 RESUME = [
     Stop("training.trainer:Trainer.train", "resume_from_checkpoint=True"),
     Stop("training.lifecycle:RunLifecycle.restore", "under the lock of output_dir"),
-    Stop("training.run_checkpoints:RunCheckpoints.newest", "in memory, on disk, at the URL"),
+    Stop("training.checkpoint_sources:CheckpointSources.newest", "in memory, on disk, at the URL"),
     Stop("checkpoint.manager:CheckpointManager.find", "verifies every byte, quarantines damaged ones"),
-    Stop("training.run_checkpoints:RunCheckpoints.load", "what is to be loaded"),
+    Stop("training.checkpoint_sources:CheckpointSources.load", "what is to be loaded"),
     Stop("checkpoint.manager:CheckpointManager.load", "compares everything, then loads"),
     Stop("logs.rewind:rewind", "archives what came later; logs/writer.py cuts it"),
 ]

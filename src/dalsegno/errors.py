@@ -1,32 +1,9 @@
-"""The errors that dalsegno raises. Each is also the builtin that fits, so callers can catch either.
-
-::
-
-    DalsegnoError
-    ├── ConfigurationError (ValueError)        an argument has a value that cannot work
-    │   ├── UnknownName (TypeError)            an unknown name; the message suggests the nearest known one
-    │   ├── UnknownDialect (TypeError)         an object that is not a callback of any known kind
-    │   └── DuplicateKey                       two callbacks have the same key
-    ├── EmptyDataset (ValueError)              the training data contains no batch
-    ├── CannotSave (TypeError)                 a state contains a value that the codec does not support
-    ├── SaveFailed (OSError)                   a checkpoint could not be written; older ones are unchanged
-    ├── StateMismatch (ValueError)             a saved state does not fit the object that loads it
-    │   └── DamagedRunFile                     run.json cannot be read
-    ├── NotFound (FileNotFoundError)           a checkpoint, run or log does not exist
-    ├── DamagedCheckpoint (OSError)            a checkpoint's bytes differ from its manifest
-    ├── Locked (BlockingIOError)               another live run uses this output_dir
-    │   └── LeaseLost                          another process has taken this run over
-    ├── NotRunning (RuntimeError)              no leg is running that could carry out a command
-    ├── EventNotFired (TypeError)              a callback needs an event that this loop cannot fire
-    ├── NotSupported (NotImplementedError)     this operating system lacks something that the call needs
-    ├── RankFailed (RuntimeError)              a rank failed, or was killed
-    └── RanksApart (RuntimeError)              the ranks are at different collectives; the message names both places
-"""
+"""The errors that dalsegno raises. Each is also the builtin that fits, so callers can catch either."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 
 class DalsegnoError(Exception):
@@ -51,6 +28,15 @@ class UnknownName(ConfigurationError, TypeError):
         super().__init__(f"unknown {what} {name!r}; {answer}")
 
 
+def expect_known(
+    what: str, names: Iterable[str], known: Collection[str], answers: Mapping[str, str] | None = None
+) -> None:
+    """Raises UnknownName for the first of ``names`` that is not ``known``."""
+    for name in names:
+        if name not in known:
+            raise UnknownName(what, name, known, answers)
+
+
 def nearest(name: str, known: list[str]) -> str | None:
     """The most similar name, else the shortest that begins with ``name`` or whose last word does; None for none.
 
@@ -61,6 +47,11 @@ def nearest(name: str, known: list[str]) -> str | None:
     similar = difflib.get_close_matches(name, known, n=1, cutoff=0.75 if len(name) > 4 else 0.65)
     longer = [each for each in known if each.startswith(name) or each.rpartition("_")[2].startswith(name)]
     return next(iter(similar or sorted(longer, key=len)), None)
+
+
+def first_few(names: Sequence[str], most: int = 1) -> str:
+    """The first of the names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
 
 
 class UnknownDialect(ConfigurationError, TypeError):

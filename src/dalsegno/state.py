@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypedDict, get_args
 
 from .errors import ConfigurationError
@@ -282,52 +282,38 @@ class Misnomer:
         self.__get__(owner, type(owner))
 
 
+@dataclass(slots=True, eq=False)
 class TrainerControl:
     """The callbacks' requests. A handler sets a flag; all ranks act on it together at the end of the step.
 
     ``should_training_stop`` saves a checkpoint first; ``should_abort_without_save`` does not.
     """
 
-    __slots__ = (
-        "_aborting",
-        "_stopping",
-        "_thread",
-        "can_roll_back",
-        "handler",
-        "rollback_request",
-        "should_epoch_stop",
-        "should_evaluate",
-        "should_log",
-        "should_save",
-        "stop_request",
-    )
-
-    should_log: bool
-    should_evaluate: bool
-    should_save: bool
-    should_epoch_stop: bool
+    _: KW_ONLY
+    can_roll_back: bool = False
+    """Whether the run has a ``RecoveryPolicy``."""
+    should_log: bool = False
+    should_evaluate: bool = False
+    should_save: bool = False
+    should_epoch_stop: bool = False
     should_stop = stop_training = Misnomer("set should_training_stop, or call stop(reason)")
     should_checkpoint = Misnomer("set should_save")
-    stop_request: StopRequest | None
+    stop_request: StopRequest | None = None
     """The first request to stop; None until there is one."""
-    rollback_request: RollbackRequest | None
+    rollback_request: RollbackRequest | None = None
     """The first request to go back to a checkpoint since the last rollback; None if there is none."""
-    can_roll_back: bool
-    """Whether the run has a ``RecoveryPolicy``."""
-    handler: Handler | None
+    handler: Handler | None = None
     """The handler that runs: set by the dispatcher to attribute flags to a callback."""
-
-    def __init__(self, *, can_roll_back: bool = False) -> None:
-        self.handler = None
-        self.can_roll_back = can_roll_back
-        self.clear()
+    _stopping: bool = field(default=False, init=False)
+    _aborting: bool = field(default=False, init=False)
+    _thread: int = field(default_factory=threading.get_ident, init=False)  # that runs the handlers
 
     def clear(self) -> None:
         """Reset all requests, at the start of a leg."""
         self.clear_timeline()
         self._stopping = self._aborting = False
         self.stop_request = None
-        self._thread = threading.get_ident()  # handlers run on the thread that starts the leg
+        self._thread = threading.get_ident()
 
     def clear_timeline(self) -> None:
         """Reset the requests of an abandoned timeline: all but those to stop."""

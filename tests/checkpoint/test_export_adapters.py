@@ -20,7 +20,7 @@ from dalsegno.checkpoint import CheckpointManager, ModelState
 from dalsegno.checkpoint.names import SETTINGS
 from dalsegno.cli import main
 from dalsegno.stateful.component import Component
-from dalsegno.training.settings import adapter_settings
+from dalsegno.training.checkpoint_contents import adapter_settings
 from support.small import ByteLines, arguments
 
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from dalsegno.errors import StateMismatch
 from dalsegno.logs import PreviousLeg, RunFile
 from dalsegno.policies.recovery import Rollback
 from dalsegno.system import filesystem
-from dalsegno.training.rollback import RecoveryFile
+from dalsegno.training.rollback import RollbackFile
 
 
 def test_legs_of_a_run_that_died_once(tmp_path: Path) -> None:
@@ -60,8 +60,8 @@ def test_a_rollback_with_a_reason_that_reads_as_a_number(tmp_path: Path) -> None
         lr_factor=math.inf,
         lr_steps=None,
     )
-    RecoveryFile(tmp_path).decide(recovery)
-    assert RecoveryFile(tmp_path).read() == [recovery]
+    RollbackFile(tmp_path).decide(recovery)
+    assert RollbackFile(tmp_path).read() == [recovery]
 
 
 def test_it_is_whole_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def test_the_frames_inside_are_not_shown(kind: str, tmp_path: Path, monkeypatch:
 def test_all_frames_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "1")
     own, _ = frames(MISTAKES["a path"][0], tmp_path)
-    assert {"trainer.py", "lifecycle.py", "run_checkpoints.py"} <= {*own}
+    assert {"trainer.py", "lifecycle.py", "checkpoint_sources.py"} <= {*own}
 
 
 def test_an_error_out_of_a_callback_shows_where_it_was_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

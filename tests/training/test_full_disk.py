@@ -1,4 +1,4 @@
-"""A disk that is full when a leg begins or ends: what is safe is safe, and the message says so."""
+"""A disk that is full when a leg begins, rolls back or ends: what is safe is safe, and the message says so."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from dalsegno.errors import SaveFailed
 from dalsegno.logs import RunFile, read_records
 from dalsegno.system import filesystem
 from dalsegno.testing import compare_runs
+from dalsegno.training.rollback import RECOVERIES
 from support.listeners import Listener
+from support.rolling import Sniffer, rolling, samples_of_step
 from support.small import small_trainer
 
 
 class Disk:
-    """Has no room for ``run.json`` from when it is full."""
+    """Has no room for ``run.json``, or another file, from when it is full."""
 
     def __init__(self) -> None:
         self.is_full = False
+        self.refused = "run.json"
 
     def watch(self, operation: str, path: Path) -> None:
-        if self.is_full and operation == "write" and "run.json" in path.name:
+        if self.is_full and operation == "write" and self.refused in path.name:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     def fill(self, ctx: object) -> None:
@@ -67,3 +70,15 @@ def test_at_its_beginning(tmp_path: Path, disk: Disk) -> None:
         trainer(tmp_path).train()
     disk.is_full = False
     assert trainer(tmp_path).train().reason == "finished"
+
+
+def test_when_a_run_goes_back(tmp_path: Path, disk: Disk) -> None:
+    disk.is_full, disk.refused = True, RECOVERIES
+    with pytest.raises(
+        SaveFailed, match=rf"{RECOVERIES} could not be written: .*No space left.* resumes from its newest"
+    ):
+        rolling(tmp_path, Sniffer(samples_of_step(10))).train()
+    disk.is_full = False
+    sniffer = Sniffer(samples_of_step(10))
+    assert rolling(tmp_path, sniffer).train().reason == "finished"
+    assert sniffer.rollbacks == [(10, 4)]

@@ -19,7 +19,7 @@ from dalsegno.logs import RunFile, read_records
 from dalsegno.system import filesystem
 from dalsegno.system.exit_status import ExitStatus
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, start_ranks, tiny_regression_data
-from dalsegno.training.rollback import RecoveryFile
+from dalsegno.training.rollback import RollbackFile
 from support.ranked import Numbered
 from support.rolling import (
     LENGTH,
@@ -46,7 +46,7 @@ def test_a_run_goes_back_and_skips_the_data_up_to_the_step_that_asked(tmp_path: 
     assert sniffer.rollbacks == [(10, 4)]
     assert sniffer.steps == [*range(1, 11), *range(5, 15)]
     assert sniffer.seen == samples_of_steps(*range(1, 11), *range(11, 21))
-    (recovery,) = RecoveryFile(tmp_path).read()
+    (recovery,) = RollbackFile(tmp_path).read()
     assert (recovery.at_step, recovery.to_step, recovery.by) == (10, 4, "Sniffer")
     assert (recovery.since, recovery.until) == ((0, 8), (0, 20))
     assert [path.name for path in (tmp_path / "rewound/timeline.0001/checkpoints").iterdir()] == ["step-00000008"]
@@ -228,7 +228,7 @@ def test_nan_goes_back_by_each_callback_that_finds_it(tmp_path: Path) -> None:
         settings = {"max_steps": 8, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 2}
         policy = ds.RecoveryPolicy(margin=1)
         result = small_trainer(place, finder, parts={"train_dataset": data}, recovery=policy, **settings).train()
-        (recovery,) = RecoveryFile(place).read()
+        (recovery,) = RollbackFile(place).read()
         assert (recovery.at_step, recovery.to_step, result.reason) == (6, 4, "finished")
 
 
@@ -303,7 +303,7 @@ def test_a_request_after_the_last_step_is_refused_with_a_warning(
     result = rolling(tmp_path, Late()).train()
     assert (result.reason, result.global_step) == ("finished", 14)
     assert "Late requests to go back (the end is bad) after the last step: the run stays" in caplog.text
-    assert not RecoveryFile(tmp_path).read()
+    assert not RollbackFile(tmp_path).read()
 
 
 def test_starting_anew_forgets_the_rollbacks(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def train_until_decided(output_dir: Path) -> None:
 def test_epochs_ends_and_other_loaders(tmp_path: Path, factory: Any) -> None:
     kills = [FaultPlan(operation="any", path="recoveries.jsonl", count=3), FaultPlan(event=Event.STEP_BEGIN, count=2)]
     assert_resume_equivalent(factory, kills, folder=tmp_path)
-    assert RecoveryFile(tmp_path / "reference").read()
+    assert RollbackFile(tmp_path / "reference").read()
 
 
 @pytest.mark.parametrize("factory", [twice_bad, sharded])

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.errors import ConfigurationError, UnknownName, expect_known
 from dalsegno.stateful.annotations import Checker, Mismatch, Must, Rules, checker_of, hints_of
 
 Converted = TypeVar("Converted")
@@ -34,11 +34,16 @@ _OTHER_SCHEDULE_ARGUMENTS = {
     **dict.fromkeys(("lr_end", "min_lr", "min_lr_rate", "min_lr_ratio"), "use TrainingArguments(min_lr=…)"),
     "num_warmup_steps": "use TrainingArguments(warmup_steps=…)",
 }
-OPTIMIZERS = (
-    *("adamw", "adamw_fused", "adafactor", "sgd", "muon"),
-    *("adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop"),
-    *("adamw_8bit", "adamw_4bit", "adamw_fp8"),
-)
+_OF_TORCH = ("Adafactor", "SGD", "Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop")
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw", "adamw_fused"), "torch.optim:AdamW"),
+    "muon": "dalsegno.training.muon:MuonWithAdamW",
+    **{name.lower(): f"torch.optim:{name}" for name in _OF_TORCH},
+    "adamw_8bit": "torchao.optim:AdamW8bit",
+    "adamw_4bit": "torchao.optim:AdamW4bit",
+    "adamw_fp8": "torchao.optim:AdamWFp8",
+}
+"""Each optimizer's class, as ``module:class``."""
 _OTHER_OPTIMIZERS = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw_fused",
@@ -47,7 +52,8 @@ _OTHER_OPTIMIZERS = {
     "adamw_bnb_8bit": "adamw_8bit, or name its class: optim='bitsandbytes.optim:AdamW8bit'",
     "rprop": "name its class: optim='torch.optim:Rprop'",
 }
-TRACKERS = ("tensorboard", "wandb", "mlflow")
+TRACKERS = {"tensorboard": "TBLogger", "wandb": "WandbLogger", "mlflow": "MLflowLogger"}
+"""Each tracker's logger, in :mod:`dalsegno.callbacks`."""
 _OTHER_TRACKERS = {
     "all": "name those that you want",
     **dict.fromkeys(
@@ -132,10 +138,9 @@ def check_each(args: Any, cls: type) -> None:
 
 
 def _check_schedule(schedule: str, arguments: dict[str, Any]) -> None:
+    what = f"argument in lr_scheduler_kwargs= of {schedule!r}:"
+    expect_known(what, arguments, SCHEDULES[schedule], _OTHER_SCHEDULE_ARGUMENTS)
     for name, value in arguments.items():
-        if name not in SCHEDULES[schedule]:
-            what = f"argument in lr_scheduler_kwargs= of {schedule!r}:"
-            raise UnknownName(what, name, SCHEDULES[schedule], _OTHER_SCHEDULE_ARGUMENTS)
         if name == "decay_type":
             fits, words = value in DECAY_TYPES, f"one of {', '.join(DECAY_TYPES)}"
         else:
@@ -150,9 +155,7 @@ def _trackers(names: Any) -> list[str]:
     several = [names] if isinstance(names, str) else names
     if not isinstance(several, Sequence) or not all(isinstance(name, str) for name in several):
         raise ConfigurationError(f"report_to={names!r}; needs a name, several, or 'none'")
-    for name in several:
-        if name not in (*TRACKERS, "none"):
-            raise UnknownName("tracker in report_to=", name, (*TRACKERS, "none"), _OTHER_TRACKERS)
+    expect_known("tracker in report_to=", several, (*TRACKERS, "none"), _OTHER_TRACKERS)
     return [name for name in several if name != "none"]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dalsegno.distributed import modes
-from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.errors import ConfigurationError, UnknownName, expect_known
 from dalsegno.policies.recovery import RecoveryPolicy, recovery_of
 from dalsegno.policies.retention import Best, Latest, Retention, is_better_higher, retention_of
 from dalsegno.policies.triggers import (
@@ -224,9 +224,8 @@ class TrainingArguments:
 
     def __new__(cls, *args: Any, **named: Any) -> TrainingArguments:
         known = [field.name for field in fields(cls)]
-        for name in named:
-            if name not in known:
-                raise UnknownName(f"argument of {cls.__name__}", name, known, answers(known, "Trainer"))
+        if not {*named} <= {*known}:
+            expect_known(f"argument of {cls.__name__}", named, known, answers(known, "Trainer"))
         return super().__new__(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -5,19 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Container, Iterable
 
+from dalsegno.args.checks import TRACKERS
 from dalsegno.callbacks.control.adjustments import GarbageCollection
 from dalsegno.callbacks.loggers.info_callback import InfoCallback
 from dalsegno.callbacks.loggers.progress_callback import ProgressCallback
 from dalsegno.callbacks.profiling.speed import DefaultMetrics
 from dalsegno.distributed import collectives
 from dalsegno.events import Callback
-
-_TRACKERS = {
-    "tensorboard": ("loggers.tensorboard", "TBLogger"),
-    "wandb": ("trackers.wandb_logger", "WandbLogger"),
-    "mlflow": ("trackers.mlflow_logger", "MLflowLogger"),
-}
-"""Module and class of the logger of each tracker."""
 
 
 def default_callbacks() -> list[Callback]:
@@ -29,5 +23,5 @@ def default_callbacks() -> list[Callback]:
 def reporting_callbacks(report_to: Iterable[str], without: Container[str] = ()) -> list[Callback]:
     """Return the loggers of the trackers in ``TrainingArguments(report_to=…)``, without those with these keys. Raises
     ConfigurationError if a tracker's library is not installed."""
-    wanted = [(module, name) for module, name in map(_TRACKERS.__getitem__, report_to) if name not in without]
-    return [getattr(importlib.import_module(f".{module}", __package__), name)() for module, name in wanted]
+    callbacks = importlib.import_module(__package__)
+    return [getattr(callbacks, name)() for name in map(TRACKERS.__getitem__, report_to) if name not in without]

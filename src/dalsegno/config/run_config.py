@@ -15,7 +15,7 @@ from dalsegno.args import TrainingArguments, answers
 from dalsegno.config.document import Document, Source, error_context
 from dalsegno.config.registry import CallbackEntry, build_callbacks, find_named, read_entries
 from dalsegno.config.signature import Signature, signature_of
-from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.errors import ConfigurationError, expect_known
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import TrainBeginContext
 from dalsegno.logs import RunFile
@@ -86,8 +86,8 @@ class Factory:
                 elif value and not ("args" in required and "args" not in given):
                     wanted = ", ".join(name for name, value in given.items() if value)
                     raise ConfigurationError(f"has no argument {name}=; write it as def build({wanted}, …)")
-            for name in named.keys() - parameters.keys() if not takes_others else ():
-                raise UnknownName("argument", name, parameters)
+            if not takes_others:
+                expect_known("argument", named, parameters)
             for name in required:
                 if name not in named:
                     raise ConfigurationError(f"{name}= is missing; {_HANDED_OVER.get(name, 'give it a default')}")
@@ -142,10 +142,8 @@ class RunConfig:
         document = Document.read(source)
         for assignment in overrides:
             document.set(assignment, SECTIONS)
-        for key in document.tables:
-            if key not in (*SECTIONS, SINCE):
-                with error_context(document.name):
-                    raise UnknownName("key", key, SECTIONS)
+        with error_context(document.name):
+            expect_known("key", (key for key in document.tables if key != SINCE), SECTIONS)
         name = document.tables.get("trainer")
         if not isinstance(name, str):
             given = "is missing" if name is None else f"is {name!r}"

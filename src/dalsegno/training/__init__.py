@@ -11,9 +11,10 @@ In reading order: no module imports from a line above its own.
     session                                 one leg: epochs, steps, begin and end
     step_boundary                           between two steps: log, evaluate, save, stop
     commands · rollback · step_log · save_coordinator · control_sync
-    run_checkpoints · contents · settings   where checkpoints are, what they contain, what is compared
+    checkpoint_sources                      where a run's checkpoints are: in memory, on disk, at its URL
+    checkpoint_contents                     what a checkpoint contains, and what a resume compares
     leg_recorder · chosen_start             files that say how legs began and ended, and where the next one begins
     evaluation · placement · train_step
-    parts                                   what all of these share
-    module_flags · mean_loss · rollback_effects · learning_rate · optimizers · muon · stop_requests · result
+    run_parts                               what all of these share
+    module_flags · mean_loss · rollback_effects · learning_rate · optimizers · muon · stop_requests · full_disk · result
 """

@@ -17,20 +17,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from dalsegno.args import TrainingArguments
 from dalsegno.control.commands import LEARNING_RATE, SETTINGS, Command, is_repeated, parse_command, with_settings
 from dalsegno.control.queue import CommandQueue
 from dalsegno.distributed import collectives
-from dalsegno.errors import ConfigurationError, SaveFailed
+from dalsegno.errors import ConfigurationError
 from dalsegno.logs.journal import Journal, JournalEntry
 from dalsegno.state import NO_REQUESTS, ControlRequests
 
+from .checkpoint_contents import RecordedSettings
+from .full_disk import expect_room
 from .learning_rate import check_scalable, present_rate, scale_rates
-from .parts import RunParts
-from .settings import RecordedSettings
+from .run_parts import RunParts
 
 logger = logging.getLogger("dalsegno")
 
@@ -54,10 +54,10 @@ class CommandExecutor:
         self._args = parts.args
         self._state = parts.state
         self._dispatcher = parts.dispatcher
-        self._optimizer = parts.optimizer
         self._settings = settings
         self._evaluates = evaluates
-        self.queue = CommandQueue(Journal(parts.args.directory), parts.args, self._check, rank=collectives.rank())
+        self._journal = Journal(parts.args.directory)
+        self.queue = CommandQueue(self._journal, parts.args, self._check, rank=collectives.rank())
         self._plan = CommandPlan()
         self._switched_off: frozenset[str] = frozenset()  # as of the step's end
         self._acted: list[JournalEntry] = []  # at the present step; on rank 0
@@ -78,8 +78,13 @@ class CommandExecutor:
         rewind_to = step if goes_back else None
         script = self._script_values()
         plan = self._apply(step, rewind_to)
+
+        def resume() -> None:
+            with expect_room(self._journal.path, "nothing is trained"):
+                self.queue.resume(rewind_to, plan.overridden)
+
         yield
-        collectives.from_rank_zero(partial(self._resume, rewind_to))
+        collectives.from_rank_zero(resume)
         if collectives.rank() == 0 and (text := describe_plan(plan, script)):
             is_surprising = plan.notes or "max_steps" in plan.settings
             logger.log(logging.WARNING if is_surprising else logging.INFO, "commands of earlier legs:\n  %s", text)
@@ -100,13 +105,6 @@ class CommandExecutor:
         self._switched_off = frozenset(plan.switched_off)
         self._dispatcher.switch_off(self._switched_off)
         return plan
-
-    def _resume(self, rewind_to: int | None) -> None:
-        """On rank 0. Raises SaveFailed if ``control.jsonl`` cannot be written."""
-        try:
-            self.queue.resume(rewind_to, self._plan.overridden)
-        except OSError as error:
-            raise SaveFailed(f"control.jsonl could not be written: {error}; nothing is trained") from error
 
     def undo_settings(self) -> None:
         """Restore what the script has set up."""
@@ -166,7 +164,7 @@ class CommandExecutor:
         for entry in self.queue.waiting():
             try:
                 command = self._parsed(entry, args)
-                rate, present = command.data.get(LEARNING_RATE), present_rate(self._optimizer)
+                rate, present = command.data.get(LEARNING_RATE), present_rate(self._parts.optimizer)
                 if isinstance(rate, (int, float)) and (present == 0 or not 0 < rate / present < math.inf):
                     raise ConfigurationError(
                         f"{LEARNING_RATE}={rate:g}: after step {self._state.global_step} the schedule's value is "
@@ -195,7 +193,7 @@ class CommandExecutor:
         if command.name == "switch":
             self._dispatcher.check_observes(command.data["callback"])
         if LEARNING_RATE in command.data:
-            check_scalable(self._optimizer, self._parts.schedulers)
+            check_scalable(self._parts.optimizer, self._parts.schedulers)
 
     def _carry_out(self, entry: JournalEntry, why: str) -> ControlRequests:
         name, data = entry.command, entry.data
@@ -217,8 +215,8 @@ class CommandExecutor:
             self._settings.plan_steps()
         if LEARNING_RATE in data:
             rate = data[LEARNING_RATE]
-            factor = rate["factor"] if isinstance(rate, Mapping) else rate / present_rate(self._optimizer)
-            scale_rates(self._optimizer, self._parts.schedulers, factor)
+            factor = rate["factor"] if isinstance(rate, Mapping) else rate / present_rate(self._parts.optimizer)
+            scale_rates(self._parts.optimizer, self._parts.schedulers, factor)
 
     def _change_settings(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():

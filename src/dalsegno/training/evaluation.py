@@ -37,7 +37,7 @@ from dalsegno.events.table import Event
 from dalsegno.policies.retention import Best, rules_of
 from dalsegno.stateful.component import Stateful
 
-from .parts import RunParts
+from .run_parts import RunParts
 from .train_step import EvaluationForward
 
 logger = logging.getLogger("dalsegno")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, cast
@@ -12,13 +11,13 @@ from typing import Self, cast
 from dalsegno.args import TrainingArguments
 from dalsegno.distributed import collectives
 from dalsegno.distributed.modes import text_of
-from dalsegno.errors import SaveFailed
 from dalsegno.logs import Leg, PreviousLeg, RunFile
 from dalsegno.state import ResumeProof, TrainerState
 
 from .chosen_start import name_in
-from .parts import RunParts
+from .full_disk import expect_room
 from .result import Reason, TrainResult
+from .run_parts import RunParts
 
 logger = logging.getLogger("dalsegno")
 
@@ -30,20 +29,19 @@ class LegRecorder:
         self._memory = memory
         self._changed = changed
         self._parts = parts
-        self._args = parts.args
         self._state = parts.state
         self._run_file = run_file
         self._writes = collectives.rank() == 0
 
     def begin(self, resumed_from: Path | None) -> None:
         if self._writes:
-            with self._writing("nothing is trained, and what was there before is as it was"):
+            with expect_room(self._run_file.path, "nothing is trained, and what was there before is as it was"):
                 self._run_file.begin(
-                    None if resumed_from is None else name_in(self._args.directory, resumed_from),
+                    None if resumed_from is None else name_in(self._parts.args.directory, resumed_from),
                     collectives.world_size(),
                     self._state.global_step,
                     PreviousLeg.from_environment(),
-                    parallel=text_of(self._args.parallel),
+                    parallel=text_of(self._parts.args.parallel),
                     mesh=self._parts.layout.dimensions,
                     memory=self._memory,
                     goal_given_up=self._state.given_up and self._state.given_up["goal"],
@@ -54,22 +52,23 @@ class LegRecorder:
         """Record whether the leg repeats the steps of the leg before; if not, stop it if the user asks for that."""
         self._state.resume_proof = proof
         if self._writes:
-            with self._writing(f"that the leg has {proof.line} is not in there, and training ends"):
+            with expect_room(self._run_file.path, f"that the leg has {proof.line} is not in there, and training ends"):
                 self._run_file.prove(proof)
-        if proof.verdict == "differs" and self._args.on_resume == "stop":
+        if proof.verdict == "differs" and self._parts.args.on_resume == "stop":
             self._parts.control.stop(proof.line, save=False, by="on_resume")
 
     def end(self, result: TrainResult) -> None:
         """Record how the leg ended; and the goal of the run, if a callback has judged the training to be over."""
         if not self._writes:
             return
-        args, given_up, request = self._args, self._state.given_up, self._parts.control.stop_request
+        args, given_up, request = self._parts.args, self._state.given_up, self._parts.control.stop_request
         if result.reason in ("stopped", "aborted") and request is not None:  # after the last step, perhaps
             given_up = given_up or request.given_up(args.max_steps, args.num_train_epochs)
         safe = f"{result.checkpoint} and the logs are safe" if result.checkpoint else "no checkpoint was saved"
-        with self._writing(
+        with expect_room(
+            self._run_file.path,
             f"how this leg ended ({result.reason} at step {result.global_step}) is not in there, but {safe}. Started "
-            "again, the run resumes from its newest checkpoint and records its end"
+            "again, the run resumes from its newest checkpoint and records its end",
         ):
             self._run_file.end(
                 result.reason,
@@ -80,15 +79,6 @@ class LegRecorder:
                 given_up and given_up["goal"],
                 diverged=result.diverged,
             )
-
-    @contextmanager
-    def _writing(self, consequence: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise SaveFailed(
-                f"{self._run_file.path} could not be written: {error}; {consequence}; make room first"
-            ) from error
 
 
 @dataclass(frozen=True, slots=True)

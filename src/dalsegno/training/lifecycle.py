@@ -23,7 +23,7 @@ from dalsegno.data.generators import OwnStates
 from dalsegno.data.step_batch import LossWeight, agreed_position
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import are_finite
-from dalsegno.errors import ConfigurationError, DamagedCheckpoint, Locked, NotFound
+from dalsegno.errors import ConfigurationError, DamagedCheckpoint, Locked, NotFound, first_few
 from dalsegno.events.callback import Callback
 from dalsegno.logs import RecordLog, RunFile
 from dalsegno.policies.recovery import Rollback
@@ -33,19 +33,18 @@ from dalsegno.system import filesystem
 from dalsegno.system.lock import DirectoryLock, is_visible
 from dalsegno.witness import Unsaved
 
+from .checkpoint_contents import CheckpointContents, RecordedSettings, UserSupplied
+from .checkpoint_sources import CheckpointSources
 from .chosen_start import ChosenStart, ResumeOptions
 from .commands import CommandExecutor
-from .contents import CheckpointContents
 from .evaluation import Evaluation, expect_evaluations
 from .learning_rate import planned_steps
 from .leg_recorder import LastLeg, LegRecorder
-from .parts import RunParts
 from .result import TrainResult
 from .rollback import RollbackDecisions
-from .run_checkpoints import RunCheckpoints
+from .run_parts import RunParts
 from .save_coordinator import SaveCoordinator
 from .session import Session
-from .settings import RecordedSettings, UserSupplied
 from .step_boundary import StepBoundary
 from .stop_requests import Requeue, SignalWatcher, TimeLimit
 
@@ -83,7 +82,7 @@ class RunLifecycle:
         self._chosen = ChosenStart(args.directory, has_url=args.url is not None)
         self._settings = RecordedSettings(parts, supplied, data)
         contents = CheckpointContents(parts, self._settings, others)
-        self._checkpoints = RunCheckpoints(parts, contents, self._settings, self._run_file, self._chosen)
+        self._checkpoints = CheckpointSources(parts, contents, self._settings, self._run_file, self._chosen)
         self._saves = SaveCoordinator(parts, contents, self._checkpoints, self._run_file, self._time_limit)
         self._commands = CommandExecutor(parts, self._settings, evaluates=bool(evaluations))
         self.commands = self._commands.queue
@@ -429,10 +428,10 @@ def _check_is_shared(directory: Path, token: str) -> None:
         return
     ranks = collectives.gather(me, "who sees output_dir")
     if blind := [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(ranks) if not sees]:
-        more = f" and {len(blind) - 1} more" if blind[1:] else ""
         raise ConfigurationError(
-            f"output_dir={str(directory)!r}: what rank 0 on {ranks[0][0]} has written there is not seen by {blind[0]}"
-            f"{more}; name the same folder on all ranks, on a disk that all hosts share (for a URL: local_dir=)"
+            f"output_dir={str(directory)!r}: what rank 0 on {ranks[0][0]} has written there is not seen by "
+            f"{first_few(blind)}; name the same folder on all ranks, on a disk that all hosts share (for a URL: "
+            "local_dir=)"
         )
 
 

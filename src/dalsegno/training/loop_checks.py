@@ -25,11 +25,12 @@ from torch.utils.hooks import RemovableHandle
 from dalsegno.args import TrainingArguments
 from dalsegno.data import NOT_EXACT
 from dalsegno.data.digests import add_batch
+from dalsegno.errors import first_few
 from dalsegno.stateful.component import Stateful, is_stateful
 from dalsegno.witness.rows import GENERATORS, generator_digests
 
-from .contents import parameters_of
-from .parts import RunParts
+from .checkpoint_contents import parameters_of
+from .run_parts import RunParts
 
 logger = logging.getLogger("dalsegno")
 
@@ -252,10 +253,9 @@ def warn_of_the_forgotten(parts: RunParts, others: Mapping[str, Stateful]) -> No
         if each.requires_grad and id(each) not in stepped and not isinstance(module, AveragedModel)
     ]
     if names:
-        more = f" and {len(names) - 1} more" if names[1:] else ""
         warnings.append(
-            f"{names[0]}{more}: trainable parameters that no optimizer of the run has. If another one updates them, a "
-            "resumed run begins with a new one, and differs: pass optimizer=[a, b]. Else freeze them: "
+            f"{first_few(names)}: trainable parameters that no optimizer of the run has. If another one updates them, "
+            "a resumed run begins with a new one, and differs: pass optimizer=[a, b]. Else freeze them: "
             "requires_grad_(False)"
         )
     scheduled = [getattr(each, "optimizer", None) for each in held]

@@ -22,7 +22,7 @@ from dalsegno.checkpoint.tensor_files import as_bytes, is_plain
 from dalsegno.data import NOT_EXACT
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import strip_wrappers
-from dalsegno.errors import StateMismatch
+from dalsegno.errors import StateMismatch, first_few
 from dalsegno.system.progress import format_bytes
 
 logger = logging.getLogger("dalsegno")
@@ -118,7 +118,7 @@ class Flags:
                 "a resumed run will differ from an uninterrupted one: the training changes %s, which no checkpoint "
                 "contains; register it as a buffer that is saved (persistent=True), or return it from the module's "
                 "get_extra_state",
-                _listed(lost),
+                first_few(lost, 5),
                 extra={NOT_EXACT: True},
             )
         self._warned |= bool(lost)
@@ -160,7 +160,7 @@ class Flags:
         if missing := self._set(state):
             logger.warning(
                 "flags: the checkpoint has %s as the training has set it, which the model no longer has",
-                _listed(missing),
+                first_few(missing, 5),
             )
 
     @classmethod
@@ -359,10 +359,6 @@ def _set_tensor(holder: object, name: str, value: torch.Tensor) -> None:
 
 def _size_of(value: object) -> str:
     return f" ({format_bytes(value.size)})" if isinstance(value, _Other) and value.size else ""
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
 
 
 def _short(value: object) -> str:

@@ -3,51 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.optim import SGD, Adafactor, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from dalsegno.args import TrainingArguments
+from dalsegno.args.checks import OPTIMIZERS
 from dalsegno.config.registry import find_named
 from dalsegno.distributed import collectives
 from dalsegno.distributed.blocks import outermost_blocks
 from dalsegno.distributed.sharded_tensors import named_parameters
 from dalsegno.errors import ConfigurationError
 
-from .muon import MuonWithAdamW
-
 logger = logging.getLogger("dalsegno")
 
-_NAMED: dict[str, Callable[..., Optimizer] | str] = {
-    "adamw": AdamW,
-    "adamw_fused": partial(AdamW, fused=True),
-    "adafactor": Adafactor,
-    "sgd": SGD,
-    "muon": MuonWithAdamW,
-    "adadelta": "torch.optim:Adadelta",
-    "adagrad": "torch.optim:Adagrad",
-    "adam": "torch.optim:Adam",
-    "adamax": "torch.optim:Adamax",
-    "asgd": "torch.optim:ASGD",
-    "nadam": "torch.optim:NAdam",
-    "radam": "torch.optim:RAdam",
-    "rmsprop": "torch.optim:RMSprop",
-    "adamw_8bit": "torchao.optim:AdamW8bit",
-    "adamw_4bit": "torchao.optim:AdamW4bit",
-    "adamw_fp8": "torchao.optim:AdamWFp8",
-}
-_TAKE_ADAM_SETTINGS = (
-    "adam",
-    "adamax",
-    "nadam",
-    "radam",
-    "muon",
-    *(name for name in _NAMED if name.startswith("adamw")),
-)
+_TAKE_ADAM_SETTINGS = {"adam", "adamax", "nadam", "radam", "muon"}
+_TAKE_ADAM_SETTINGS |= {name for name in OPTIMIZERS if name.startswith("adamw")}
 
 Groups = list[dict[str, Any]]
 
@@ -81,7 +55,9 @@ def optimizer_from_args(modules: Iterable[nn.Module], args: TrainingArguments) -
     """
     modules = list(modules)
     adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    settings = {"lr": args.learning_rate, **(adam if takes_adam_settings(args) else {}), **(args.optim_args or {})}
+    settings = {"lr": args.learning_rate, **(adam if takes_adam_settings(args) else {})}
+    settings |= {"fused": True} if args.optim == "adamw_fused" else {}
+    settings |= args.optim_args or {}
     parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
@@ -98,8 +74,7 @@ def optimizer_from_args(modules: Iterable[nn.Module], args: TrainingArguments) -
             for group in groups
             for muon in (True, False)
         ]
-    build = _NAMED.get(args.optim, args.optim)
-    build = find_named(build, "optimizer", "torch.optim:RMSprop") if isinstance(build, str) else build
+    build = find_named(OPTIMIZERS.get(args.optim, args.optim), "optimizer", "torch.optim:RMSprop")
     try:
         optimizer = build([group for group in groups if group["params"]], **settings)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -23,7 +23,7 @@ from dalsegno.distributed.layout import Layout
 from dalsegno.distributed.modes import STAGES
 from dalsegno.distributed.parallel import Parallel, parallelize
 from dalsegno.distributed.stage_places import is_on_other_stage
-from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.errors import ConfigurationError, expect_known
 
 from .optimizers import expect_optimizer, optimizer_from_args
 from .train_step import LossFunction
@@ -140,9 +140,7 @@ def enable_gradient_checkpointing(
         apart: modules at which another rank continues the forward pass. A block around one is computed in parts, so
             the blocks inside it are taken.
     """
-    for name in options:
-        if name not in _OPTIONS:
-            raise UnknownName("argument in gradient_checkpointing_kwargs=", name, _OPTIONS)
+    expect_known("argument in gradient_checkpointing_kwargs=", options, _OPTIONS)
     options = {"use_reentrant": False, **options}
     for name in _SWITCHES:
         enable = getattr(model, f"{name}_enable", None)

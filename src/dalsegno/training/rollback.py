@@ -23,7 +23,6 @@ from dalsegno.checkpoint import Checkpoint
 from dalsegno.data.skipped_data import Place
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import are_finite
-from dalsegno.errors import SaveFailed
 from dalsegno.logs import RunFile
 from dalsegno.logs.line_file import LineFile, parser_of
 from dalsegno.logs.run_file import RolledBack
@@ -32,25 +31,26 @@ from dalsegno.state import ControlRequests
 from dalsegno.stateful.schema import Count, Must
 from dalsegno.system import filesystem
 
-from .parts import RunParts
+from .checkpoint_sources import CheckpointSources
+from .full_disk import expect_room
 from .rollback_effects import check_has_rates
-from .run_checkpoints import RunCheckpoints
+from .run_parts import RunParts
 
 logger = logging.getLogger("dalsegno")
+
+_NO_WAY_BACK = "without it the run cannot go back. Started again, it resumes from its newest checkpoint"
 
 
 class RollbackDecisions:
     """All methods are collective."""
 
-    def __init__(self, parts: RunParts, checkpoints: RunCheckpoints, run_file: RunFile) -> None:
+    def __init__(self, parts: RunParts, checkpoints: CheckpointSources, run_file: RunFile) -> None:
         self._parts = parts
         self._policy = recovery_of(parts.args.recovery)
         self._state = parts.state
-        self._control = parts.control
-        self._loader = parts.loader
         self._effects = parts.rollback_effects
         self._checkpoints = checkpoints
-        self._file = RecoveryFile(parts.args.directory)
+        self._file = RollbackFile(parts.args.directory)
         self._run_file = run_file
         self._set_aside: Rollback | None = None  # pending, until another beginning is restored
 
@@ -67,7 +67,7 @@ class RollbackDecisions:
 
         ``may_save``: the leg may end with a checkpoint of this step.
         """
-        requests = collectives.gather(self._control.rollback_request, "why the run rolls back")
+        requests = collectives.gather(self._parts.control.rollback_request, "why the run rolls back")
         request = next(each for each in requests if each is not None)
         policy, step = self._policy, self._state.global_step
         assert policy is not None, "roll_back() raises without a policy"
@@ -85,7 +85,7 @@ class RollbackDecisions:
             to_step=checkpoint.step,
             reason=request.reason,
             by=request.by,
-            until=None if skip is None else self._furthest(self._loader.place_after(microbatches)),
+            until=None if skip is None else self._furthest(self._parts.loader.place_after(microbatches)),
             lr_factor=float(policy.lr_factor),
             lr_steps=policy.lr_steps,
         )
@@ -101,7 +101,9 @@ class RollbackDecisions:
         if self._effects.pending is None:
             return
         *earlier, pending = self._effects.rollbacks
-        done = replace(pending, to_step=self._state.global_step, since=self._furthest(self._loader.place), is_done=True)
+        done = replace(
+            pending, to_step=self._state.global_step, since=self._furthest(self._parts.loader.place), is_done=True
+        )
 
         def write() -> None:
             self._run_file.roll_back(
@@ -157,23 +159,18 @@ class RollbackDecisions:
             and self._policy.when_used_up == "stop"
             and are_finite(self._parts.model)
         )
-        self._control.rollback_request = None
-        self._control.stop(f"{request.reason}; {why}", save=save, diverged=True, by=request.by)
+        self._parts.control.rollback_request = None
+        self._parts.control.stop(f"{request.reason}; {why}", save=save, diverged=True, by=request.by)
         return ControlRequests(stop=save, abort=not save)
 
     def _furthest(self, place: Place) -> Place:
         """The furthest of all ranks' places: ranks with a loader of their own may have finished an epoch earlier."""
-        return max(collectives.gather(place, "where the data are")) if not self._loader.lockstep else place
+        return max(collectives.gather(place, "where the data are")) if not self._parts.loader.lockstep else place
 
     def _write(self, write: Callable[[], None]) -> None:
         def on_rank_zero() -> None:
-            try:
+            with expect_room(self._file.path, _NO_WAY_BACK):
                 write()
-            except OSError as error:
-                raise SaveFailed(
-                    f"{error.filename or self._file.path} could not be written: {error}; without it the run cannot go "
-                    "back. Make room, then start it again: it resumes from its newest checkpoint"
-                ) from error
 
         collectives.from_rank_zero(on_rank_zero)
 
@@ -211,7 +208,7 @@ class _Dropped(TypedDict):
 _FORMS: Mapping[str, Any] = {"decided": _Decided, "done": _Done, "dropped": _Dropped}
 
 
-class RecoveryFile:
+class RollbackFile:
     """``recoveries.jsonl`` of an ``output_dir``. Written by rank 0 of the run that holds the directory's lock.
 
     A rollback is part of the run, and outside of the state that goes back: a leg that resumes, from whatever

@@ -54,16 +54,16 @@ from dalsegno.events.registration import instances
 from dalsegno.events.table import Event
 from dalsegno.system.tracebacks import short_traceback
 
+from .checkpoint_contents import UserSupplied
 from .chosen_start import ResumeOptions
 from .evaluation import UserEvaluation
 from .learning_rate import copied, several
 from .lifecycle import OfRun, RunLifecycle
 from .loop_checks import LoopChecks, warn_of_the_forgotten
 from .optimizers import expect_optimizer
-from .parts import Comparison, RunParts
 from .result import TrainResult
+from .run_parts import Comparison, RunParts
 from .session import Session
-from .settings import UserSupplied
 
 logger = logging.getLogger("dalsegno")
 

@@ -21,10 +21,11 @@ from dalsegno.errors import SaveFailed
 from dalsegno.logs import RunFile
 from dalsegno.state import NO_REQUESTS, ControlRequests
 
-from .contents import CheckpointContents
+from .checkpoint_contents import CheckpointContents
+from .checkpoint_sources import CheckpointSources
 from .control_sync import expect_lease, requests_against_save
-from .parts import Comparison, RunParts
-from .run_checkpoints import RunCheckpoints
+from .full_disk import FailedSaves
+from .run_parts import Comparison, RunParts
 from .stop_requests import TimeLimit
 
 logger = logging.getLogger("dalsegno")
@@ -56,7 +57,7 @@ class SaveCoordinator:
         self,
         parts: RunParts,
         contents: CheckpointContents,
-        checkpoints: RunCheckpoints,
+        checkpoints: CheckpointSources,
         run_file: RunFile,
         time_limit: TimeLimit,
     ) -> None:
@@ -78,8 +79,7 @@ class SaveCoordinator:
         """Forget the failures of the previous leg."""
         self.captured_step: int | None = None
         """The newest step of this leg whose state was captured, for a checkpoint on disk or in memory."""
-        self._failures: list[SaveFailed] = []  # consecutive
-        self._must_succeed = True
+        self.failed = FailedSaves(self._args.max_failed_saves)
         self._is_prepared = not (self._args.saving and self._args.save_in_background)
         self._memory_is_prepared = not self._args.saving_in_memory
 
@@ -264,16 +264,11 @@ class SaveCoordinator:
             with self._parts.random_state.kept():  # the step at which it fires depends on the disk
                 saved.fire()
 
-    def tolerate_failed_save(self) -> None:
-        """All ranks have agreed to end the leg without a checkpoint: do not raise if the last save failed."""
-        self._must_succeed = False
-
     def finish(self) -> None:
         """Finalize the last save of a leg that ends without an exception. Raises SaveFailed if it has failed; LeaseLost
         on all ranks, if another process has taken the run over."""
         self.finalize()
-        if self._failures and self._must_succeed:
-            raise self._failures[-1]
+        self.failed.expect_last()
         expect_lease(self._checkpoints.lease_loss())
 
     def close(self) -> None:
@@ -295,21 +290,16 @@ class SaveCoordinator:
             logger.error("%s", failure)
 
     def _note_success(self, save: AsyncSave | _PublishedSave) -> None:
-        self._failures.clear()
+        self.failed.note_success()
         if self._published_step not in (None, save.step):
             self._parts.witness.note_published(self._published_step)
         self.newest, self._published_step = save.path, save.step
 
     def _note_failure(self, save: AsyncSave | _PublishedSave, failure: SaveFailed) -> None:
-        self._failures.append(failure)
         self._requested_step = self._published_step
         if self._state.best_model_checkpoint == self._relative(save.path):
             self._state.best_model_checkpoint = self._best_before
-        if len(self._failures) >= self._args.max_failed_saves:
-            failure.add_note(f"max_failed_saves={self._args.max_failed_saves} in a row")
-            raise failure
-        if collectives.rank() == 0:
-            logger.error("%s; training continues, and the next save is tried as usual", failure)
+        self.failed.note(failure)
 
     def _relative(self, path: Path) -> str:
         return path.relative_to(self._args.directory).as_posix()

@@ -31,10 +31,10 @@ from dalsegno.events.dispatcher import note_failures, raise_first
 from dalsegno.policies.recovery import Rollback
 from dalsegno.state import NO_REQUESTS, ControlRequests
 
+from .checkpoint_sources import CheckpointSources
 from .leg_recorder import LegRecorder
-from .parts import RunParts
 from .result import TrainResult, reason_of
-from .run_checkpoints import RunCheckpoints
+from .run_parts import RunParts
 from .step_boundary import ActionSchedule, StepBoundary
 
 logger = logging.getLogger("dalsegno")
@@ -50,7 +50,7 @@ class Session:
         self,
         parts: RunParts,
         boundary: StepBoundary,
-        checkpoints: RunCheckpoints,
+        checkpoints: CheckpointSources,
         leg_recorder: LegRecorder,
         *,
         begin_witness: Callable[[], None],
@@ -62,35 +62,26 @@ class Session:
         """How the leg ended; None until it has."""
         self.step_batch: StepBatch | None = None
         """The step in progress; None between :meth:`step_end` and the next step."""
+        self._parts = parts
         self._args = parts.args
         self._state = parts.state
         self._control = parts.control
         self._dispatcher = parts.dispatcher
         self._loader = parts.loader
-        self._buffers = parts.buffers
-        self._flags = parts.flags
-        self._random_state = parts.random_state
         self._boundary = boundary
-        self._recorder = boundary.recorder
         self._checkpoints = checkpoints
-        self._saves = boundary.saves
         self._leg_recorder = leg_recorder
-        self._witness = parts.witness
         self._begin_witness = begin_witness
         self._restore = roll_back
         self._loss_weight = loss_weight
         self._resumed_from = resumed_from
-        self._commands = boundary.commands
         self._schedule = ActionSchedule(parts.args)
-        self._layout = parts.layout
-        self._data_size = parts.layout.data_size
         self._alone = collectives.world_size() == 1
         self._parts_of_batch = parts_of_batch(parts.args.parallel)
         self._position = parts.loader.position  # after the step in progress, in epochs; the same on all ranks
         self._ends_epoch = False  # whether the step in progress is its epoch's last, if the length of the data is known
         self._due = NO_REQUESTS
         self._data_is_exhausted = False
-        self._serializability_checked = False
         self._is_first_step = True  # of the leg
         self._final_metrics: dict[str, Any] = {}
 
@@ -99,14 +90,14 @@ class Session:
     def __enter__(self) -> Self:
         state = self._state
         self._boundary.begin_leg()
-        self._buffers.begin_leg()
-        self._flags.begin_leg()
+        self._parts.buffers.begin_leg()
+        self._parts.flags.begin_leg()
         state.clock.start()
         self._leg_recorder.begin(self._resumed_from)
         try:
-            self._commands.queue.open()
+            self._boundary.commands.queue.open()
             self._dispatcher.train_begin.fire_with(self._resumed_from, self._checkpoints.memory.room)
-            self._flags.note_changes()
+            self._parts.flags.note_changes()
             self._begin_witness()
             self._dispatcher.leave_out_idle()
         except BaseException as error:
@@ -117,8 +108,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._commands.close()
-        self._random_state.keep()
+        self._boundary.commands.close()
+        self._parts.random_state.keep()
         if error is None:
             try:
                 if self._boundary.rollback is not None:  # the loop was left at the step that decided to go back
@@ -127,9 +118,9 @@ class Session:
                     if self._ends_epoch and self.step_batch is None:  # left between an epoch's last step and its end
                         self._boundary.save_held(also=self._state.will_save)
                     self._control.stop("the loop was left before its end", by="the loop")
-                self._saves.finish()
-                self._witness.conclude(self._state.global_step)
-                self._final_metrics = self._recorder.final_metrics()
+                self._boundary.saves.finish()
+                self._parts.witness.conclude(self._state.global_step)
+                self._final_metrics = self._boundary.recorder.final_metrics()
                 self._dispatcher.fire_record(self._final_metrics, "final")
                 self._checkpoints.load_best_model()
             except BaseException as late:
@@ -142,18 +133,20 @@ class Session:
         ranks may be gone."""
         dispatcher, request, metrics = self._dispatcher, self._control.stop_request, self._final_metrics
         self._state.clock.stop()
-        self._commands.close()
-        failures = _failures(self._saves.close) + _failures(partial(self._witness.close, self._state.global_step))
+        self._boundary.commands.close()
+        failures = _failures(self._boundary.saves.close) + _failures(
+            partial(self._parts.witness.close, self._state.global_step)
+        )
         result = self.result = TrainResult(
             global_step=self._state.global_step,
             reason=reason_of(error, self._control, self._data_is_exhausted),
             why=self._control.stop_reason if error is None else f"{type(error).__name__}: {error}",
             stopped_by=self._control.stopped_by,
             metrics=metrics,
-            checkpoint=self._saves.newest,
+            checkpoint=self._boundary.saves.newest,
             diverged=error is None and request is not None and request.diverged,
         ).with_best(self._state, self._checkpoints.manager.path_of)
-        is_needed = error is not None or (result.reason != "aborted" and not self._saves.is_on_disk())
+        is_needed = error is not None or (result.reason != "aborted" and not self._boundary.saves.is_on_disk())
         failures += _failures(partial(self._checkpoints.memory.close, remove=not is_needed))
         failures += _failures(self._loader.close)
         if error is not None and dispatcher.exception:
@@ -179,7 +172,7 @@ class Session:
         """The micro-batches of each remaining step: as planned, then once more from the checkpoint of each rollback.
         :meth:`step_end` must be called before the next step.
         """
-        self._flags.resume()
+        self._parts.flags.resume()
         try:
             yield self._steps()
             while self._boundary.rollback is not None:
@@ -187,7 +180,7 @@ class Session:
                 yield self._steps()
         finally:
             if self.result is None:  # else this is collected after the leg, perhaps during another one
-                self._random_state.keep()
+                self._parts.random_state.keep()
 
     def _roll_back(self, rollback: Rollback) -> None:
         self._restore(rollback)
@@ -196,8 +189,8 @@ class Session:
 
     def _steps(self) -> Iterator[StepBatch]:
         loader = self._loader
-        self._position = agreed_position(loader, self._layout)
-        self._random_state.give_back()
+        self._position = agreed_position(loader, self._parts.layout)
+        self._parts.random_state.give_back()
         if self._boundary.should_stop_now():
             return
         if self._args.recovery is not None and self._state.global_step == 0:
@@ -205,7 +198,7 @@ class Session:
         if self._state.evaluations_owed:
             self._boundary.run_due_actions(ControlRequests(evaluate=True), ends_step=loader.started)
         if not (self._args.save_in_background or self._epoch_is_used_up()):
-            self._saves.finalize()  # of the checkpoint that the leg resumes from
+            self._boundary.saves.finalize()  # of the checkpoint that the leg resumes from
         while not self._is_over():
             if not loader.started:
                 self._state.epoch_is_cut = False  # a request at the previous epoch's end does not cut this one
@@ -232,20 +225,19 @@ class Session:
         lengths = self._args.sequence_lengths
         length = None if lengths is None else lambda: lengths.at(self._state.global_step)
         cut = cut_to(length, self._parts_of_batch)
-        for step_batch in iter_steps(self._loader, self._step_sizes(), self._layout, self._loss_weight, cut):
+        for step_batch in iter_steps(self._loader, self._step_sizes(), self._parts.layout, self._loss_weight, cut):
             if 0 < self._args.max_steps <= self._state.global_step:  # the loader yields more than its length
                 return
             self._plan_step(step_batch)
-            if not self._serializability_checked:  # again: some loaders and callbacks create state with the first batch
-                self._saves.check_serializable()
-                self._serializability_checked = True
-            if self._state.global_step + 1 >= self._witness.next_step:
+            if self._is_first_step:  # again: some loaders and callbacks create state with the first batch
+                self._boundary.saves.check_serializable()
+            if self._state.global_step + 1 >= self._parts.witness.next_step:
                 batches = (each.batch for each in step_batch.microbatches)
-                self._witness.begin_step(self._state.global_step + 1, batches)
+                self._parts.witness.begin_step(self._state.global_step + 1, batches)
             if step_begin:
                 step_begin.fire()
             if self._is_first_step:
-                self._flags.note_changes()
+                self._parts.flags.note_changes()
             self.step_batch = step_batch
             yield step_batch
             if self.step_batch is not None:
@@ -273,22 +265,22 @@ class Session:
         assert step_batch is not None, "step_end() ends a step that steps() has yielded"
         self.step_batch = None
         if self._is_first_step:
-            self._flags.note_changes(by_modules=True)
+            self._parts.flags.note_changes(by_modules=True)
             self._is_first_step = False
-        self._buffers.share()
-        self._recorder.add_step(loss, grad_norm, lr, step_batch.tokens)
-        if self._witness.is_recording:
-            self._witness.end_step(loss, grad_norm, lr)
+        self._parts.buffers.share()
+        self._boundary.recorder.add_step(loss, grad_norm, lr, step_batch.tokens)
+        if self._parts.witness.is_recording:
+            self._parts.witness.end_step(loss, grad_norm, lr)
         state.global_step += 1
         state.epoch = self._position
         state.samples_seen += step_batch.samples
-        state.num_input_tokens_seen += step_batch.tokens * self._data_size
+        state.num_input_tokens_seen += step_batch.tokens * self._parts.layout.data_size
         if dispatcher.step_end:
             dispatcher.step_end.fill(loss, grad_norm, lr)
             dispatcher.step_end.fire()
-        self._recorder.report_step(loss, grad_norm, step_batch.tokens)
+        self._boundary.recorder.report_step(loss, grad_norm, step_batch.tokens)
         self._boundary.run_due_actions(self._due, epoch_ends=self._ends_epoch, replan=self._replan, ends_step=True)
-        self._commands.end_step()
+        self._boundary.commands.end_step()
 
     def _plan_step(self, step_batch: StepBatch) -> None:
         """Determine what the step's end will do, so that callbacks capture costly things only if they are used."""

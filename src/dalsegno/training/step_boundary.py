@@ -29,8 +29,8 @@ from dalsegno.state import NO_REQUESTS, ControlRequests, StopRequest
 from .commands import CommandExecutor
 from .control_sync import ControlSync, RequestSource
 from .evaluation import Evaluation, EvaluationRunner
-from .parts import RunParts
 from .rollback import RollbackDecisions
+from .run_parts import RunParts
 from .save_coordinator import SaveCoordinator
 from .step_log import StepLog
 
@@ -151,7 +151,7 @@ class StepBoundary:
         if requests.stop or requests.abort:
             self._stop()
         if requests.abort:
-            self.saves.tolerate_failed_save()
+            self.saves.failed.must_succeed = False
         if requests.end_epoch:
             self._state.epoch_is_cut = True
         if requests.save_done:
@@ -179,7 +179,7 @@ class StepBoundary:
         self.rollback = decision
         if requests.stop or requests.abort:  # the leg ends at the checkpoint
             self._stop()
-            self.saves.tolerate_failed_save()
+            self.saves.failed.must_succeed = False
         return requests
 
     def save_held(self, *, also: bool) -> None:
@@ -202,7 +202,7 @@ class StepBoundary:
         if called_off.abort and self.rollback is None:
             control.stop_request = control.stop_request or requested  # which on_step_done has made
             self._stop()
-            self.saves.tolerate_failed_save()
+            self.saves.failed.must_succeed = False
         else:
             control.stop_request = requested or control.stop_request
 

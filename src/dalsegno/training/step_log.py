@@ -15,7 +15,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.collectives import Gathered
 from dalsegno.events.table import Event
 
-from .parts import RunParts
+from .run_parts import RunParts
 
 logger = logging.getLogger("dalsegno")
 
@@ -27,7 +27,6 @@ class StepLog:
         self._parts = parts
         self._dispatcher = parts.dispatcher
         self._state = parts.state
-        self._control = parts.control
         self._metrics = parts.metrics
         self._sums = Gathered(parts.metrics.sums, "the loss of a record")
         self.begin_leg()
@@ -112,13 +111,13 @@ class StepLog:
             self._broken_since = None
         elif self._broken_since is None:
             self._broken_since = self._state.global_step
-            if not self._control.should_training_stop:
+            if not self._parts.control.should_training_stop:
                 self._warn(
                     f"the loss is {loss} in the record of step {self._broken_since}; CheckLoss() ends such a run"
                 )
 
     def _check_final_loss(self, loss: float) -> None:
-        if math.isfinite(loss) or self._control.should_training_stop:
+        if math.isfinite(loss) or self._parts.control.should_training_stop:
             return
         if self._broken_since is not None:
             since = f"since the record of step {self._broken_since}"

@@ -40,7 +40,7 @@ from dalsegno.events.table import Event
 from dalsegno.stateful.component import Stateful
 
 from .learning_rate import follow_groups
-from .parts import RunParts
+from .run_parts import RunParts
 
 logger = logging.getLogger("dalsegno")
 
@@ -54,31 +54,18 @@ class StepResult(NamedTuple):
     """Learning rate that the update used, of the first parameter group."""
 
 
-class GradNormDemand:
-    """Whether the step in progress computes the total norm of its gradients; the same answer on all ranks."""
-
-    def __init__(self, parts: RunParts) -> None:
-        self._dispatcher = parts.dispatcher
-        self._state = parts.state
-        self._clips = bool(parts.args.max_grad_norm)
-        self._listens_to_metrics = False
-
-    def begin_leg(self) -> None:
-        self._listens_to_metrics = self._dispatcher.listens_anywhere(Event.TRAIN_METRICS)
-
-    def __call__(self) -> bool:
-        return self._clips or self._state.will_log or self._listens_to_metrics
-
-
 class TrainStep:
-    """Runs one step at each call. A ``ReduceLROnPlateau`` among the schedulers is not stepped here."""
+    """Runs one step at each call. A ``ReduceLROnPlateau`` among the schedulers is not stepped here.
+
+    ``wants_norm`` tells whether the step in progress needs the total norm of its gradients, alike on all ranks.
+    """
 
     def __init__(
         self,
         parts: RunParts,
         accumulate: Accumulation,
         parallel: Parallel,
-        wants_norm: GradNormDemand,
+        wants_norm: Callable[[], bool],
         *,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
@@ -104,7 +91,6 @@ class TrainStep:
         """Around the steps of a leg: training mode, and no gradients of an interrupted step."""
         self._parallel.module.train()
         self._optimizer.zero_grad()
-        self._wants_norm.begin_leg()
         with self._parallel.training():
             yield
 
@@ -190,21 +176,19 @@ class MicrobatchAccumulation:
     Gradients are averaged over the ``data_size`` ranks with different data; shares are to be summed.
     """
 
-    dispatcher: Dispatcher
     forward: ForwardPass
     parallel: Parallel
     data_size: int
     scaler: torch.amp.GradScaler | None
-    device: torch.device
 
     def __call__(self, step_batch: StepBatch) -> torch.Tensor:
         """This rank's share of the step's loss, detached, 0-dim."""
-        dispatcher = self.dispatcher
+        dispatcher, device = self.forward.dispatcher, self.forward.device
         last = len(step_batch.microbatches) - 1
         total: torch.Tensor | None = None
         for index, microbatch in enumerate(step_batch.microbatches):
             self.parallel.synchronize(index == last)
-            batch = to_device(microbatch.batch, self.device)
+            batch = to_device(microbatch.batch, device)
             if dispatcher.microbatch_begin:
                 dispatcher.microbatch_begin.fill(batch, index, microbatch.samples)
                 dispatcher.microbatch_begin.fire()
@@ -222,7 +206,7 @@ class MicrobatchAccumulation:
         return total
 
     def _backward(self, loss: torch.Tensor, outputs: Outputs, share: float) -> torch.Tensor:
-        dispatcher = self.dispatcher
+        dispatcher = self.forward.dispatcher
         if dispatcher.before_backward:
             dispatcher.before_backward.fill(loss.detach(), outputs)
             dispatcher.before_backward.fire()
@@ -257,17 +241,15 @@ class PipelinedAccumulation:
     ``on_microbatch_end`` of all of them, with the loss, after the last backward pass.
     """
 
-    dispatcher: Dispatcher
     forward: ForwardPass
     parallel: Pipelined
     data_size: int
     scaler: torch.amp.GradScaler | None
-    device: torch.device
 
     def __call__(self, step_batch: StepBatch) -> torch.Tensor:
         """This rank's share of the step's loss, detached, 0-dim; zero if it does not have the last stage."""
-        dispatcher, microbatches = self.dispatcher, step_batch.microbatches
-        batches = [to_device(microbatch.batch, self.device) for microbatch in microbatches]
+        dispatcher, microbatches = self.forward.dispatcher, step_batch.microbatches
+        batches = [to_device(microbatch.batch, self.forward.device) for microbatch in microbatches]
         for index, (batch, microbatch) in enumerate(zip(batches, microbatches, strict=True)):
             if dispatcher.microbatch_begin:
                 dispatcher.microbatch_begin.fill(batch, index, microbatch.samples)
@@ -287,7 +269,7 @@ class PipelinedAccumulation:
 
     def _factor(self, share: float) -> float | torch.Tensor:
         factor = share * self.data_size
-        return factor if self.scaler is None else self.scaler.scale(torch.full((), factor, device=self.device))
+        return factor if self.scaler is None else self.scaler.scale(torch.full((), factor, device=self.forward.device))
 
 
 Accumulation = MicrobatchAccumulation | PipelinedAccumulation
@@ -483,7 +465,6 @@ class PipelinedForward:
     callback handles on_prediction_step.
     """
 
-    dispatcher: Dispatcher
     forward: ForwardPass
     runner: PipelineRunner
 
@@ -494,7 +475,7 @@ class PipelinedForward:
 
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Outputs]:
         loss, outputs = self.runner.evaluate(batch, self.forward)
-        if self.dispatcher.listens_anywhere(Event.PREDICTION_STEP):
+        if self.forward.dispatcher.listens_anywhere(Event.PREDICTION_STEP):
             known = None if outputs is None else dict(outputs)
             return loss, {**self.runner.share_outputs(known), "loss": loss}
         return loss, {"loss": loss}

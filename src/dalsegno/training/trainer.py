@@ -30,7 +30,7 @@ from dalsegno.distributed.parallel import FusedBackward, Pipelined
 from dalsegno.distributed.parallel.base import autocast_dtype
 from dalsegno.distributed.parallel.torchrun import init_distributed
 from dalsegno.distributed.sharded_tensors import check_materialized
-from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.errors import ConfigurationError, expect_known
 from dalsegno.events.callback import Callback
 from dalsegno.events.registration import check_callbacks, instances
 from dalsegno.events.table import Event
@@ -40,21 +40,20 @@ from dalsegno.stateful.component import Stateful, stateful_behind
 from dalsegno.system.tracebacks import short_traceback
 
 from . import loop
+from .checkpoint_contents import UserSupplied
 from .chosen_start import ResumeOptions
 from .evaluation import LossEvaluation, joined_outputs
 from .learning_rate import PlateauStep, build_schedulers
 from .lifecycle import OfRun, RunLifecycle, check_writable
-from .parts import Comparison, RunParts
 from .placement import PlacedModel, place
 from .result import Prediction, TrainResult
-from .settings import UserSupplied
+from .run_parts import Comparison, RunParts
 from .train_step import (
     Accumulation,
     AgreedGradScaler,
     BatchSignature,
     EvaluationForward,
     ForwardPass,
-    GradNormDemand,
     LossFunction,
     MicrobatchAccumulation,
     PipelinedAccumulation,
@@ -94,11 +93,10 @@ class Trainer(OfRun):
 
     def __new__(cls, *args: Any, **named: Any) -> Trainer:
         known = [*inspect.signature(cls).parameters]
-        for name in named:
-            if name not in known:
-                settings = {each: f"use TrainingArguments({each}=…)" for each in TrainingArguments.__dataclass_fields__}
-                advice = settings | answers(known, "TrainingArguments")
-                raise UnknownName(f"argument of {cls.__name__}", name, known, advice)
+        if not {*named} <= {*known}:
+            settings = {each: f"use TrainingArguments({each}=…)" for each in TrainingArguments.__dataclass_fields__}
+            advice = settings | answers(known, "TrainingArguments")
+            expect_known(f"argument of {cls.__name__}", named, known, advice)
         return super().__new__(cls)
 
     @short_traceback
@@ -355,8 +353,11 @@ def build_step(
     parts: RunParts, placed: PlacedModel, loss_weight: LossWeight | None, affected: Sequence[Stateful] = ()
 ) -> tuple[TrainStep, MakeEvaluation]:
     """The train step, and what makes evaluations, which may change the state of ``affected`` objects."""
-    args, device, parallel = parts.args, placed.device, placed.parallel
-    wants_norm = GradNormDemand(parts)
+    args, device, parallel, dispatcher = parts.args, placed.device, placed.parallel, parts.dispatcher
+
+    def wants_norm() -> bool:
+        return bool(args.max_grad_norm) or parts.state.will_log or dispatcher.listens_anywhere(Event.TRAIN_METRICS)
+
     if isinstance(parallel, Pipelined):
         for accumulated in sorted({*args.accumulation.values.values()}):
             parallel.runner.check(accumulated * parts_of_batch(args.parallel))
@@ -369,7 +370,7 @@ def build_step(
     if args.fuse_optim_with_backward:
         parallel = FusedBackward(parallel, parts.model, parts.optimizer, wants_norm)
     forward = ForwardPass(
-        parts.dispatcher,
+        dispatcher,
         parallel.module,
         placed.loss_fn,
         device,
@@ -384,10 +385,10 @@ def build_step(
     evaluated: EvaluationForward = forward
     size = parts.layout.data_size
     if isinstance(parallel, Pipelined):
-        accumulate = PipelinedAccumulation(parts.dispatcher, forward, parallel, size, scaler, device)
-        evaluated = PipelinedForward(parts.dispatcher, forward, parallel.runner)
+        accumulate = PipelinedAccumulation(forward, parallel, size, scaler)
+        evaluated = PipelinedForward(forward, parallel.runner)
     else:
-        accumulate = MicrobatchAccumulation(parts.dispatcher, forward, parallel, size, scaler, device)
+        accumulate = MicrobatchAccumulation(forward, parallel, size, scaler)
     evaluation = partial(
         LossEvaluation, parts=parts, forward=evaluated, device=device, loss_weight=loss_weight, affected=affected
     )

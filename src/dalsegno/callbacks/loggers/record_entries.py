@@ -14,7 +14,7 @@ from dalsegno.callbacks.argument_checks import mapping, texts
 from dalsegno.data.build import IGNORED_LABEL
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.sharded_tensors import device_of
-from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.errors import ConfigurationError, expect_known
 from dalsegno.events import FlaglessCallback, contexts
 from dalsegno.stateful.schema import Must
 
@@ -34,9 +34,7 @@ class LogOptimizerParamGroup(FlaglessCallback):
 
     def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
         known = {key for group in ctx.optimizer.param_groups for key in group} - {"params"}
-        for key in self._keys:
-            if key not in known:
-                raise UnknownName("LogOptimizerParamGroup: key", key, sorted(known))
+        expect_known("LogOptimizerParamGroup: key", self._keys, known)
 
     def on_log_step(self, ctx: contexts.LogContext) -> None:
         if ctx.kind != "train":
@@ -79,11 +77,7 @@ class LogInputSummaries(FlaglessCallback):
         if ctx.kind != "train" or self._of_step != ctx.state.global_step:
             return
         measured, self._measured = self._measured, {}
-        numbers = torch.stack([*measured.values()]).tolist() if measured else []
-        here = dict(zip(measured, numbers, strict=True))
-        gathered = ctx.layout.of_data_ranks(collectives.gather(here, "LogInputSummaries"))
-        for name in dict.fromkeys(name for each in gathered for name in each):
-            of_ranks = torch.tensor([each[name] for each in gathered if name in each], dtype=torch.float64)
+        for name, of_ranks in _of_data_ranks(ctx, measured, "LogInputSummaries").items():
             counts, means, deviations, lowest, highest = of_ranks.unbind(1)
             count = counts.sum()  # without elements, mean and deviation are NaN
             mean = (counts * means).sum() / count
@@ -103,6 +97,17 @@ def _measure(tensor: Tensor) -> Tensor:
     count = torch.full((), flat.numel(), dtype=flat.dtype, device=flat.device)
     mean = flat.mean()
     return torch.stack([count, mean, (flat - mean).square().sum(), flat.min(), flat.max()])
+
+
+def _of_data_ranks(ctx: contexts.Context, measured: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+    """By name, the numbers of each rank that has measured them, in rows: float64. One of the ranks that read the same
+    data stands for all. Collective."""
+    numbers = torch.stack([*measured.values()]).tolist() if measured else []
+    gathered = ctx.layout.of_data_ranks(collectives.gather(dict(zip(measured, numbers, strict=True)), what))
+    return {
+        name: torch.tensor([each[name] for each in gathered if name in each], dtype=torch.float64)
+        for name in dict.fromkeys(name for each in gathered for name in each)
+    }
 
 
 class LossState(TypedDict):
@@ -169,17 +174,13 @@ class LogLosses(FlaglessCallback):
             sums, self._evaluated, prefix = self._evaluated, {}, f"{self._prefix}_"
         else:
             return
-        numbers = torch.stack([*sums.values()]).tolist() if sums else []
-        here = dict(zip(sums, numbers, strict=True))
-        gathered = ctx.layout.of_data_ranks(collectives.gather(here, "LogLosses"))
-        for name in dict.fromkeys(name for each in gathered for name in each):
-            of_ranks = torch.tensor([each[name] for each in gathered if name in each], dtype=torch.float64)
+        for name, of_ranks in _of_data_ranks(ctx, sums, "LogLosses").items():
             total, weight = of_ranks.sum(0)
             if name == "perplexity":
                 ctx.logs[f"{prefix}perplexity"] = float((total / weight).exp())
             elif name != "loss":
                 ctx.logs[f"{prefix}{name}"] = float(total / weight)
-            elif len(gathered) > 1 and ctx.kind == "train":
+            elif ctx.layout.data_size > 1 and ctx.kind == "train":
                 ctx.logs["max_rank_loss"] = float((of_ranks[:, 0] / of_ranks[:, 1]).max())  # NaN, if there is one
 
     def state_dict(self) -> LossState:

@@ -23,7 +23,7 @@ from dalsegno.distributed.parallel.base import autocast_dtype
 from dalsegno.distributed.rng import TEXT, mix, seeded_generators
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.distributed.stage_places import expect_whole, is_cut
-from dalsegno.errors import ConfigurationError, NotFound, UnknownName
+from dalsegno.errors import ConfigurationError, NotFound, expect_known
 from dalsegno.events import contexts
 from dalsegno.logs.rewind import Position
 from dalsegno.system.imports import how_to_install
@@ -305,9 +305,7 @@ class Sampling:
                 "give a mapping, such as {'do_sample': True, 'temperature': 0.8}"
             )
         known = [each.name for each in fields(cls)]
-        for name in settings or {}:
-            if name not in known:
-                raise UnknownName("generation_config of a model without transformers' generate:", name, known)
+        expect_known("generation_config of a model without transformers' generate:", settings or {}, known)
         return cls(**(settings or {}))
 
 

@@ -52,7 +52,7 @@ Call = Callable[[Any, Any], Answer]
 
 
 Invoke = Callable[..., Answer]
-"""``(adapted, ctx, **added)``: calls a method with the arguments of every event, and with those that this one adds."""
+"""``(adapted, ctx, added)``: calls a method with the arguments of every event, and with those that this one adds."""
 
 Wrapper = Callable[[Invoke, Binder], Call]
 """Makes the call of a method at an event of one run."""
@@ -70,7 +70,7 @@ def invoke_with_event(function: Callable[..., Any], shared: SharedState) -> Invo
     optimizer, lr_scheduler = context.optimizer, context.lr_scheduler
     train_dataloader = shared.train_dataloader
 
-    def invoke(adapted: Any, ctx: contexts.Context, /, **added: Any) -> Answer:
+    def invoke(adapted: Any, ctx: contexts.Context, added: Mapping[str, Any] | None = None) -> Answer:
         method = partial(function, **added) if added else function  # ** in the call below would cost time at every step
         answer: Answer = method(
             args,
@@ -107,7 +107,7 @@ def adding(get: Callable[[SharedState, Any], dict[str, Any]]) -> Wrapper:
 
     def wrapper(invoke: Invoke, binder: Binder) -> Call:
         shared = binder.shared(SharedState)
-        return lambda adapted, ctx: invoke(adapted, ctx, **get(shared, ctx))
+        return lambda adapted, ctx: invoke(adapted, ctx, get(shared, ctx))
 
     return wrapper
 
@@ -131,7 +131,7 @@ def with_mutable_metrics(invoke: Invoke, binder: Binder) -> Call:
     def call(adapted: Any, ctx: contexts.EvaluateContext) -> Answer:
         metrics = shared.metrics_of(ctx)
         before = set(metrics)
-        answer = invoke(adapted, ctx, metrics=metrics)
+        answer = invoke(adapted, ctx, {"metrics": metrics})
         if ctx.state is live and adapted.ranks == "all":  # in the background, it comes too late
             added = {name: float(metrics[name]) for name in metrics.keys() - before if _is_number(metrics[name])}
             added = collectives.broadcast(added, f"metrics that {adapted.key} adds")
@@ -158,7 +158,7 @@ def sharing(record: SharedRecord, invoke: Invoke) -> Call:
     def call(adapted: Any, ctx: contexts.LogContext) -> Answer:
         logs = record.of(ctx)
         before = set(logs)
-        answer = invoke(adapted, ctx, logs=logs)
+        answer = invoke(adapted, ctx, {"logs": logs})
         for name in logs.keys() - before:
             if isinstance(logs[name], torch.Tensor):  # else the next save fails, at the history of records
                 logs[name] = number_in_record(name, logs[name], adapted.key)
@@ -304,7 +304,7 @@ def with_mutable_interval_record(invoke: Invoke, binder: Binder) -> Call:
     def call(adapted: Any, ctx: contexts.LogContext) -> Answer:
         logs = interval.record_of(ctx)
         before = dict(logs)
-        answer = invoke(adapted, ctx, logs=logs)
+        answer = invoke(adapted, ctx, {"logs": logs})
         kept = {name for name, value in before.items() if logs.get(name) is value}
         ctx.logs.update({name: value for name, value in logs.items() if name not in kept})
         return answer
@@ -316,7 +316,7 @@ def before_count(invoke: Invoke, binder: Binder) -> Call:
     def call(adapted: Any, ctx: contexts.MetricsContext) -> Answer:
         before = ctx.copy()
         before.state.global_step -= 1
-        return invoke(adapted, before, **_of_step(ctx))
+        return invoke(adapted, before, _of_step(ctx))
 
     return call
 

@@ -1,12 +1,19 @@
-"""CheckpointContents: everything that a checkpoint of the run stores.
+"""CheckpointContents: everything that a checkpoint of the run stores; RecordedSettings: the run's settings among it.
 
 Two checks belong to it. Every parameter that the optimizer trains must be in the checkpoint, else a resumed run would
 differ. And the ranks must have equal models where a checkpoint contains one for all of them.
+
+Settings are saved so that a later leg can compare its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +22,28 @@ from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from dalsegno.checkpoint import CALLBACKS, LOSS, SETTINGS, ModelState, OptimizerState, ShardedState
-from dalsegno.checkpoint.export import expect_pretrained, pretrained_files
+from dalsegno.checkpoint.compatibility import END_OF_SCHEDULE, SCHEDULE, Change, reasons_to_differ
+from dalsegno.checkpoint.export import expect_pretrained, peft_configurations, pretrained_files
+from dalsegno.checkpoint.names import ADAPTERS
+from dalsegno.data import NOT_EXACT, TrainingData
+from dalsegno.data.digests import digest
 from dalsegno.distributed import collectives
+from dalsegno.distributed.layout import environment_of
+from dalsegno.distributed.modes import modes_of
+from dalsegno.distributed.parallel.base import gathered_dtype
+from dalsegno.distributed.sharded_tensors import device_of, strip_wrappers
 from dalsegno.distributed.stage_places import place_of
-from dalsegno.errors import CannotSave, ConfigurationError, UnknownName
+from dalsegno.errors import CannotSave, ConfigurationError, UnknownName, first_few
 from dalsegno.events.callback import components_of
+from dalsegno.logs.values import decode, encode
 from dalsegno.stateful.component import Component, Stateful
 
-from .learning_rate import form_check
+from .learning_rate import InitialHyperparameters, form_check, has_end, planned_steps
 from .module_flags import sum_of_bytes
-from .parts import Comparison, RunParts
-from .settings import RecordedSettings, adapter_settings
+from .optimizers import takes_adam_settings
+from .run_parts import Comparison, RunParts
+
+logger = logging.getLogger("dalsegno")
 
 PROGRESS = ("trainer", "clock", "loader", "rng", "meter", SETTINGS)
 """Keys of the components that record how far a run is: ``load_components`` never loads them into another run."""
@@ -163,7 +181,6 @@ def names_of_others(
             "not be trained; build it on model.parameters(), after whatever replaces them (fully_shard, a new head)"
         )
     if unsaved:
-        more = f", and {len(unsaved) - 1} more" if unsaved[1:] else ""
         remedy = (
             "If the model has replaced that parameter, build the optimizer afterwards. Else a Trainer saves the model "
             "and, if it is a module, loss_fn=: put the parameter into one of them; dalsegno.Run also saves "
@@ -172,7 +189,7 @@ def names_of_others(
             else "Pass the module with that parameter, too: state={…, 'name': module}"
         )
         raise ConfigurationError(
-            f"{argument}: it trains what no checkpoint of this run would contain ({unsaved[0]}{more}). {remedy}"
+            f"{argument}: it trains what no checkpoint of this run would contain ({first_few(unsaved)}). {remedy}"
         )
     return names
 
@@ -221,3 +238,201 @@ def expect_equal_ranks(states: Iterable[ShardedState]) -> None:
         "own DistributedDataParallel or an all_reduce; or average the weights before each save. To train several "
         "models, start a job of one rank for each, with its own output_dir"
     )
+
+
+# --- the settings -----------------------------------------------------------------------------------------------------
+
+
+_OPTIMIZER_SETTINGS = {
+    "learning_rate": "lr",
+    "weight_decay": "weight_decay",
+    "adam_beta1": "betas",
+    "adam_beta2": "betas",
+    "adam_epsilon": "eps",
+}
+"""Settings of the default optimizer, and its own names for them."""
+
+_ADAM_SETTINGS = {name for name in _OPTIMIZER_SETTINGS if name.startswith("adam_")}
+_OF_OPTIMIZER = {"optim", "optim_args"}
+_LOADER_SETTINGS = {"per_device_train_batch_size"}  # and every name that begins with dataloader_
+_LOOP_SETTINGS = {
+    "per_device_eval_batch_size",
+    "max_grad_norm",
+    "bf16",
+    "fp16",
+    "fuse_optim_with_backward",
+    "torch_compile",
+    "torch_compile_backend",
+    "torch_compile_mode",
+    "gradient_checkpointing",
+    "gradient_checkpointing_kwargs",
+    "parallel",
+    "use_cpu",
+}
+_NOT_RECORDED = {
+    "output_dir",
+    "local_dir",
+    "take_over_lock",
+    "on_resume",
+    "run_name",
+    "report_to",
+    "save_pretrained",
+    "disable_tqdm",
+    "max_seconds",
+    "requeue",
+    "max_steps",
+    "num_train_epochs",
+}
+"""Settings without an effect on the result; and the length of the run, which is recorded under another name."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserSupplied:
+    """Parts that the user supplies: the settings of the default ones then have no effect."""
+
+    optimizer: bool = True
+    schedule: bool = True
+    loader: bool = True
+    loop: bool = True
+
+
+class RecordedSettings:
+    """The component ``settings``: plain values, by name, of the settings that have an effect; and the fingerprint of
+    the training ``data``."""
+
+    state_compared = False  # only rank 0 fingerprints the data of a loader of the user's own
+
+    def __init__(self, parts: RunParts, supplied: UserSupplied, data: TrainingData) -> None:
+        self._args = parts.args
+        self._parts = parts
+        self._supplied = supplied
+        self.initial = InitialHyperparameters(parts.optimizer, parts.schedulers)
+        self._schedulers = [type(each).__name__ for each in parts.schedulers]
+        self._loader = parts.loader
+        self._data = data
+        self._adapters = adapter_settings(parts.model)
+        self._order = _order(parts)
+        self._fingerprint: dict[str, Any] | None = None
+        self._planned_steps = -1
+
+    def begin_session(self) -> None:
+        """Fingerprint the training data, once in this process. Collective: raises ConfigurationError if the ranks have
+        different datasets."""
+        if self._fingerprint is None:
+            self._fingerprint, doubts = self._data.examine()
+            if doubts and self._args.saving and collectives.rank() == 0:
+                text = "a resumed run will not read what an uninterrupted one does:\n  " + "\n  ".join(doubts)
+                logger.warning("%s", text, extra={NOT_EXACT: True})
+
+    def plan_steps(self) -> None:
+        """Set ``state.max_steps``, and apply a changed end of the schedule."""
+        former, self._planned_steps = self._planned_steps, planned_steps(self._args, self._loader)
+        self._parts.state.max_steps = self._planned_steps
+        if former not in (-1, self._planned_steps) and not self._supplied.schedule:
+            self.initial.reapply_schedule()
+
+    @property
+    def sets_learning_rate(self) -> bool:
+        """Whether ``learning_rate`` has an effect; otherwise the user's optimizer and schedule determine the rate."""
+        return self._has_effect("learning_rate")
+
+    def apply_overrides(self, changes: Iterable[Change]) -> None:
+        """Set the hyperparameters that the user has changed since the save: loading the optimizer restored the old."""
+        if self.initial.follow_groups() and self._supplied.schedule and collectives.rank() == 0:
+            logger.warning(
+                "lr_scheduler: the checkpoint has a parameter group that the training has added, and no functions; its "
+                "factors are those of the group before. If your callback has appended another function, pass the "
+                "schedule one for each group from the beginning"
+            )
+        changed = {change.setting for change in changes}
+        names = {_OPTIMIZER_SETTINGS[setting] for setting in changed & _OPTIMIZER_SETTINGS.keys()}
+        if "optim_args" in changed:
+            names |= self.initial.values().keys() - {"lr"}
+        if "optimizer" in changed or "lr" in names:
+            self.initial.restore_lrs()
+        elif changed & {*SCHEDULE, END_OF_SCHEDULE}:
+            self.initial.reapply_schedule()
+        self.initial.restore(*(names - {"lr"}))
+
+    def differences_from(self, recorded: Mapping[str, Any]) -> list[str]:
+        """Reasons why steps differ from those of a leg with the settings ``recorded``."""
+        return reasons_to_differ(recorded, decode(encode(self.state_dict())))
+
+    def state_dict(self) -> dict[str, Any]:
+        environment = environment_of(device_of(self._parts.model), self._parts.layout)
+        return {**self._recorded(), **self._adapters, **environment, "dataset": self._fingerprint}
+
+    def _recorded(self) -> dict[str, Any]:
+        args, supplied = self._args, self._supplied
+        values = {name: value for name, value in args.to_dict().items() if self._has_effect(name)}
+        if not supplied.schedule and has_end(args):
+            values[END_OF_SCHEDULE] = planned_steps(args, self._loader)
+        elif args.max_steps > 0:
+            values["max_steps"] = args.max_steps
+        else:
+            values["num_train_epochs"] = args.num_train_epochs
+        if supplied.schedule:
+            values["lr_scheduler"] = self._schedulers
+        if supplied.optimizer or supplied.schedule:
+            values |= {f"optimizer.{name}": value for name, value in self.initial.values().items()}
+        samples = self._loader.samples_per_microbatch()
+        gathered = gathered_dtype(self._parts.model, modes_of(args.parallel), bf16=args.bf16)
+        if gathered is not None and not supplied.loop and collectives.world_size() > 1:
+            values["gathered_dtype"] = str(gathered)
+        if not supplied.loop:
+            values["order of parameters"] = self._order
+        if samples is not None:
+            sizes = {step: samples * count for step, count in args.accumulation.values.items()}
+            values["samples per step"] = sizes[0] if len(sizes) == 1 else str(sizes)
+        return values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Does nothing: the saved settings are compared before anything is loaded."""
+
+    def _has_effect(self, name: str) -> bool:
+        supplied = self._supplied
+        if name in _ADAM_SETTINGS and not takes_adam_settings(self._args):
+            return False
+        if name in _OF_OPTIMIZER:
+            return not supplied.optimizer
+        if name in _OPTIMIZER_SETTINGS:
+            return not (supplied.optimizer or supplied.schedule)
+        if name in SCHEDULE:
+            return not supplied.schedule
+        if name in _LOADER_SETTINGS or name.startswith("dataloader_"):
+            return not supplied.loader
+        return name not in _NOT_RECORDED and not (supplied.loop and name in _LOOP_SETTINGS)
+
+
+def _order(parts: RunParts) -> str:
+    """The order of the optimizer's parameters, in which the squares of their gradients are added."""
+    modules = parts.modules.values()
+    names = {id(each): strip_wrappers(name) for module in modules for name, each in module.named_parameters()}
+    order = [names.get(id(each), "") for group in parts.optimizer.param_groups for each in group["params"]]
+    return f"{order[0]} … {order[-1]} ({digest(order)[:8]})"
+
+
+def adapter_settings(model: nn.Module) -> dict[str, Any]:
+    """Configuration of each of peft's adapters in a model, as plain values by ``adapters.<adapter>.<name>``."""
+    return {
+        f"{ADAPTERS}{adapter}.{name}": _plain(value)
+        for adapter, configuration in peft_configurations(model).items()
+        for name, value in configuration.to_dict().items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A configuration value as JSON; None if it cannot be represented."""
+    if isinstance(value, enum.Enum):
+        return _plain(value.value)
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(_plain, value), key=str)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain(dataclasses.asdict(value))
+    return str(value) if isinstance(value, torch.dtype) else None

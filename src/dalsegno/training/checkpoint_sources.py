@@ -1,4 +1,4 @@
-"""RunCheckpoints: where the checkpoints of a run are, in memory, on disk and at its URL; finds and loads them."""
+"""CheckpointSources: where the checkpoints of a run are, in memory, on disk and at its URL; finds and loads them."""
 
 from __future__ import annotations
 
@@ -28,24 +28,23 @@ from dalsegno.checkpoint.remote import mirror_of
 from dalsegno.data.loader import IMPORTED, ImportedPlace, ResumableLoader
 from dalsegno.distributed import collectives
 from dalsegno.distributed.rng import preserved_generators
-from dalsegno.errors import ConfigurationError, DamagedCheckpoint, NotFound, UnknownName
+from dalsegno.errors import ConfigurationError, DamagedCheckpoint, NotFound, expect_known
 from dalsegno.logs import RunFile
 from dalsegno.state import NO_REQUESTS, ControlRequests, SavedTrainerState
 from dalsegno.stateful.schema import check
 from dalsegno.system.lease import Lease
 from dalsegno.system.lock import DirectoryLock
 
+from .checkpoint_contents import PROGRESS, CheckpointContents, RecordedSettings
 from .chosen_start import ChosenStart
-from .contents import PROGRESS, CheckpointContents
-from .parts import RunParts
-from .settings import RecordedSettings
+from .run_parts import RunParts
 
 logger = logging.getLogger("dalsegno")
 
 _LEASE_LOST = ControlRequests(lease_lost=True)
 
 
-class RunCheckpoints:
+class CheckpointSources:
     """The checkpoints under ``output_dir``, their copies at its URL, and the newest state in shared memory. Methods are
     collective. ``SaveCoordinator`` adds to them.
 
@@ -255,7 +254,7 @@ class RunCheckpoints:
             saved = checkpoint.manifest.components.keys()
             sharded = [each for each in contents.sharded() if each.key in saved]
             components = [each for each in contents.loadable() if saved & {*each.keys}]
-            _check_all_exist(keys, [*(each.key for each in sharded), *(each.key for each in components)], path)
+            expect_known(f"component in {path}:", keys, [each.key for each in (*sharded, *components)])
             load: Callable[[], LoadReport] = partial(
                 load_parts,
                 checkpoint,
@@ -265,7 +264,7 @@ class RunCheckpoints:
                 allowed=allowed,
             )
         else:
-            _check_all_exist(keys, [contents.model.key], path)
+            expect_known(f"component in {path}:", keys, [contents.model.key])
             load = partial(load_weights, path, contents.model, allowed=allowed)
 
         def run() -> LoadReport:
@@ -308,12 +307,6 @@ def _at_step(checkpoint: Checkpoint, state: SavedTrainerState) -> SavedTrainerSt
             f"{checkpoint.path}: trainer.global_step is {state['global_step']}; must be {checkpoint.step}, its step"
         )
     return state
-
-
-def _check_all_exist(keys: Collection[str], saved: Collection[str], path: Path) -> None:
-    for key in keys:
-        if key not in saved:
-            raise UnknownName(f"component in {path}:", key, saved)
 
 
 class ImportedRun:
