@@ -14,7 +14,7 @@ In reading order: no module imports from a line above its own.
     checkpoint_sources                      where a run's checkpoints are: in memory, on disk, at its URL
     checkpoint_contents                     what a checkpoint contains, and what a resume compares
     leg_recorder · chosen_start             files that say how legs began and ended, and where the next one begins
-    evaluation · placement · train_step
+    evaluation · prepared_model · train_step
     run_parts                               what all of these share
     module_flags · mean_loss · rollback_effects · learning_rate · optimizers · muon · stop_requests · full_disk · result
 """

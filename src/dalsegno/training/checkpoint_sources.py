@@ -254,7 +254,8 @@ class CheckpointSources:
             saved = checkpoint.manifest.components.keys()
             sharded = [each for each in contents.sharded() if each.key in saved]
             components = [each for each in contents.loadable() if saved & {*each.keys}]
-            expect_known(f"component in {path}:", keys, [each.key for each in (*sharded, *components)])
+            found = [*(each.key for each in sharded), *(each.key for each in components)]
+            expect_known(f"component in {path}:", keys, found)
             load: Callable[[], LoadReport] = partial(
                 load_parts,
                 checkpoint,

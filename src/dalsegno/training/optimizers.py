@@ -55,7 +55,7 @@ def optimizer_from_args(modules: Iterable[nn.Module], args: TrainingArguments) -
     """
     modules = list(modules)
     adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    settings = {"lr": args.learning_rate, **(adam if takes_adam_settings(args) else {})}
+    settings: dict[str, Any] = {"lr": args.learning_rate, **(adam if takes_adam_settings(args) else {})}
     settings |= {"fused": True} if args.optim == "adamw_fused" else {}
     settings |= args.optim_args or {}
     parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())

@@ -45,7 +45,7 @@ from .chosen_start import ResumeOptions
 from .evaluation import LossEvaluation, joined_outputs
 from .learning_rate import PlateauStep, build_schedulers
 from .lifecycle import OfRun, RunLifecycle, check_writable
-from .placement import PlacedModel, place
+from .prepared_model import PreparedModel, prepare_model
 from .result import Prediction, TrainResult
 from .run_parts import Comparison, RunParts
 from .train_step import (
@@ -123,20 +123,20 @@ class Trainer(OfRun):
         device = init_distributed(args.use_cpu)
         layout = build_layout(args.parallel, device)
         loader = train_loader_from_args(args, layout, train_dataset, train_dataloader, self._collator)
-        placed = place(model, loss_fn, optimizer, args, device, layout)
+        prepared = prepare_model(model, loss_fn, optimizer, args, device, layout)
         sets = evaluation_sets_from_args(args, layout, eval_dataset, eval_dataloader, self._collator)
         _check_best(args, [each.name for each in sets])
-        schedulers = build_schedulers(lr_scheduler, placed.optimizer, args, loader)
+        schedulers = build_schedulers(lr_scheduler, prepared.optimizer, args, loader)
         context_fields = {
             "processing_class": processing_class,
             "train_dataloader": loader if train_dataloader is None else train_dataloader,
             "eval_dataloader": eval_batches(sets, device) if eval_dataloader is None else eval_dataloader,
             "trainer": self,
         }
-        self._parts = _build_parts(args, placed, schedulers, loader, callbacks, context_fields)
-        functions = {"loss_fn": None if placed.loss_module else loss_fn, "loss_weight": loss_weight}
+        self._parts = _build_parts(args, prepared, schedulers, loader, callbacks, context_fields)
+        functions = {"loss_fn": None if prepared.loss_module else loss_fn, "loss_weight": loss_weight}
         handed_in = {name: each for name in functions if (each := stateful_behind(functions[name])) is not None}
-        self._train_step, self._evaluation = build_step(self._parts, placed, loss_weight, [*handed_in.values()])
+        self._train_step, self._evaluation = build_step(self._parts, prepared, loss_weight, [*handed_in.values()])
         self._lifecycle = RunLifecycle(
             self._parts,
             evaluations=[self._evaluation(*each) for each in sets],
@@ -297,7 +297,7 @@ def _check_best(args: TrainingArguments, sets: Sequence[str]) -> None:
 
 def _build_parts(
     args: TrainingArguments,
-    placed: PlacedModel,
+    prepared: PreparedModel,
     schedulers: Sequence[Any],
     loader: ResumableLoader,
     callbacks: Sequence[object],
@@ -307,16 +307,16 @@ def _build_parts(
     unsupported = _UNSUPPORTED_IF_FUSED if args.fuse_optim_with_backward else {}
     return RunParts(
         args,
-        layout=placed.layout,
-        model=placed.model,
-        loss_fn=placed.loss_module,
-        optimizer=placed.optimizer,
+        layout=prepared.layout,
+        model=prepared.model,
+        loss_fn=prepared.loss_module,
+        optimizer=prepared.optimizer,
         schedulers=schedulers,
         loader=loader,
         callbacks=callbacks,
         core=[PlateauStep(schedulers, args.best_metric_name)] if has_plateau else [],
         **context_fields,
-        unsupported_events=_UNSUPPORTED_IF_PIPELINED if isinstance(placed.parallel, Pipelined) else unsupported,
+        unsupported_events=_UNSUPPORTED_IF_PIPELINED if isinstance(prepared.parallel, Pipelined) else unsupported,
         comparison=Comparison.NEVER if modes_of(args.parallel) else Comparison.FROM_FIRST_STEP,
     )
 
@@ -350,10 +350,10 @@ MakeEvaluation = Callable[[str, str, EvalLoader], LossEvaluation]
 
 
 def build_step(
-    parts: RunParts, placed: PlacedModel, loss_weight: LossWeight | None, affected: Sequence[Stateful] = ()
+    parts: RunParts, prepared: PreparedModel, loss_weight: LossWeight | None, affected: Sequence[Stateful] = ()
 ) -> tuple[TrainStep, MakeEvaluation]:
     """The train step, and what makes evaluations, which may change the state of ``affected`` objects."""
-    args, device, parallel, dispatcher = parts.args, placed.device, placed.parallel, parts.dispatcher
+    args, device, parallel, dispatcher = parts.args, prepared.device, prepared.parallel, parts.dispatcher
 
     def wants_norm() -> bool:
         return bool(args.max_grad_norm) or parts.state.will_log or dispatcher.listens_anywhere(Event.TRAIN_METRICS)
@@ -372,15 +372,15 @@ def build_step(
     forward = ForwardPass(
         dispatcher,
         parallel.module,
-        placed.loss_fn,
+        prepared.loss_fn,
         device,
         autocast_dtype(bf16=args.bf16, fp16=args.fp16),
         args.torch_compile,
-        BatchSignature(parts.model, placed.loss_module or placed.loss_fn),
+        BatchSignature(parts.model, prepared.loss_module or prepared.loss_fn),
     )
     scaler = None
     if args.fp16:
-        scaler = (AgreedGradScaler if placed.layout.sharing > 1 else torch.amp.GradScaler)(device.type)
+        scaler = (AgreedGradScaler if prepared.layout.sharing > 1 else torch.amp.GradScaler)(device.type)
     accumulate: Accumulation
     evaluated: EvaluationForward = forward
     size = parts.layout.data_size

@@ -1,5 +1,4 @@
-"""Placement: the model and its loss function on their device, spread over the ranks, with the optimizer that trains
-them."""
+"""PreparedModel: the model and its loss function on their device, spread over the ranks, with their optimizer."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from .train_step import LossFunction
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedModel:
+class PreparedModel:
     """A model that is ready to be trained."""
 
     model: nn.Module
@@ -47,14 +46,14 @@ class PlacedModel:
     optimizer: Optimizer
 
 
-def place(
+def prepare_model(
     model: nn.Module,
     loss_fn: LossFunction | None,
     optimizer: Optimizer | None,
     args: TrainingArguments,
     device: torch.device,
     layout: Layout,
-) -> PlacedModel:
+) -> PreparedModel:
     """Move ``model`` and ``loss_fn`` to ``device``, compile and spread them as ``args`` say, and rebind ``optimizer``
     to what they are now; None: a default one is built. Collective.
     """
@@ -84,7 +83,7 @@ def place(
             )
         parallel.rebind(optimizer)
     collectives.run_on_all_ranks(lambda: _check_sharded(optimizer))  # a rank of a pipeline has only some of the layers
-    return PlacedModel(
+    return PreparedModel(
         model, device, layout, parallel, parallel.loss_fn or loss_module or loss_fn, loss_module, optimizer
     )
 
