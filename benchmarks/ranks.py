@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import nn
 
-from dalsegno.checkpoint import CheckpointManager, Manifest, ModelState, checkpoint_dir, names
+from dalsegno.checkpoint import Checkpoint, CheckpointManager, Manifest, ModelState, checkpoint_dir, names
 from dalsegno.checkpoint.file_reading import FileRecord, share_of_rank
 from dalsegno.checkpoint.listing import Summaries
 
@@ -73,8 +73,8 @@ def _measured(world_size: int, rounds: int) -> dict[str, Figure]:
             summaries.of(directory)
             summaries.of(directory)
             timed("rank 0 looks for checkpoints to delete", lambda: summaries.of(directory))
-            checkpoint = checkpoint_dir.open_checkpoint(path)
-            timed("rank 0 opens a checkpoint to resume from", lambda p=path: checkpoint_dir.open_checkpoint(p))
+            checkpoint = Checkpoint.open(path)
+            timed("rank 0 opens a checkpoint to resume from", lambda p=path: Checkpoint.open(p))
             sent = pickle.dumps(checkpoint)
             timed("each rank reads rank 0's manifest", lambda data=sent: pickle.loads(data))
             timed(

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import dalsegno as ds
 from checkpoint.frozen import FROZEN, Part, content
 from checkpoint.sameness import assert_same
-from dalsegno.checkpoint import CheckpointManager, checkpoint_dir, read_tensors
+from dalsegno.checkpoint import Checkpoint, CheckpointManager, checkpoint_dir, read_tensors
 from dalsegno.cli import main
 from dalsegno.logs import RunFile
 from dalsegno.system import filesystem
@@ -32,7 +32,7 @@ def inode(path: Path) -> int:
 
 
 def expect_saved(path: Path, expected: dict[str, torch.Tensor]) -> None:
-    checkpoint = checkpoint_dir.open_checkpoint(path)
+    checkpoint = Checkpoint.open(path)
     checkpoint.verify(checkpoint.manifest.files)
     assert_same(read_tensors(checkpoint)["model"], expected)
 
@@ -163,7 +163,7 @@ def test_a_frozen_tensor_that_was_changed_in_place_is_written(tmp_path: Path) ->
     assert inode(second) == inode(third)
     checkpoint_dir.delete(second)
     expect_saved(third, content(part))
-    assert torch.equal(read_tensors(checkpoint_dir.open_checkpoint(first))["model"]["0.weight"], before["0.weight"])
+    assert torch.equal(read_tensors(Checkpoint.open(first))["model"]["0.weight"], before["0.weight"])
 
 
 @pytest.mark.parametrize("save", [1, 2])
@@ -361,7 +361,7 @@ def test_each_rank_links_its_part(tmp_path: Path, is_fsdp: bool) -> None:
         last = alone.save(step)
     frozen = {name: each for name, each in content(alone).items() if name.startswith("0.")}
     there = tmp_path / "two" / "checkpoints" / last.name
-    read = read_tensors(checkpoint_dir.open_checkpoint(there))["model"]
+    read = read_tensors(Checkpoint.open(there))["model"]
     assert_same({name: read[name] for name in frozen}, frozen)
     other = Part(tmp_path / "other", seed=1)
     other.load(there)

@@ -18,7 +18,6 @@ from dalsegno.checkpoint import (
     ModelState,
     OptimizerState,
     ShardedState,
-    checkpoint_dir,
     in_memory,
     memory_dir,
     read_tensors,
@@ -65,7 +64,7 @@ class Leg:
         self.memory.capture(step, self.states, [], {}, metrics={}, is_finite=True)
 
     def expect_saved(self, step: int, content: dict[str, torch.Tensor]) -> Checkpoint:
-        checkpoint = checkpoint_dir.open_checkpoint(self.memory.path_of(step))
+        checkpoint = Checkpoint.open(self.memory.path_of(step))
         checkpoint.verify(checkpoint.manifest.files)
         assert_same(read_tensors(checkpoint)["model"], content)
         return checkpoint
@@ -133,7 +132,7 @@ def test_a_changed_base_is_not_written_through_to_the_checkpoint_before(leg: Leg
     changed = leg.save(before + 2)
     _, hidden = leg.slots
     assert changed != inode == (hidden / FROZEN).stat().st_ino
-    Checkpoint(hidden, before, former.manifest).verify([FROZEN])
+    Checkpoint(hidden, former.manifest).verify([FROZEN])
     assert leg.save(before + 3) == changed
 
 
@@ -256,7 +255,7 @@ def test_a_leg_whose_base_does_not_fit_beside_that_of_the_leg_before_is_not_refu
     resumed.capture(2)
     resumed.memory.publish()
     assert "step 2: there is no room for a memory checkpoint" in caplog.text
-    checkpoint = checkpoint_dir.open_checkpoint(former)
+    checkpoint = Checkpoint.open(former)
     checkpoint.verify(checkpoint.manifest.files)
     resumed.model.load_state_dict(content)
     assert resumed.save(3) == base

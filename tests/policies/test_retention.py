@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dalsegno as ds
-from dalsegno.checkpoint import CheckpointManager
+from dalsegno.checkpoint.listing import Summaries
 from dalsegno.distributed.modes import modes_of
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.policies.retention import AnyRetention, CheckpointSummary, Retention, retention_of
@@ -147,7 +147,7 @@ def test_the_best_of_a_resumed_run_are_those_of_an_unbroken_one(tmp_path: Path) 
 
 
 def steps_in(output_dir: Path) -> set[int]:
-    return {entry.step for entry in CheckpointManager(output_dir).entries()}
+    return {entry.step for entry in Summaries().of(output_dir / "checkpoints")}
 
 
 def test_a_dense_start_is_never_deleted(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_checkpoint_has_no_metrics_of_another_step(tmp_path: Path) -> None:
     settings = {"keep": ds.Best(3, "near_loss") | ds.EveryNth(8), "save_total_limit": None, "eval_steps": 6}
     stoppable_trainer(tmp_path, stop_after(15), max_steps=30, **settings).train()
     stoppable_trainer(tmp_path, max_steps=30, **settings).train()
-    entries = CheckpointManager(tmp_path).entries()
+    entries = Summaries().of(tmp_path / "checkpoints")
     measured = {entry.step: "eval_near_loss" in entry.metrics and "eval_far_loss" in entry.metrics for entry in entries}
     assert measured == {8: False, 16: False, 24: True, 30: True}
     assert ds.Best(3, "near_loss")(entries) == {24, 30}

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dalsegno as ds
-from dalsegno.checkpoint import CheckpointManager
+from dalsegno.checkpoint.listing import Summaries
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.policies.triggers import SaveTrigger, save_trigger
 from dalsegno.testing import run_ranks, tiny_regression_data
@@ -148,7 +148,7 @@ def test_what_is_saved(tmp_path: Path, name: str) -> None:
         max_steps=12,
     )
     trainer.train()
-    assert {entry.step for entry in CheckpointManager(tmp_path).entries()} == expected
+    assert {entry.step for entry in Summaries().of(tmp_path / "checkpoints")} == expected
 
 
 def test_by_the_clock_of_rank_zero(tmp_path: Path) -> None:

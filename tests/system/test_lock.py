@@ -23,7 +23,7 @@ import pytest
 
 from dalsegno.errors import ConfigurationError, Locked, RankFailed
 from dalsegno.events.table import Event
-from dalsegno.system.holder import Holder
+from dalsegno.system.lease import Holder
 from dalsegno.system.lock import DirectoryLock
 from dalsegno.testing import FaultPlan, run_ranks, start_ranks
 from support.listeners import Listener

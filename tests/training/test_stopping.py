@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 import dalsegno as ds
 from dalsegno.checkpoint import CheckpointManager, saved_states
+from dalsegno.checkpoint.listing import Summaries
 from dalsegno.events.table import Event
 from dalsegno.logs import RunFile, read_records
 from dalsegno.system import filesystem
@@ -241,7 +242,7 @@ def test_a_run_that_goes_on_behind_that_evaluation(tmp_path: Path) -> None:
 
 
 def best_flags(output_dir: Path) -> dict[int, tuple[bool, float]]:
-    entries = CheckpointManager(output_dir).entries()
+    entries = Summaries().of(output_dir / "checkpoints")
     return {entry.step: (entry.best, entry.metrics["eval_near_loss"]) for entry in entries}
 
 
@@ -340,6 +341,6 @@ def test_a_save_before_the_evaluation_of_its_step(tmp_path: Path, monkeypatch: p
     parts = {"train_dataset": Endless(), "eval_dataset": tiny_regression_data(8, seed=1)}
     trainer = small_trainer(tmp_path, parts=parts, max_steps=10, save_steps=5, eval_strategy="epoch", eval_steps=500)
     assert trainer.train().reason == "finished"
-    measured = {entry.step: "eval_loss" in entry.metrics for entry in CheckpointManager(tmp_path).entries()}
+    measured = {entry.step: "eval_loss" in entry.metrics for entry in Summaries().of(tmp_path / "checkpoints")}
     assert measured == ({10: False} if fails else {5: True, 10: False})
     assert trainer.state.best_global_step == 5

@@ -14,6 +14,7 @@ import dalsegno as ds
 from dalsegno import checkpoint
 from dalsegno.callbacks import JsonLogger
 from dalsegno.checkpoint import CheckpointManager
+from dalsegno.checkpoint.listing import Summaries
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, Locked, NotFound
 from dalsegno.logs import RunFile, read_records
 from dalsegno.testing import compare_runs, start_ranks, tiny_regression_data
@@ -304,7 +305,7 @@ def evaluated(output_dir: Path, *callbacks: ds.Callback, **settings: Any) -> ds.
 def test_the_last_ones_and_the_best_one_are_kept(tmp_path: Path, worsening: dict[str, Any]) -> None:
     evaluated(tmp_path, worsening["spoil"], save_total_limit=2).train()
     assert saved_steps(tmp_path / "checkpoints") == [4, 8, 10]
-    assert [entry.step for entry in CheckpointManager(tmp_path).entries() if entry.best] == [4]
+    assert [entry.step for entry in Summaries().of(tmp_path / "checkpoints") if entry.best] == [4]
 
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path, worsening: dict[str, Any]) -> None:

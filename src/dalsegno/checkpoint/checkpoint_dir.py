@@ -50,14 +50,6 @@ def expect_none_quarantined(directory: Path) -> None:
         raise DamagedCheckpoint(f"{directory}: no checkpoint is left but {', '.join(renamed)}")
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Read the manifest of the checkpoint at ``path``, which must be of the step in its name."""
-    checkpoint = Checkpoint.open(path)
-    if names.step_of(path) not in (None, checkpoint.step):
-        raise DamagedCheckpoint(f"{path}: its manifest is that of step {checkpoint.step}")
-    return checkpoint
-
-
 def first_valid(
     paths: Iterable[Path], verify: Callable[[Path], Checkpoint]
 ) -> tuple[Checkpoint | None, dict[Path, DamagedCheckpoint]]:

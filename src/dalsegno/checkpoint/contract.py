@@ -94,16 +94,6 @@ def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
     return type(memory) in _TENSORS and (is_plain(memory) or is_on_other_stage(value))
 
 
-def is_sharded(value: object, parameter: torch.Tensor) -> bool:
-    """Whether an optimizer's value is sharded like its parameter. Its shape tells at once that a step counter is
-    not."""
-    return isinstance(value, torch.Tensor) and is_shaped_like(value, parameter) and is_dense(value)
-
-
-def is_shaped_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    return isinstance(value, DTensor) or (value.dim() > 0 and value.shape == parameter.shape)
-
-
 class CallbackTensors:
     """Tensors of ``holder`` as a component of a checkpoint. One that is missing there, or has another shape, stays
     unchanged; the holder is notified. ``key`` names a directory: ``callbacks.`` and a name without dots or slashes."""

@@ -226,7 +226,7 @@ class PretrainedDirectory(NewDirectory):
         self._files = files
 
     def publish(self, manifest: Manifest, advance: Advance) -> None:
-        source = Checkpoint(self.partial, manifest.step, manifest)
+        source = Checkpoint(self.partial, manifest)
         added = write_pretrained(source, self.partial, self._files, advance)
         super().publish(replace(manifest, files={**manifest.files, **added}), advance)
 

@@ -21,6 +21,7 @@ import xxhash
 
 from dalsegno.checkpoint import checkpoint_dir
 from dalsegno.checkpoint.file_reading import FileRecord, opened, verify_files
+from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.checkpoint.tensor_copies import SMALL, Buffer, CopyProgress, anonymous
 from dalsegno.checkpoint.tensor_files import FileLayout, as_bytes
 from dalsegno.errors import DalsegnoError, DamagedCheckpoint, SaveFailed
@@ -318,7 +319,7 @@ class LinkableFiles:
         unverified: Collection[str] = (),
         digests: Mapping[str, bytes] | None = None,
     ) -> None:
-        self._directory = directory
+        self.directory = directory
         self._records = dict(records)
         self._unverified = {*unverified}
         self._digests = digests or {}
@@ -328,7 +329,7 @@ class LinkableFiles:
         """Files of the newest checkpoint in ``directory`` whose manifest is valid; None if there is none."""
         with contextlib.suppress(DalsegnoError, OSError):
             paths = checkpoint_dir.newest_first(directory)
-            found, _ = checkpoint_dir.first_valid(paths, checkpoint_dir.open_checkpoint)
+            found, _ = checkpoint_dir.first_valid(paths, Checkpoint.open)
             if found is not None:
                 return cls(found.path, found.manifest.files, unverified=found.manifest.files)
         return None
@@ -336,9 +337,6 @@ class LinkableFiles:
     @property
     def sizes(self) -> set[int]:
         return {record.size for record in self._records.values()}
-
-    def moved_to(self, directory: Path) -> LinkableFiles:
-        return LinkableFiles(directory, self._records, unverified=self._unverified, digests=self._digests)
 
     def find(
         self, name: str, layout: FileLayout, tensors: Sequence[torch.Tensor], digest: bytes
@@ -355,12 +353,12 @@ class LinkableFiles:
     def path_of(self, content: FileRecord) -> Path | None:
         """Path of a file of that content; None if there is none, or it has been removed or damaged."""
         found = [name for name, record in self._records.items() if record == content]
-        return next((self._directory / name for name in found if self._is_intact(name)), None)
+        return next((self.directory / name for name in found if self._is_intact(name)), None)
 
     def are_beside(self, directory: Path) -> bool:
         """Whether ``directory``, or the parent in which it will be created, is on the same filesystem."""
         existing = next(each for each in (directory, *directory.parents) if each.exists())
-        return self._directory.exists() and self._directory.stat().st_dev == existing.stat().st_dev
+        return self.directory.exists() and self.directory.stat().st_dev == existing.stat().st_dev
 
     def forget(self, content: FileRecord) -> None:
         """The files of that content cannot be shared: the next save writes it again."""
@@ -368,11 +366,11 @@ class LinkableFiles:
 
     def _is_intact(self, name: str) -> bool:
         record = self._records[name]
-        if not _is_file(self._directory / name, record.size):
+        if not _is_file(self.directory / name, record.size):
             return False
         if name in self._unverified:
             try:
-                verify_files(self._directory, [name], record)
+                verify_files(self.directory, [name], record)
             except OSError as error:
                 logger.warning("it is not shared with later checkpoints: %s", error)
                 del self._records[name]

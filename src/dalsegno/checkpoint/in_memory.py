@@ -19,22 +19,20 @@ has changed goes into a new one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from dalsegno.checkpoint import checkpoint_dir, memory_dir, names
 from dalsegno.checkpoint.async_save import AsyncSave, BufferPrefault, NewDirectory, Records, Report, described
 from dalsegno.checkpoint.contract import ShardedState
-from dalsegno.checkpoint.file_reading import verify_files
+from dalsegno.checkpoint.file_reading import share_of_rank, verify_files
 from dalsegno.checkpoint.files import Advance, LinkableFiles, UnchangedFile
 from dalsegno.checkpoint.frozen_checksums import FrozenChecksums
 from dalsegno.checkpoint.manifest import Checkpoint, Manifest
@@ -43,26 +41,17 @@ from dalsegno.checkpoint.names import MODEL
 from dalsegno.checkpoint.optimizer_state import tensors_per_parameter
 from dalsegno.checkpoint.sidecar import SavedState
 from dalsegno.checkpoint.snapshot import Snapshotter
-from dalsegno.checkpoint.tensor_copies import NoRoom, SharedFiles
+from dalsegno.checkpoint.tensor_copies import NoRoom, Slot
 from dalsegno.distributed import collectives
 from dalsegno.distributed.hosts import Hosts, Transfer, transfer
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, RankFailed, StateMismatch
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
-from dalsegno.system.machine import available_memory, free_disk, lower_thread_priority, thread_count
+from dalsegno.system.machine import available_memory, free_disk, lower_thread_priority
 from dalsegno.system.progress import format_bytes
 
 logger = logging.getLogger("dalsegno")
-
-
-@dataclass(slots=True)
-class _Slot:
-    """Files that a memory checkpoint is written to; hidden in ``hidden`` unless ``published`` is set."""
-
-    hidden: Path
-    snapshotter: Snapshotter
-    published: Path | None = None
 
 
 class MemoryCheckpoints:
@@ -71,17 +60,17 @@ class MemoryCheckpoints:
     def __init__(self, output_dir: Path, layout: Layout) -> None:
         self._output_dir = output_dir
         self._layout = layout
-        self._known_hosts: Hosts | None = None
         self._copies = 0
-        self._in_progress: tuple[_Slot, AsyncSave] | None = None
+        self._former: MultiHostCheckpoint | None = None  # of a former leg, from which this one resumed
         self._forget_leg()
 
     def _forget_leg(self) -> None:
         self._directory: MemoryDir | None = None  # of this leg, on this host
-        self._former: MultiHostCheckpoint | None = None  # of a former leg, from which this one resumed
+        self._slots: tuple[Slot, ...] = ()  # the one that is written next, and the one of the newest checkpoint
+        self._published: Path | None = None  # the newest checkpoint of this leg
         self._shareable: LinkableFiles | None = None  # of the newest checkpoint on this host
-        self._slots: list[_Slot] = []
-        self._captured: tuple[_Slot, Callable[[], AsyncSave]] | None = None  # and not yet started
+        self._captured: Callable[[], AsyncSave] | None = None  # starts a save
+        self._in_progress: AsyncSave | None = None
         self._prefault: BufferPrefault | None = None
         self._has_saved = False
         self.room: str | None = None
@@ -96,11 +85,11 @@ class MemoryCheckpoints:
         assert self._directory is not None, "the leg saves in memory"
         return names.checkpoint_path(self._directory.checkpoints, step)
 
-    @property
+    @functools.cached_property
     def _hosts(self) -> Hosts:
-        if self._known_hosts is None:
-            self._known_hosts = Hosts.sharing(memory_dir.place())
-        return self._known_hosts
+        return Hosts.sharing(memory_dir.place())  # not asked for by a run that saves nothing in memory
+
+    # -- what former legs have left --------------------------------------------------------------------------------
 
     def find(self, candidates: Mapping[str, int | None], *, after: int) -> Checkpoint | None:
         """The newest valid checkpoint of a step greater than ``after``, of which each file is on some host; None if
@@ -109,14 +98,11 @@ class MemoryCheckpoints:
 
         ``candidates``: names of directories that may contain it, each with its step; None: any step.
         """
-        self._forget_leg()
-        if not candidates:
-            return None
-        of_hosts = self._hosts.run(lambda: _published(self._output_dir, candidates, after))
+        self._former = None
+        of_hosts = self._hosts.run(lambda: _published(self._output_dir, candidates, after)) if candidates else []
         for found in sorted({*itertools.chain(*of_hosts)}, reverse=True):
             try:
-                has_it = [found in of_host for of_host in of_hosts]
-                self._former = _assembled(self._output_dir, found, self._hosts, has_it[self._hosts.here])
+                self._former = _assembled(self._output_dir, found, self._hosts, found in of_hosts[self._hosts.here])
                 break
             except (ConfigurationError, StateMismatch, OSError, RankFailed) as error:
                 if collectives.rank() == 0:
@@ -124,33 +110,29 @@ class MemoryCheckpoints:
         return self._former
 
     def owns(self, path: Path) -> bool:
-        directory = memory_dir.find(path.parent.parent.name, self._output_dir)
-        return directory is not None and path.resolve().parent == directory.checkpoints.resolve()
+        return memory_dir.containing(path, self._output_dir) is not None
 
     def discard(self) -> None:
         """Give up all memory checkpoints, of former legs too: the run goes back, or begins elsewhere."""
         self.settle()
         self._captured = self._former = None
-        self._slots.sort(key=lambda slot: slot.published is not None)  # files to be shared are not written over first
-        published = [(slot.published, slot.hidden) for slot in self._slots if slot.published is not None]
-        for slot in self._slots:
-            if slot.published is not None and self._shareable is not None:
-                self._shareable = self._shareable.moved_to(slot.hidden)
-            slot.published = None
+        published, self._published = self._published, None
+        if published is not None and self._shareable is not None:
+            self._shareable.directory = self._slots[1].directory
 
         def hide() -> None:
-            for path, hidden in published:
-                filesystem.rename(path, hidden)
+            if published is not None:
+                filesystem.rename(published, self._slots[1].directory)
             memory_dir.remove_others(self._output_dir, keep=self._own_directories())
 
         self._hosts.run(hide)
 
     def _own_directories(self) -> list[MemoryDir]:
         """On this host, those of this leg, and of the checkpoint that it resumed from."""
-        former = (
-            None if self._former is None else memory_dir.find(self._former.path.parent.parent.name, self._output_dir)
-        )
+        former = None if self._former is None else memory_dir.containing(self._former.path, self._output_dir)
         return [each for each in (self._directory, former) if each is not None]
+
+    # -- before the first save -------------------------------------------------------------------------------------
 
     def begin_leg(
         self, sharded: Sequence[ShardedState], *, saving: bool, copies: int = 0, base: FrozenChecksums | None = None
@@ -160,7 +142,6 @@ class MemoryCheckpoints:
         host's files. ``base``: frozen parameters of which only checksums are saved."""
         former = self._former
         self._forget_leg()
-        self._former = former
         if not saving and former is None:
             if collectives.local_rank() == 0:
                 with contextlib.suppress(OSError):  # the other ranks do not wait for this
@@ -170,6 +151,10 @@ class MemoryCheckpoints:
         self._shareable = None if former is None else LinkableFiles(former.path, former.files_here)
         name = collectives.broadcast(os.urandom(8).hex(), "name of memory checkpoints")
         slots = [f"slot-{name[:4]}-{number}" for number in range(2)]
+        self._copies = min(copies, hosts.count - 1)
+        if saving and self._copies < copies and collectives.rank() == 0:
+            found = f"{hosts.count} hosts: only {self._copies} are" if self._copies else "one host: nothing is"
+            logger.warning("save_in_memory=: copies=%d, and the ranks are on %s copied", copies, found)
 
         def tidy() -> None:
             memory_dir.remove_others(self._output_dir, keep=self._own_directories())
@@ -180,146 +165,53 @@ class MemoryCheckpoints:
                 for slot in slots:
                     filesystem.mkdir_nosync(created.checkpoints / slot)
 
-        self._copies = min(copies, hosts.count - 1)
-        if saving and self._copies < copies and collectives.rank() == 0:
-            found = f"{hosts.count} hosts: only {self._copies} are" if self._copies else "one host: nothing is"
-            logger.warning("save_in_memory=: copies=%d, and the ranks are on %s copied", copies, found)
+        def seen() -> MemoryDir:
+            directory = memory_dir.find(name, self._output_dir)
+            if directory is None:
+                raise ConfigurationError(
+                    f"save_in_memory=: rank {collectives.rank()} does not see {memory_dir.root() / name}, which the "
+                    "lowest rank of its host has created; run all ranks of a host as the same user"
+                )
+            return directory
+
         try:
             hosts.run(tidy)
             if not saving:
                 return
-            directory = self._directory = collectives.run_on_all_ranks(lambda: self._seen(name))
-            for hidden in (directory.checkpoints / slot for slot in slots):
-                self._slots.append(_Slot(hidden, Snapshotter(self._layout, shared=SharedFiles(hidden))))
-                self._slots[-1].snapshotter.leave_out(base)
-            self._slots[0].snapshotter.check_serializable(sharded, ())
-            self.room = self._check_room(sharded, directory)
+            self._directory = collectives.run_on_all_ranks(seen)
+            self._slots = tuple(Slot(self._directory.checkpoints / slot) for slot in slots)
+            self._snapshotter = Snapshotter(self._layout, base)
+            self._snapshotter.check_serializable(sharded, ())
+            self.room = self._check_room(sharded, self._directory)
             if collectives.rank() == 0:
                 logger.info("memory checkpoints: %s", self.room)
         except BaseException:
             if hosts.leads:
                 filesystem.remove(memory_dir.root() / name)
-            self._slots, self._directory = [], None
+            self._forget_leg()
             raise
-
-    def _seen(self, name: str) -> MemoryDir:
-        directory = memory_dir.find(name, self._output_dir)
-        if directory is None:
-            raise ConfigurationError(
-                f"save_in_memory=: rank {collectives.rank()} does not see {memory_dir.root() / name}, which the lowest "
-                "rank of its host has created; run all ranks of a host as the same user"
-            )
-        return directory
 
     def prepare(self, sharded: Sequence[ShardedState]) -> None:
         """Reserve the memory and map it in the background, once the optimizer has its state. Refuses as
         :meth:`begin_leg`."""
         if self._directory is None or self._has_saved or self._prefault is not None:
             return
-        first, second = (slot.snapshotter for slot in self._slots)
+        first, second = self._slots
+        linked: Collection[int] = () if self._shareable is None else self._shareable.sizes
         try:
-            steps = [first.prepare(sharded, () if self._shareable is None else self._shareable.sizes)]
+            steps = [self._snapshotter.prepare(sharded, linked, first)]
             if self._former is None:  # otherwise once that is not needed any more
-                steps.append(second.prepare(sharded, {file.layout.length for file in first.planned}))
+                linked = {file.layout.length for file in self._snapshotter.plan.files}
+                steps.append(self._snapshotter.prepare(sharded, linked, second))
         except NoRoom as error:
             raise _does_not_fit(error) from error
         self._check_room(sharded, self._directory)
         self._prefault = BufferPrefault(itertools.chain(*steps))
 
-    def capture(
-        self,
-        step: int,
-        sharded: Sequence[ShardedState],
-        components: Sequence[Component],
-        carried: Mapping[str, SavedState],
-        *,
-        metrics: Mapping[str, float],
-        is_finite: bool,
-    ) -> None:
-        """Copy every state into shared memory, in place of what was captured before and not published; arguments as of
-        :meth:`CheckpointManager.save_async`. Skipped if the weights contain NaN or infinity, and with a warning if
-        there is no room; raises ConfigurationError on every rank if not even the first fits, and the leg resumed from
-        none."""
-        self.settle()
-        self._captured = None
-        if not self._slots or collectives.all_reduce_max([not is_finite], "whether weights are finite")[0]:
-            return
-        slot, other = sorted(self._slots, key=lambda slot: slot.published is not None)
-        try:
-            snapshot = slot.snapshotter.capture(sharded, components, carried, copy=True, former=self._shareable)
-        except NoRoom as error:
-            if not self._has_saved and self._former is None:
-                raise _does_not_fit(error) from error
-            if collectives.rank() == 0:
-                logger.warning("step %d: there is no room for a memory checkpoint: %s", step, error)
-            return
-        if snapshot.copying is not None:
-            snapshot.copying.run()
-        publication = MemoryPublication(
-            self.path_of(step),
-            slot.hidden,
-            superseded=other.published,
-            hidden=other.hidden,
-            former=None if self._former is None else self._former.path.parent.parent,
-            hosts=self._hosts,
-            copies=self._copies,
-            shareable=self._shareable,
-        )
-        start = partial(
-            AsyncSave,
-            replace(snapshot, durables=()),  # what a process wrote outlives it without fsync
-            publication,
-            step=step,
-            is_best=False,
-            metrics=metrics,
-            is_finite=True,
-        )
-        self._captured = slot, start
-
-    def publish(self) -> None:
-        """Start to publish what was captured, if anything, in the background. A failure is logged."""
-        if self._captured is not None:
-            (slot, start), self._captured = self._captured, None
-            self._in_progress = slot, start()
-
-    def drop(self) -> None:
-        self._captured = None
-
-    def settle(self) -> None:
-        """Wait for the save in progress, before the next one. Raises SaveFailed if it is stuck, and cancels it."""
-        if self._in_progress is not None:
-            self._in_progress[1].wait()
-        self._conclude()
-
-    def _conclude(self) -> None:
-        if self._prefault is not None:
-            self._prefault.stop()
-        if self._in_progress is None:
-            return
-        (saved_in, save), self._in_progress = self._in_progress, None
-        save.join()
-        if not save.done or save.failure is not None:
-            if collectives.rank() == 0:
-                logger.warning("memory checkpoint: %s", save.failure or f"{save.path.name} was not saved")
-            return
-        self._has_saved, self._former, self._shareable = True, None, save.files
-        for slot in self._slots:
-            slot.published = save.path if slot is saved_in else None
-
-    def close(self, *, remove: bool) -> None:
-        """At the end of a leg. Not collective: the other ranks may be gone. ``remove``: free the memory: the newest
-        checkpoint on disk has all that these have."""
-        self._conclude()
-        directories = self._own_directories()
-        self._forget_leg()
-        if remove and self._known_hosts is not None and self._known_hosts.leads:
-            for directory in directories:
-                memory_dir.remove(directory)
-
     def _check_room(self, sharded: Sequence[ShardedState], directory: MemoryDir) -> str:
         """Compare two slots, which share files of frozen parameters, with the memory that is free, or that the first
         save frees; also before the first step has created the optimizer's state. Returns both in words."""
-        hosts, planned = self._hosts, self._slots[0].snapshotter.planned
+        hosts, planned = self._hosts, self._snapshotter.plan.files
         frozen = sum(file.layout.length for file in planned if file.is_frozen)
         changing = [file for file in planned if not file.is_frozen]
         trained = sum(file.layout.length for file in changing if file.component == MODEL)
@@ -353,6 +245,83 @@ class MemoryCheckpoints:
                 f"free in {where}; leave save_in_memory out, or train on a host with more memory"
             )
         return f"{text} in {directory.path}, where {format_bytes(on_disk)} are free"
+
+    # -- saves -----------------------------------------------------------------------------------------------------
+
+    def capture(
+        self,
+        step: int,
+        sharded: Sequence[ShardedState],
+        components: Sequence[Component],
+        carried: Mapping[str, SavedState],
+        *,
+        metrics: Mapping[str, float],
+        is_finite: bool,
+    ) -> None:
+        """Copy every state into shared memory, in place of what was captured before and not published; arguments as of
+        :meth:`CheckpointManager.save_async`. Skipped if the weights contain NaN or infinity, and with a warning if
+        there is no room; raises ConfigurationError on every rank if not even the first fits, and the leg resumed from
+        none."""
+        self.settle()
+        self._captured = None
+        if not self._slots or collectives.all_reduce_max([not is_finite], "whether weights are finite")[0]:
+            return
+        try:
+            snapshot = self._snapshotter.capture(
+                sharded, components, carried, copy=True, former=self._shareable, slot=self._slots[0]
+            )
+        except NoRoom as error:
+            if not self._has_saved and self._former is None:
+                raise _does_not_fit(error) from error
+            if collectives.rank() == 0:
+                logger.warning("step %d: there is no room for a memory checkpoint: %s", step, error)
+            return
+        if snapshot.copying is not None:
+            snapshot.copying.run()
+        publication = MemoryPublication(self.path_of(step), self)
+        snapshot = replace(snapshot, durables=())  # what a process wrote outlives it without fsync
+        self._captured = functools.partial(
+            AsyncSave, snapshot, publication, step=step, is_best=False, metrics=metrics, is_finite=True
+        )
+
+    def publish(self) -> None:
+        """Start to publish what was captured, if anything, in the background. A failure is logged."""
+        if self._captured is not None:
+            self._in_progress = self._captured()
+            self._captured = None
+
+    def drop(self) -> None:
+        self._captured = None
+
+    def settle(self) -> None:
+        """Wait for the save in progress, before the next one. Raises SaveFailed if it is stuck, and cancels it."""
+        if self._in_progress is not None:
+            self._in_progress.wait()
+        self._conclude()
+
+    def _conclude(self) -> None:
+        if self._prefault is not None:
+            self._prefault.stop()
+        save, self._in_progress = self._in_progress, None
+        if save is None:
+            return
+        save.join()
+        if save.done and save.failure is None:
+            self._has_saved, self._former, self._shareable = True, None, save.files
+            self._slots, self._published = self._slots[::-1], save.path
+        elif collectives.rank() == 0:
+            logger.warning("memory checkpoint: %s", save.failure or f"{save.path.name} was not saved")
+
+    def close(self, *, remove: bool) -> None:
+        """At the end of a leg. Not collective: the other ranks may be gone. ``remove``: free the memory: the newest
+        checkpoint on disk has all that these have."""
+        self._conclude()
+        directories = self._own_directories()
+        self._former = None
+        self._forget_leg()
+        if remove and directories and self._hosts.leads:
+            for directory in directories:
+                memory_dir.remove(directory)
 
 
 def _does_not_fit(error: Exception) -> ConfigurationError:
@@ -392,8 +361,7 @@ class MultiHostCheckpoint(Checkpoint):
         fails."""
         if self.hosts.count == 1:
             return
-        lacking = {*names} & self.manifest.files.keys() - self.held[self.hosts.here]
-        wanted = collectives.gather(lacking, "files of other hosts")
+        wanted = collectives.gather({*names} & self.manifest.files.keys(), "files of other hosts")
         transfers = self.transfers(self.hosts.joined(wanted))
         if transfers and collectives.rank() == 0:
             size = format_bytes(sum(each.size for each in transfers))
@@ -424,15 +392,12 @@ class MultiHostCheckpoint(Checkpoint):
         return [each for _, each in sorted(found, key=lambda each: each[0])]
 
 
-class _Published(NamedTuple):
-    """A published checkpoint. Only parts with equal manifests, which are of the same save, are put together."""
-
-    step: int
-    name: str
-    manifest: bytes
+Published = tuple[int, str, bytes]
+"""Step, name of the directory, and manifest. Only parts with equal manifests, which are of the same save, are put
+together."""
 
 
-def _published(output_dir: Path, candidates: Mapping[str, int | None], after: int) -> list[_Published]:
+def _published(output_dir: Path, candidates: Mapping[str, int | None], after: int) -> list[Published]:
     found = []
     for name, only in candidates.items():
         directory = memory_dir.find(name, output_dir)
@@ -440,71 +405,59 @@ def _published(output_dir: Path, candidates: Mapping[str, int | None], after: in
             step = names.step_of(path)
             if step is not None and only in (None, step):
                 with contextlib.suppress(OSError):
-                    found.append(_Published(step, name, (path / names.MANIFEST).read_bytes()))
+                    found.append((step, name, (path / names.MANIFEST).read_bytes()))
     return found
 
 
-def _assembled(output_dir: Path, found: _Published, hosts: Hosts, is_here: bool) -> MultiHostCheckpoint:
+def _assembled(output_dir: Path, found: Published, hosts: Hosts, is_here: bool) -> MultiHostCheckpoint:
     """Raises on every rank, if a file is damaged or on no host, or a host has no room for what it needs."""
-    manifest = Manifest.parse(found.manifest, Path(found.name))
-    path = names.checkpoint_path(memory_dir.root() / found.name / names.CHECKPOINTS, found.step)
-    of_ranks = collectives.gather(_verified(path, manifest, hosts) if is_here else {}, "files in memory")
+    step, name, content = found
+    manifest = Manifest.parse(content, Path(name))
+    path = names.checkpoint_path(memory_dir.root() / name / names.CHECKPOINTS, step)
+    of_ranks = collectives.gather(_problems(path, manifest, hosts) if is_here else {}, "files in memory")
     held = hosts.joined([[name for name in each if each[name] is None] for each in of_ranks])
     if missing := sorted(manifest.files.keys() - set[str]().union(*held)):
         problem = next((problem for each in of_ranks for problem in each.values() if problem is not None), None)
         raise DamagedCheckpoint(
-            problem or f"step {found.step}: {missing[0]} was in the memory of a lost host; no other host has a copy"
+            problem or f"step {step}: {missing[0]} was in the memory of a lost host; no other host has a copy"
         )
 
     def create() -> None:
-        memory_dir.create(output_dir, found.name)
+        memory_dir.create(output_dir, name)
         filesystem.remove(path)
         filesystem.mkdir_nosync(path)
-        filesystem.write_durably(path / names.MANIFEST, found.manifest)
+        filesystem.write_durably(path / names.MANIFEST, content)
 
     hosts.run(lambda: None if is_here else create())
-    checkpoint = MultiHostCheckpoint(path, found.step, manifest, hosts, held)
+    checkpoint = MultiHostCheckpoint(path, manifest, hosts, held)
     checkpoint.require([name for name in manifest.files if "/" not in name or name.endswith(".json")])
     return checkpoint
 
 
-def _verified(path: Path, manifest: Manifest, hosts: Hosts) -> dict[str, str | None]:
+def _problems(path: Path, manifest: Manifest, hosts: Hosts) -> dict[str, str | None]:
     """This rank's share of the files in the directory, each with why it is not valid; None if it is."""
-    files = manifest.files
-
-    def problem(name: str) -> str | None:
+    here = {name: record for name, record in manifest.files.items() if (path / name).exists()}
+    problems: dict[str, str | None] = {}
+    for name in share_of_rank(here, hosts.position, len(hosts.ranks(hosts.here))):
         try:
-            verify_files(path, [name], files[name])
+            verify_files(path, [name], here[name])
+            problems[name] = None
         except OSError as error:
-            return str(error)
-        return None
-
-    here = sorted((name for name in files if (path / name).exists()), key=lambda name: -files[name].size)
-    share = here[hosts.position :: len(hosts.ranks(hosts.here))]
-    with ThreadPoolExecutor(thread_count()) as readers:
-        return dict(zip(share, readers.map(problem, share), strict=True))
+            problems[name] = str(error)
+    return problems
 
 
-@dataclass
 class MemoryPublication(NewDirectory):
-    """The destination of a save on one host: the slot ``partial``, which becomes the checkpoint ``path``.
+    """The destination of a save of ``leg`` on one host: the slot ``partial``, which becomes the checkpoint ``path``. It
+    supersedes the newest one of this leg, which is hidden, and that of a former leg."""
 
-    Attributes:
-        superseded: the published checkpoint that it supersedes, if any, which is renamed to ``hidden``.
-        former: directory of a former leg, if any, which it supersedes too.
-        hosts: which ranks share the slot.
-        copies: number of other hosts, less than all, that keep each host's files.
-        shareable: files of the checkpoint before on this host, which need not be sent to it again.
-    """
-
-    path: Path
-    partial: Path
-    superseded: Path | None
-    hidden: Path
-    former: Path | None
-    hosts: Hosts
-    copies: int
-    shareable: LinkableFiles | None
+    def __init__(self, path: Path, leg: MemoryCheckpoints) -> None:
+        self.path = path
+        self.partial, self._hidden = (slot.directory for slot in leg._slots)
+        self._superseded = leg._published
+        self._former = leg._former
+        self._shareable = leg._shareable
+        self._hosts, self._copies = leg._hosts, leg._copies
 
     def make_room(self, length: int) -> str | None:
         return None  # it is laid out
@@ -516,16 +469,16 @@ class MemoryPublication(NewDirectory):
         if isinstance(manifest, str):
             return manifest
         reason = save.group.gather_decide(self._send_copies(save, manifest), _joined)
-        reason = reason or self._on_each_host(save, lambda: self.publish(manifest, save.advance))
-        reason = reason or self._on_each_host(save, self._hide_superseded)
+        for act in (functools.partial(self.publish, manifest, save.advance), self._hide_superseded):
+            reason = reason or self._on_each_host(save, act)
         if reason is not None:
-            if self.hosts.leads:
+            if self._hosts.leads:
                 self._undo()
             return reason
         save.is_published, save.records = True, manifest.files
         try:
-            if self.hosts.leads and self.former is not None:
-                filesystem.remove(self.former)
+            if self._hosts.leads and self._former is not None:
+                filesystem.remove(self._former.path.parent.parent)
         except OSError as error:
             logger.warning("the memory of the leg before is not freed: %s", error)
         return None
@@ -539,12 +492,12 @@ class MemoryPublication(NewDirectory):
         checkpoint_dir.publish(manifest, self.partial, self.path, is_whole=False)
 
     def _hide_superseded(self) -> None:
-        if self.superseded is not None:
-            filesystem.rename(self.superseded, self.hidden)  # the next save writes to its files
+        if self._superseded is not None:
+            filesystem.rename(self._superseded, self._hidden)  # the next save writes to its files
 
     def _undo(self) -> None:
         """The save is reported as failed, and the next one writes to this slot."""
-        for renamed, back in ((self.hidden, self.superseded), (self.path, self.partial)):
+        for renamed, back in ((self._hidden, self._superseded), (self.path, self.partial)):
             if back is not None:
                 with contextlib.suppress(OSError):  # raised if that did not move, or once it is back
                     filesystem.rename(renamed, back)
@@ -553,18 +506,18 @@ class MemoryPublication(NewDirectory):
         """Send this host's files to the hosts that keep copies, and receive those of others, unless they are in the
         checkpoint before there; why that has failed."""
         lower_thread_priority()  # this takes processor time, unlike a write to a disk
-        hosts = self.hosts
-        if not self.copies:
+        hosts = self._hosts
+        if not self._copies:
             return None
         held = save.group.gather_decide([*save.records], hosts.joined)
         wanted = [
-            {name for distance in range(1, self.copies + 1) for name in held[host - distance]}
+            {name for distance in range(1, self._copies + 1) for name in held[host - distance]}
             for host in range(hosts.count)
         ]
         linked = self._linked(save, wanted[hosts.here], manifest.files) if hosts.leads else []
         for of_host, names_here in zip(held, save.group.gather_decide(linked, hosts.joined), strict=True):
             of_host |= names_here
-        transfers = MultiHostCheckpoint(self.partial, save.step, manifest, hosts, held).transfers(wanted)
+        transfers = MultiHostCheckpoint(self.partial, manifest, hosts, held).transfers(wanted)
         save.bytes_to_move += sum(each.size for each in transfers if collectives.rank() in (each.source, each.target))
         try:
             return transfer(transfers, self.partial, save.group, save.advance, save.progress.pause)
@@ -574,7 +527,7 @@ class MemoryPublication(NewDirectory):
     def _linked(self, save: AsyncSave, wanted: Collection[str], records: Records) -> list[str]:
         """Those whose content is in the checkpoint before on this host, and now is in this one: as a link."""
         linked = []
-        former = self.shareable
+        former = self._shareable
         for name in wanted:
             if former is not None and (source := former.path_of(records[name])) is not None:
                 with contextlib.suppress(Exception):  # it is sent: the other ranks wait for this one
@@ -585,7 +538,7 @@ class MemoryPublication(NewDirectory):
 
     def _on_each_host(self, save: AsyncSave, act: Callable[[], object]) -> str | None:
         failure = None
-        if self.hosts.leads:
+        if self._hosts.leads:
             try:
                 act()
             except Exception as error:

@@ -17,7 +17,7 @@ With ``save_frozen="never"`` there is a section ``absent`` of the tensors that a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
@@ -28,7 +28,7 @@ from dalsegno.checkpoint import names
 from dalsegno.checkpoint.file_reading import read_json
 from dalsegno.checkpoint.manifest import FORMAT, Checkpoint
 from dalsegno.checkpoint.sharding import Chunks, ListedChunks, ShardedChunks, Sharding
-from dalsegno.checkpoint.tensor_files import DTYPES, Shape, is_shape, name_of
+from dalsegno.checkpoint.tensor_files import DTYPES, Shape, is_shape
 from dalsegno.errors import DamagedCheckpoint
 from dalsegno.stateful.schema import Must, check
 
@@ -117,40 +117,13 @@ class Index:
         return cls(tensors, absent)
 
 
-class IndexWriter:
-    """Builds the index of a checkpoint tensor by tensor."""
-
-    def __init__(self) -> None:
-        self._shardings: dict[Sharding, int] = {}
-        self._tensors: dict[str, TensorEntry] = {}
-        self._absent: dict[str, FormEntry] = {}
-
-    def add(
-        self,
-        name: str,
-        dtype: torch.dtype,
-        shape: Sequence[int],
-        sharding: Sharding,
-        *,
-        replica: int = 0,
-        is_frozen: bool = False,
-    ) -> None:
-        """The other arguments as in :class:`ShardedChunks`."""
-        number = self._shardings.setdefault(sharding, len(self._shardings))
-        entry: TensorEntry = {"dtype": name_of(dtype), "shape": list(shape), "sharding": number}
-        if replica:
-            entry["replica"] = replica
-        if is_frozen:
-            entry["frozen"] = True
-        self._tensors[name] = entry
-
-    def add_absent(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        self._absent[name] = {"dtype": name_of(dtype), "shape": list(shape)}
-
-    def to_bytes(self) -> bytes:
-        shardings = [{"ranks": each.ranks, "mesh": each.mesh, "cuts": each.cuts} for each in self._shardings]
-        content = {"format": FORMAT, "shardings": shardings, "tensors": self._tensors}
-        return json.dumps(content | ({"absent": self._absent} if self._absent else {}), separators=(",", ":")).encode()
+def to_bytes(
+    shardings: Iterable[Sharding], tensors: Mapping[str, TensorEntry], absent: Mapping[str, FormEntry]
+) -> bytes:
+    """Content of the file; the ``shardings`` in the order of their numbers."""
+    listed = [{"ranks": each.ranks, "mesh": each.mesh, "cuts": each.cuts} for each in shardings]
+    content = {"format": FORMAT, "shardings": listed, "tensors": tensors} | ({"absent": absent} if absent else {})
+    return json.dumps(content, separators=(",", ":")).encode()
 
 
 def _within(component: str, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

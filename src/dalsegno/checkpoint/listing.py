@@ -84,7 +84,7 @@ def newest(place: Path) -> Checkpoint:
     """The checkpoint at ``place``, or the newest valid one there; no file is hashed. Raises NotFound if there is
     none."""
     if is_checkpoint(place):
-        return checkpoint_dir.open_checkpoint(place)
+        return Checkpoint.open(place)
     found = list_checkpoints(place)
     for each in reversed(found):
         if each.summary is not None and each.checkpoint is not None:
@@ -120,7 +120,7 @@ def directory_of(place: Path) -> Path:
 
 
 def _verified(path: Path) -> Checkpoint:
-    checkpoint = checkpoint_dir.open_checkpoint(path)
+    checkpoint = Checkpoint.open(path)
     checkpoint.verify(checkpoint.manifest.files)
     return checkpoint
 
@@ -132,7 +132,7 @@ def _inspected(path: Path) -> CheckpointInfo:
         return CheckpointInfo(path, step, CheckpointStatus.PARTIAL)
     damaged = CheckpointStatus.QUARANTINED if suffix else CheckpointStatus.DAMAGED
     try:
-        checkpoint = checkpoint_dir.open_checkpoint(path)
+        checkpoint = Checkpoint.open(path)
     except StateMismatch as error:
         return CheckpointInfo(path, step, CheckpointStatus.NEWER, str(error))
     except DamagedCheckpoint as error:

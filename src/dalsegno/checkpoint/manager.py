@@ -23,7 +23,7 @@ from dalsegno.checkpoint.snapshot import Snapshotter
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint
-from dalsegno.policies.retention import CheckpointSummary, Keep, steps_to_keep
+from dalsegno.policies.retention import Keep, steps_to_keep
 from dalsegno.stateful.component import Component, State
 from dalsegno.system import filesystem
 
@@ -45,31 +45,24 @@ class CheckpointManager:
     ) -> None:
         self._layout = layout or Layout.flat()
         self.directory = Path(output_dir) / names.CHECKPOINTS
+        self.path_of = locate or functools.partial(names.checkpoint_path, self.directory)
+        """Path of the checkpoint of a step, whether it exists or not."""
+        self.carried: Mapping[str, SavedState] = {}
+        """States of the loaded checkpoint that no component claimed; they go into every later checkpoint."""
         self._keep = keep
-        self._locate = locate or functools.partial(names.checkpoint_path, self.directory)
         self._snapshotter = Snapshotter(self._layout)
-        self._carried: Mapping[str, SavedState] = {}
         self._has_warned_nonfinite = False
         self._summaries = Summaries()
         self._trusted: Path | None = None  # the checkpoint that this process verified or wrote last
         self._former: LinkableFiles | None = None  # of a checkpoint on disk, which the next save may link
         self._unsettled: AsyncSave | None = None
         self._has_saved = False
-        self._base: FrozenChecksums | None = None
         self._prefault: BufferPrefault | None = None
-
-    @property
-    def carried(self) -> Mapping[str, SavedState]:
-        """States of the loaded checkpoint that no component claimed; they go into every later checkpoint."""
-        return self._carried
 
     @property
     def base(self) -> FrozenChecksums | None:
         """The frozen parameters of which only checksums are saved; None if all are saved."""
-        return self._base
-
-    def path_of(self, step: int) -> Path:
-        return self._locate(step)
+        return self._snapshotter.base
 
     def save(
         self,
@@ -128,7 +121,7 @@ class CheckpointManager:
         if has_no_former:
             self._find_former()
         former = self._former if self._former is not None and self._former.are_beside(final.parent) else None
-        snapshot = self._snapshotter.capture(sharded, components, self._carried, copy=background, former=former)
+        snapshot = self._snapshotter.capture(sharded, components, self.carried, copy=background, former=former)
         self._has_saved = True
 
         def trust() -> None:
@@ -158,9 +151,8 @@ class CheckpointManager:
     def leave_out_base(self, sharded: Sequence[ShardedState]) -> None:
         """Save only checksums of the frozen parameters that keep their present values, which the user's script must
         rebuild: call before anything is loaded. They are compared when a checkpoint is loaded."""
-        if self._base is None:
-            self._base = collectives.run_on_all_ranks(lambda: FrozenChecksums(sharded))
-            self._snapshotter.leave_out(self._base)
+        if self.base is None:
+            self._snapshotter.base = collectives.run_on_all_ranks(lambda: FrozenChecksums(sharded))
 
     def prepare(self, sharded: Sequence[ShardedState]) -> None:
         """Allocate the buffers of the first save in the background, so that it takes no longer than the next one. Call
@@ -262,7 +254,7 @@ class CheckpointManager:
             adapt=adapt,
             carried=carried,
         )
-        self._carried = carried
+        self.carried = carried
         return report
 
     def newest_published(self, until: int | None = None) -> tuple[Path | None, int]:
@@ -271,10 +263,6 @@ class CheckpointManager:
         newest_first = functools.partial(checkpoint_dir.newest_first, self.directory, until=until)
         paths = collectives.from_rank_zero(newest_first)
         return (paths[0], names.step_of(paths[0]) or 0) if paths else (None, 0)
-
-    def entries(self) -> list[CheckpointSummary]:
-        """Valid checkpoints, by file sizes alone, oldest first, as policies see them. Logs and skips others."""
-        return collectives.from_rank_zero(lambda: self._summaries.of(self.directory))
 
     def archive_after(self, step: int | None, into: Path) -> list[Path]:
         """Move the checkpoints later than ``step`` (None: all) to ``into``, newest first. Returns their new paths."""
@@ -315,7 +303,7 @@ class CheckpointManager:
         self._former = self._former or newest
 
     def _verified(self, path: Path) -> Checkpoint:
-        checkpoint = collectives.from_rank_zero(lambda: checkpoint_dir.open_checkpoint(path))
+        checkpoint = collectives.from_rank_zero(lambda: Checkpoint.open(path))
         mine = share_of_rank(checkpoint.manifest.files, collectives.rank(), collectives.world_size())
         collectives.run_on_all_ranks(lambda: checkpoint.verify(mine))
         self._trusted = path.resolve()

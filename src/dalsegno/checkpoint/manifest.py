@@ -153,16 +153,22 @@ class Checkpoint:
     """A checkpoint on disk, in the directory ``path``."""
 
     path: Path
-    step: int
     manifest: Manifest
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Read the manifest only. Raises NotFound if ``path`` is not a directory."""
+        """Read the manifest only, which must be of the step in the directory's name, if that has one. Raises NotFound
+        if ``path`` is not a directory."""
         if not path.is_dir():
             raise NotFound(f"{path}: there is no such checkpoint")
         manifest = Manifest.read(path)
-        return cls(path, manifest.step, manifest)
+        if names.step_of(path) not in (None, manifest.step):
+            raise DamagedCheckpoint(f"{path}: its manifest is that of step {manifest.step}")
+        return cls(path, manifest)
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
 
     @staticmethod
     def is_at(path: Path) -> bool:

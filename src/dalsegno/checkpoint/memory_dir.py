@@ -123,6 +123,13 @@ def find(name: str, output_dir: Path) -> MemoryDir | None:
     return next((each for each in find_all() if each.name == name and each.is_of(output_dir)), None)
 
 
+def containing(checkpoint: Path, output_dir: Path) -> MemoryDir | None:
+    """The directory of the run in ``output_dir`` that ``checkpoint`` is in; None if it is in no such directory."""
+    directory = find(checkpoint.parent.parent.name, output_dir)
+    is_inside = directory is not None and checkpoint.resolve().parent == directory.checkpoints.resolve()
+    return directory if is_inside else None
+
+
 def find_all() -> list[MemoryDir]:
     """This user's directories on this host, in any order."""
     opened = [_opened(path) for path in (root().iterdir() if _is_own(root()) else ()) if _NAME.fullmatch(path.name)]

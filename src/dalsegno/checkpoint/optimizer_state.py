@@ -15,12 +15,12 @@ from torch import nn, optim
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves
 
-from dalsegno.checkpoint.contract import Captured, LoadTarget, Tensors, class_name_of, is_sharded
+from dalsegno.checkpoint.contract import Captured, LoadTarget, Tensors, class_name_of, is_dense
 from dalsegno.checkpoint.index import Index, StoredTensor
 from dalsegno.checkpoint.model_state import unwrapped
 from dalsegno.checkpoint.names import LOSS, MODEL
 from dalsegno.checkpoint.optimizer_rows import OptimizerRows, check_optimizer_rest, of_all_stages
-from dalsegno.checkpoint.wrapped import WrapperSpec, create_states, is_wrapped, parts_of
+from dalsegno.checkpoint.wrapped import WrapperSpec, create_states, parts_of
 from dalsegno.distributed.sharded_tensors import strip_wrappers
 from dalsegno.distributed.stage_places import is_cut, is_on_other_stage, like_parameter
 from dalsegno.errors import CannotSave, StateMismatch
@@ -89,13 +89,14 @@ class OptimizerState:
                 continue
             plain, usual = rows.plain.setdefault(name, {}), parameter.stride()
             for kind, value in packed["state"][number].items():
-                if is_sharded(value, parameter):
+                is_sharded = isinstance(value, torch.Tensor) and _is_shaped_like(value, parameter)
+                if is_sharded and is_dense(value):
                     tensors[f"{name}.{kind}"] = like_parameter(value, parameter)
                     rows.sharded.setdefault(name, []).append(kind)
                     if type(value) is not DTensor and value.stride() != usual:
                         rows.strides.setdefault(name, {})[kind] = [*value.stride()]
                     continue
-                if is_wrapped(value, parameter):
+                if is_sharded:
                     parts, spec = parts_of(value, f"{self.key}.{name}.{kind}")
                     for end, part in parts.items():
                         tensors[f"{name}.{kind}{end}"] = like_parameter(part.detach(), parameter)
@@ -296,6 +297,11 @@ def _tie(rows: OptimizerRows, tensors: Tensors) -> None:
             other = first.setdefault(id(tensors[f"{name}.{kind}"]), (name, kind))
             if other != (name, kind):
                 rows.tied.setdefault(name, {})[kind] = other
+
+
+def _is_shaped_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Tells at once that a step counter is not sharded like its parameter."""
+    return isinstance(value, DTensor) or (value.dim() > 0 and value.shape == parameter.shape)
 
 
 def _further(packed: dict[str, Any]) -> dict[str, Any]:

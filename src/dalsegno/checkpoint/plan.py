@@ -16,11 +16,10 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from dalsegno.checkpoint import names
+from dalsegno.checkpoint import index, names
 from dalsegno.checkpoint.contract import FrozenNames, Shardings, TensorsByComponent, describe_uneven, sharding_of
-from dalsegno.checkpoint.index import IndexWriter
 from dalsegno.checkpoint.sharding import Box, Integers, Sharding
-from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk
+from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk, name_of
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import local_part
 from dalsegno.distributed.stage_places import place_of
@@ -64,7 +63,9 @@ def plan(tensors: TensorsByComponent, frozen: FrozenNames, absent: FrozenNames) 
         for name, tensor in its.items():
             whole[name in frozen.get(component, ())] += math.prod(tensor.shape) * tensor.dtype.itemsize
     balances = {is_frozen: Balance(ranks, of_all) for is_frozen, of_all in whole.items()}
-    index = IndexWriter() if rank == 0 else None
+    numbers: dict[Sharding, int] = {}  # this and the following two on rank 0 alone, which writes the index
+    saved: dict[str, index.TensorEntry] = {}
+    omitted: dict[str, index.FormEntry] = {}
     files: list[FilePlan] = []
     unsaved: dict[str, list[TensorChunk]] = {}
     shardings = Shardings()
@@ -81,14 +82,22 @@ def plan(tensors: TensorsByComponent, frozen: FrozenNames, absent: FrozenNames) 
                     raise CannotSave(f"cannot save {component}.{name}: {uneven}")
                 own = unsaved.setdefault(component, []) if is_absent else chunks.setdefault(is_frozen, [])
                 own.append(TensorChunk(name, dtype, box.shape, box.offsets, shape))
-            if index is not None and is_absent:
-                index.add_absent(f"{component}.{name}", dtype, shape)
-            elif index is not None:
-                index.add(f"{component}.{name}", dtype, shape, sharding, replica=replica, is_frozen=is_frozen)
+            if rank != 0:
+                continue
+            if is_absent:
+                omitted[f"{component}.{name}"] = {"dtype": name_of(dtype), "shape": list(shape)}
+                continue
+            number = numbers.setdefault(sharding, len(numbers))
+            entry: index.TensorEntry = {"dtype": name_of(dtype), "shape": list(shape), "sharding": number}
+            if replica:
+                entry["replica"] = replica
+            if is_frozen:
+                entry["frozen"] = True
+            saved[f"{component}.{name}"] = entry
         for is_frozen, of_file in sorted(chunks.items()):
             file = names.shard(component, rank, is_frozen=is_frozen)
             files.append(FilePlan(file, component, is_frozen, FileLayout.of(of_file)))
-    return Plan(files, unsaved, None if index is None else index.to_bytes())
+    return Plan(files, unsaved, index.to_bytes(numbers, saved, omitted) if rank == 0 else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -184,15 +184,9 @@ class SavedStates:
         manifest = self.checkpoint.manifest
         return tuple(manifest.data_ranks) or tuple(range(manifest.world_size))
 
-    def all_of(self, key: str) -> SavedState:
-        return self._those(key, range(self.count(key)))
-
     def carried(self, key: str) -> SavedState:
         """One state for each data rank."""
-        return self._those(key, self.of_data_ranks(key))
-
-    def _those(self, key: str, numbers: Iterable[int]) -> SavedState:
-        return SavedState(self.record(key), [self.state(key, number) for number in numbers])
+        return SavedState(self.record(key), [self.state(key, number) for number in self.of_data_ranks(key)])
 
     def _sidecar(self, name: str) -> dict[str, SavedState]:
         if name not in self._read:
@@ -204,4 +198,4 @@ def saved_states(checkpoint: Checkpoint) -> dict[str, list[State]]:
     """Component to its non-tensor states: one, or one per rank that saved. Raises DamagedCheckpoint if a file has
     content that dalsegno cannot have written."""
     saved = SavedStates(checkpoint)
-    return {key: list(saved.all_of(key).states) for key in saved}
+    return {key: [saved.state(key, number) for number in range(saved.count(key))] for key in saved}

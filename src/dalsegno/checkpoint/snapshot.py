@@ -36,7 +36,7 @@ from dalsegno.checkpoint.names import SHARED, rank_sidecar
 from dalsegno.checkpoint.plan import FilePlan, Plan
 from dalsegno.checkpoint.sharding import Box
 from dalsegno.checkpoint.sidecar import Encoded, SavedState, sidecar_arrays, sidecar_json
-from dalsegno.checkpoint.tensor_copies import Buffer, Copying, Layouts, NoRoom, SharedFiles
+from dalsegno.checkpoint.tensor_copies import Buffer, Copying, Layouts, NoRoom, Slot
 from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
@@ -123,28 +123,23 @@ class Snapshot:
 
 
 class Snapshotter:
-    """Captures snapshots. Keeps its buffers, and the plan of which rank writes what, between saves."""
+    """Captures snapshots. Keeps its buffers, and the plan of which rank writes what, between saves. ``base``: frozen
+    parameters of which only checksums are saved, as long as they are as they were in it."""
 
-    def __init__(self, layout: Layout | None = None, *, shared: SharedFiles | None = None) -> None:
-        """``shared``: files in shared memory that tensors are copied to, in place of buffers that are then written."""
+    def __init__(self, layout: Layout | None = None, base: FrozenChecksums | None = None) -> None:
         self._layout = layout or Layout.flat()
-        self._shared = shared
-        self._buffers: dict[str, Buffer] = {}
-        self._base: FrozenChecksums | None = None
-        self._plan = Plan((), {}, None)
+        self.base = base
+        self.plan = Plan((), {}, None)
         self._planned_for: object = None
+        self._buffers: dict[str, Buffer] = {}
         self._has_warned_short = False
-
-    def leave_out(self, base: FrozenChecksums | None) -> None:
-        """Save only checksums of the frozen parameters that are as they were in ``base``."""
-        self._base = base
 
     def check_serializable(self, sharded: Sequence[Capturable], components: Sequence[Component]) -> None:
         """Encode every state and plan the files, so that all that can refuse a save does so now: raises CannotSave on
         every rank if a state on any rank cannot be saved. Collective."""
 
         def encoded() -> tuple[States, object]:
-            states, failure = encode_all(sharded, [each for each in components if each.rehearsed], {}, self._base)
+            states, failure = encode_all(sharded, [each for each in components if each.rehearsed], {}, self.base)
             _reraise(failure)
             return states, signature_of(states)
 
@@ -152,15 +147,17 @@ class Snapshotter:
         if not are_alike or signature != self._planned_for:
             self._replan(states, signature)
 
-    def prepare(self, sharded: Sequence[Capturable], sizes: Collection[int] = ()) -> Iterator[None]:
-        """Plan the first save and lay out its buffers before it is due, but for files that may be unchanged: those of
-        ``sizes`` of the checkpoint before. Returns an iterator that prefaults them, about a millisecond at each turn;
-        it may run on another thread and be interrupted. Collective."""
+    def prepare(
+        self, sharded: Sequence[Capturable], sizes: Collection[int] = (), slot: Slot | None = None
+    ) -> Iterator[None]:
+        """Plan the first save and lay out its buffers, or the ``slot`` of a memory checkpoint, before it is due, but
+        for files that may be unchanged: those of ``sizes`` of the checkpoint before. Returns an iterator that prefaults
+        them, about a millisecond at each turn; it may run on another thread and be interrupted. Collective."""
         self.check_serializable(sharded, ())
-        files = [file for file in self._plan.files if not (file.is_frozen and file.layout.length in sizes)]
-        if self._shared is not None:
-            self._with_room(self._shared, self._shared.lay_out, files)
-            return self._shared.prefault()
+        files = [file for file in self.plan.files if not (file.is_frozen and file.layout.length in sizes)]
+        if slot is not None:
+            _make_room(slot, slot.lay_out, files)
+            return slot.prefault()
         if self._memory_shortage(files):
             return iter(())
         buffers = [self._laid_out(file.name, file.layout) for file in files]
@@ -174,23 +171,24 @@ class Snapshotter:
         *,
         copy: bool,
         former: LinkableFiles | None = None,
+        slot: Slot | None = None,
     ) -> Snapshot:
         """Capture every state, except for the copies of tensors, which are still to be made: see
         :attr:`Snapshot.copying`. ``carried``: on rank 0, states of an earlier checkpoint that no component claimed.
         ``copy``: so that training may continue; not where memory is short. ``former``: files of the checkpoint before;
         to find those of frozen tensors that it has too, which are not written again, the frozen tensors are hashed.
-        Collective: one small reduction, unless something changed since the last capture. Raises NoRoom on every rank,
-        if shared files do not fit into memory."""
-        states, failure = encode_all(sharded, components, carried, self._base)
+        ``slot``: whose files tensors are copied to, in place of buffers that are then written. Collective: one small
+        reduction, unless something changed since the last capture. Raises NoRoom on every rank, if the slot's files do
+        not fit into memory."""
+        states, failure = encode_all(sharded, components, carried, self.base)
         sidecars = list(_sidecar_files(states))
         signature = signature_of(states)
         digest = digest_of(states.compared)
         is_planned = failure is None and signature == self._planned_for
-        unchanged, changed, digests = self._planned(states.tensors, former) if is_planned else ([], [], {})
-        shortage = self._memory_shortage([*changed, *sidecars])
-        has_failed, has_changed, is_short, is_unready, highest, lowest = collectives.all_reduce_max(
-            [failure is not None, not is_planned, shortage > 0, self._is_unready(changed), digest, -digest],
-            "what a save captures",
+        unchanged, changed, digests = self._planned(states.tensors, former, slot) if is_planned else ([], [], {})
+        shortage = self._shortage(changed, sidecars, slot)
+        has_failed, has_changed, is_short, highest, lowest = collectives.all_reduce_max(
+            [failure is not None, not is_planned, shortage > 0, digest, -digest], "what a save captures"
         )
         if has_failed:
             collectives.run_on_all_ranks(lambda: _reraise(failure))
@@ -198,40 +196,36 @@ class Snapshotter:
             warn_of_differences(states.compared)
         if has_changed:
             self._replan(states, signature)
-            unchanged, changed, digests = self._planned(states.tensors, former)
-            shortage = self._memory_shortage([*changed, *sidecars])
-            is_short, is_unready = collectives.all_reduce_max(
-                [shortage > 0, self._is_unready(changed)], "room for a save in memory"
-            )
-        if self._shared is not None and is_unready:
-            self._with_room(self._shared, self._shared.reserve, changed)
+            unchanged, changed, digests = self._planned(states.tensors, former, slot)
+            shortage = self._shortage(changed, sidecars, slot)
+            (is_short,) = collectives.all_reduce_max([shortage > 0], "room for a save in memory")
+        if slot is not None and is_short:
+            _make_room(slot, slot.reserve, changed)
+        is_copied = copy and (slot is not None or not is_short)
+        if copy and not is_copied:
+            self._warn_short(shortage)
+        copying = Copying() if is_copied else None
+        files: list[PendingFile] = [*changed, *sidecars]
+        if copying is not None:
+            files = [self._staged(file, copying, slot) for file in (*changed, *sidecars)]
         small = self._inline_files(states)
         records = {key: each.record for key, each in (states.shared | states.own).items()}
         durables = [component.make_durable for component in components]
-        if copy and is_short:
-            self._warn_short(shortage)
-        files: list[PendingFile]
-        if is_short or not copy:
-            copying = None
-            files = [*changed, *sidecars]
-        else:
-            copying = Copying()
-            files = [self._staged(file, copying) for file in (*changed, *sidecars)]
         return Snapshot(files, unchanged, digests, small, records, copying, durables, self._layout)
 
     def _replan(self, states: States, signature: object) -> None:
         self._planned_for = None  # stays so if planning fails
-        absent = {} if self._base is None else unchanged_everywhere(states.base)
-        self._plan = planning.plan_on_all_ranks(states.tensors, states.frozen, absent)
+        absent = {} if self.base is None else unchanged_everywhere(states.base)
+        self.plan = planning.plan_on_all_ranks(states.tensors, states.frozen, absent)
         self._planned_for = signature
 
     def _planned(
-        self, tensors: TensorsByComponent, former: LinkableFiles | None
+        self, tensors: TensorsByComponent, former: LinkableFiles | None, slot: Slot | None
     ) -> tuple[list[UnchangedFile], list[StreamedFile], dict[str, bytes]]:
         """This rank's planned files: those that ``former`` has too, whose buffers are freed, and all others. Also
         digests of those of frozen tensors."""
         unchanged, changed, digests = list[UnchangedFile](), list[StreamedFile](), dict[str, bytes]()
-        for file in self._plan.files:
+        for file in self.plan.files:
             content = StreamedFile(file.name, file.layout, file.tensors(tensors))
             found = None
             if file.is_frozen:
@@ -243,45 +237,30 @@ class Snapshotter:
                 continue
             unchanged.append(found)
             self._buffers.pop(file.name, None)
-            if self._shared is not None:
-                self._shared.release(file.name)
+            if slot is not None:
+                slot.release(file.name)
         return unchanged, changed, digests
-
-    @property
-    def planned(self) -> Sequence[FilePlan]:
-        return self._plan.files
-
-    def _is_unready(self, files: Sequence[StreamedFile]) -> bool:
-        return self._shared is not None and not self._shared.are_ready(_layouts(files))
-
-    def _with_room(
-        self, shared: SharedFiles, make: Callable[[Layouts], None], files: Iterable[FilePlan | StreamedFile]
-    ) -> None:
-        """Collective."""
-        try:
-            collectives.run_on_all_ranks(lambda: make(_layouts(files)))
-        except BaseException as error:
-            shared.clear()  # on every rank, so that all ranks lay out the files again at the next save
-            if isinstance(error, (OSError, RankFailed)):
-                raise NoRoom(str(error)) from error
-            raise
 
     def _laid_out(self, name: str, layout: FileLayout) -> Buffer:
         buffer = self._buffers.setdefault(name, Buffer())
         buffer.lay_out(layout)
         return buffer
 
-    def _staged(self, file: StreamedFile, copying: Copying) -> PendingFile:
-        if self._shared is not None and file.name in self._shared:
-            mapped = self._shared.buffer(file.name)
+    def _staged(self, file: StreamedFile, copying: Copying, slot: Slot | None) -> PendingFile:
+        if slot is not None and file.name in slot:
+            mapped = slot.buffer(file.name)
             return MappedFile(file.name, mapped, copying.add(mapped, file.tensors))
         buffer = self._laid_out(file.name, file.layout)
         return StagedFile(file.name, buffer, copying.add(buffer, file.tensors))
 
+    def _shortage(self, changed: Sequence[StreamedFile], sidecars: Sequence[StreamedFile], slot: Slot | None) -> int:
+        """As :meth:`_memory_shortage`. Of a slot, which is not asked how much it lacks: not 0 if it lacks anything."""
+        if slot is not None:
+            return int(not slot.are_ready(_layouts(changed)))
+        return self._memory_shortage([*changed, *sidecars])
+
     def _memory_shortage(self, wanted: Iterable[FilePlan | StreamedFile]) -> int:
         """Bytes of fresh memory that copies of these files need if that much is not available; else 0."""
-        if self._shared is not None:  # which reserves it
-            return 0
         empty = Buffer()
         fresh = sum(self._buffers.get(each.name, empty).missing(each.layout) for each in wanted)
         return 0 if has_memory_for(fresh) else fresh
@@ -299,7 +278,7 @@ class Snapshotter:
     def _inline_files(self, states: States) -> list[InlineFile]:
         rank = collectives.rank()
         own = [InlineFile(names.sidecar_states(rank_sidecar(rank)), sidecar_json(states.own))]
-        for component, chunks in self._plan.absent.items():
+        for component, chunks in self.plan.absent.items():
             checksums = states.base[component]
             prints = {
                 chunk.name: Fingerprint(Box(chunk.offsets, chunk.shape), checksums[chunk.name]) for chunk in chunks
@@ -307,11 +286,11 @@ class Snapshotter:
             own.append(InlineFile(names.fingerprints(component, rank), to_bytes(prints)))
         if rank != 0:
             return own
-        assert self._plan.index is not None, "rank 0's plan has the index"
+        assert self.plan.index is not None, "rank 0's plan has the index"
         return [
             *own,
             InlineFile(names.sidecar_states(SHARED), sidecar_json(states.shared)),
-            InlineFile(names.INDEX, self._plan.index),
+            InlineFile(names.INDEX, self.plan.index),
         ]
 
 
@@ -337,6 +316,17 @@ def _sidecar_files(states: States) -> Iterator[StreamedFile]:
 
 def _layouts(files: Iterable[FilePlan | StreamedFile]) -> Layouts:
     return {file.name: file.layout for file in files}
+
+
+def _make_room(slot: Slot, make: Callable[[Layouts], None], files: Iterable[FilePlan | StreamedFile]) -> None:
+    """Collective."""
+    try:
+        collectives.run_on_all_ranks(lambda: make(_layouts(files)))
+    except BaseException as error:
+        slot.clear()  # on every rank, so that all ranks lay out the files again at the next save
+        if isinstance(error, (OSError, RankFailed)):
+            raise NoRoom(str(error)) from error
+        raise
 
 
 def _reraise(failure: Exception | None) -> None:

@@ -197,13 +197,13 @@ class NoRoom(Exception):
     """The files do not fit into memory. Raised on all ranks."""
 
 
-class SharedFiles:
-    """The buffers of one slot of memory checkpoints: files in ``directory``, whose pages are written in place, save
-    after save. They stay mapped when it is renamed. A file that another checkpoint has too, as a hard link, is never
-    written to: a new one takes its name."""
+class Slot:
+    """Files of memory checkpoints in ``directory``, whose pages are written in place, save after save. They stay mapped
+    when it is renamed. A file that another checkpoint has too, as a hard link, is never written to: a new one takes its
+    name."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._buffers: dict[str, Buffer] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -214,31 +214,23 @@ class SharedFiles:
         return all(self._is_own(name) and self._buffers[name].is_ready(layout) for name, layout in files.items())
 
     def lay_out(self, files: Layouts) -> None:
-        """Create those of the files that are not laid out yet, and keep no others. If that fails, no file remains."""
+        """Create those of the files that are not laid out yet, and keep no others."""
         for name in [*self._buffers]:
             if not (name in files and self._is_own(name) and self._buffers[name].is_laid_out(files[name])):
                 self._remove(name)
-        try:
-            for name, layout in files.items():
-                if name not in self._buffers:
-                    path = self._directory / name
-                    filesystem.mkdir_nosync(path.parent)
-                    filesystem.remove(path)  # a link to a file of another checkpoint
-                    self._buffers[name] = Buffer(path)
-                    self._buffers[name].lay_out(layout)
-        except BaseException:
-            self.clear()
-            raise
+        for name, layout in files.items():
+            if name not in self._buffers:
+                path = self.directory / name
+                filesystem.mkdir_nosync(path.parent)
+                filesystem.remove(path)  # a link to a file of another checkpoint
+                self._buffers[name] = Buffer(path)
+                self._buffers[name].lay_out(layout)
 
     def reserve(self, files: Layouts) -> None:
-        """Lay out the files, and reserve what :meth:`prefault` has not. If that fails, no file remains."""
+        """Lay out the files, and reserve what :meth:`prefault` has not."""
         self.lay_out(files)
-        try:
-            for buffer in self._buffers.values():
-                buffer.reserve()
-        except BaseException:
-            self.clear()
-            raise
+        for buffer in self._buffers.values():
+            buffer.reserve()
 
     def release(self, name: str) -> None:
         """Unmap a file that a link is going to replace."""
@@ -258,11 +250,11 @@ class SharedFiles:
         return self._buffers[name]
 
     def _is_own(self, name: str) -> bool:
-        return name in self._buffers and filesystem.count_names(self._directory / name) == 1
+        return name in self._buffers and filesystem.count_names(self.directory / name) == 1
 
     def _remove(self, name: str) -> None:
         del self._buffers[name]
-        filesystem.remove(self._directory / name)
+        filesystem.remove(self.directory / name)
 
 
 class HostCopies:

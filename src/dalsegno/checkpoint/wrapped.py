@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from dalsegno.checkpoint.contract import Tensors, class_name_of, is_dense, is_shaped_like, short_class_name
+from dalsegno.checkpoint.contract import Tensors, class_name_of, is_dense, short_class_name
 from dalsegno.checkpoint.index import StoredTensor
 from dalsegno.distributed.stage_places import like_parameter
 from dalsegno.errors import CannotSave
@@ -307,10 +307,6 @@ Specs = Mapping[str, WrapperSpec]
 
 Stored = Mapping[str, StoredTensor | torch.Tensor]
 """Of a parameter: the saved tensors, by kind; those of wrapped states by the kinds of their parts."""
-
-
-def is_wrapped(value: object, parameter: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and is_shaped_like(value, parameter)
 
 
 def create_states(

@@ -17,16 +17,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from dalsegno.errors import LeaseLost, Locked
-
-from .holder import Holder
+from dalsegno.system.machine import boot_id, can_train, host_name, pid_namespace
 
 logger = logging.getLogger("dalsegno")
 
@@ -44,6 +45,100 @@ _clock: Callable[[], float] = (
 """Seconds, also those that the host was suspended, if the system counts them."""
 
 _CERTAIN = 0.75  # share of the duration in which the holder needs no proof: ends before an observer's count can
+_LONGEST_LEASE_S = 3600.0
+
+_tokens_here: set[str] = set()  # of this process's leases: a restarted container may have the same host and pid
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The holder named in a lock file. ``since``: UTC seconds. ``lives``: restart counts by job, see below."""
+
+    host: str
+    pid: int
+    since: float
+    token: str
+    lives: dict[str, tuple[str, int]]
+    lease: float | None = None
+    """Seconds without a renewal after which the entry has expired; None: it never expires."""
+    boot: str | None = None
+    """Start of the holder's kernel; None, here and below: unknown, and taken to be the same."""
+    pid_namespace: str | None = None
+
+    @classmethod
+    def here(cls, lease: float | None = None) -> Holder:
+        """Describe this process, under a new token."""
+        token, lives = os.urandom(8).hex(), _lives_of_this_job()
+        return cls(host_name(), os.getpid(), time.time(), token, lives, lease, boot_id(), pid_namespace())
+
+    @classmethod
+    def parse(cls, data: bytes | None) -> Holder | None:
+        """Return None if ``data`` is None, empty or malformed."""
+        try:
+            entry = json.loads(data or b"")
+            lives = {str(kind): (str(job), int(life)) for kind, (job, life) in entry.get("lives", {}).items()}
+            lease = entry.get("lease")
+            lease = float(lease) if lease is not None and 0 < float(lease) <= _LONGEST_LEASE_S else None
+            token, host, pid, since = str(entry.get("token", "")), str(entry["host"]), int(entry["pid"]), entry["since"]
+            return cls(host, pid, float(since), token, lives, lease, entry.get("boot"), entry.get("pid_namespace"))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+
+    def encoded(self) -> bytes:
+        """The entry for :meth:`parse`."""
+        return json.dumps(asdict(self)).encode()
+
+    def shares_kernel(self) -> bool:
+        """Whether the holder's kernel is this process's, on the same host and not started again since."""
+        return self.host == host_name() and self.boot in (None, boot_id())
+
+    def is_here(self) -> bool:
+        """Whether this process would see the holder: it shares the kernel and the pid namespace."""
+        return self.shares_kernel() and self.pid_namespace in (None, pid_namespace())
+
+    def lives_here(self) -> bool:
+        """Whether the holder is a live process here. False on Windows, which does not see those of WSL."""
+        if not (can_train() and self.is_here()):
+            return False
+        if self.pid == os.getpid():  # or an earlier process, of a former container, had the same pid
+            return self.token in _tokens_here
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # another user's
+            pass
+        return True
+
+    def is_dead(self) -> bool:
+        """Whether a holder that does not live here is dead: it was here, or belonged to an earlier start of this
+        process's own job, which ended before this one."""
+        return self.is_here() or any(
+            self.lives.get(kind, ("", life))[0] == job and self.lives[kind][1] < life
+            for kind, (job, life) in _lives_of_this_job().items()
+        )
+
+    def refuse(self, place: str, why: str = "") -> Locked:
+        """The error for a process that must not take the lock. ``why``: follows the holder's description."""
+        return Locked(f"{place}: in use by {self}{why}; wait for it, stop it, or use another output_dir")
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        is_beside = self.shares_kernel() and not self.is_here()
+        return f"process {self.pid} {'in another container ' * is_beside}on {self.host} since {since}"
+
+
+def _lives_of_this_job() -> dict[str, tuple[str, int]]:
+    """Job id and restart count by launcher: of Slurm, which requeues jobs, and torchrun, which restarts them."""
+    found = {}
+    for kind, job, life in (
+        ("slurm", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
+        ("torchrun", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    ):
+        name, count = os.environ.get(job, "none"), os.environ.get(life, "0")
+        if name != "none" and count.isdecimal():  # torchrun's default id, shared by all unnamed jobs
+            found[kind] = (name, int(count))
+    return found
 
 
 class LeaseFiles(Protocol):
@@ -76,8 +171,11 @@ def _read_succession(files: LeaseFiles) -> tuple[Holder | None, list[str]]:
     return holder, takings
 
 
-def outlast(files: LeaseFiles, place: str, holder: Holder) -> Holder | None:
-    """Wait until the lease of ``holder``, out of this process's sight, has expired; None if it was released before."""
+def outlast(files: LeaseFiles, place: str, holder: Holder | None, *, take_over: bool) -> Holder | None:
+    """Wait until the lease of ``holder`` has expired, unless it is dead, or to ``take_over`` from. Returns it; None if
+    the lock is released by then. Raises Locked if the holder renews the lease."""
+    if holder is None or holder.is_dead() or take_over:
+        return holder
     if holder.lease is None:
         raise Locked(
             f"{place}: in use by {holder}, and this host ({Holder.here().host}) cannot see whether that process "
@@ -105,8 +203,6 @@ class Lease:
     """Held from :meth:`acquire` to :meth:`release`, and renewed on a thread of its own. ``place``: directory or URL of
     ``files``, for messages."""
 
-    _tokens_here: ClassVar[set[str]] = set()  # a restarted container may have the same host and pid
-
     def __init__(self, files: LeaseFiles, place: str) -> None:
         self._files = files
         self._place = place
@@ -118,11 +214,6 @@ class Lease:
         self._renewing = threading.RLock()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dalsegno-lease", daemon=True)
-
-    @classmethod
-    def is_of_this_process(cls, holder: Holder) -> bool:
-        """Whether a lease of this process has this entry."""
-        return holder.token in cls._tokens_here
 
     def acquire(self, former: Holder | None) -> str:
         """Succeed ``former``, which is dead or has released the lock. Returns the token of the new entry."""
@@ -137,7 +228,7 @@ class Lease:
             self._renew()
             self._thread.start()
         except BaseException:
-            self._tokens_here.discard(self._me.token)
+            _tokens_here.discard(self._me.token)
             raise
         return self._me.token
 
@@ -166,7 +257,7 @@ class Lease:
             return False
         finally:
             if self._me is not None:
-                self._tokens_here.discard(self._me.token)
+                _tokens_here.discard(self._me.token)
         return True
 
     # -- renewal ----------------------------------------------------------------------------------------------------
@@ -214,8 +305,8 @@ class Lease:
         finally:
             self._files.delete(obsolete)
         if self._me is not None:
-            self._tokens_here.discard(self._me.token)
-        self._tokens_here.add(me.token)
+            _tokens_here.discard(self._me.token)
+        _tokens_here.add(me.token)
         self._me, self._successor = me, None
         return True
 

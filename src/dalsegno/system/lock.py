@@ -16,8 +16,7 @@ from dalsegno.errors import Locked, NotSupported
 from dalsegno.system.machine import O_BINARY, O_NOFOLLOW, O_NONBLOCK, can_train, fcntl, pread
 
 from .filesystem import add_fence, open_own, remove_fence
-from .holder import Holder
-from .lease import LOCK, Lease, outlast, read_holder
+from .lease import LOCK, Holder, Lease, outlast, read_holder
 
 VISIBLE_WITHIN_S = 60.0
 """Seconds until a file written on one host must be visible on all: network disks cache that a file was absent."""
@@ -70,16 +69,10 @@ class DirectoryLock:
             raise
         try:
             known = _is_locked(descriptor)
-            return cls._lives(path, Holder.parse(pread(descriptor, 4096, 0))) if known is None else known
+            holder = Holder.parse(pread(descriptor, 4096, 0))
+            return holder is not None and holder.lives_here() if known is None else known
         finally:
             os.close(descriptor)
-
-    @classmethod
-    def _lives(cls, path: Path, holder: Holder | None) -> bool:
-        """Whether the holder of the lock at ``path`` is alive here, if the kernel cannot tell."""
-        if holder is not None and holder.is_me():  # or a process of a former container that had the same pid
-            return path in cls._held_here
-        return holder is not None and holder.lives_here()
 
     @classmethod
     def lease_of(cls, directory: Path) -> Lease | None:
@@ -143,7 +136,7 @@ class DirectoryLock:
                 raise
             known = True if error.errno in _TAKEN else None
         holder = read_holder(files)
-        if self._lives(self._path, holder) if known is None else known:
+        if known or (known is None and holder is not None and holder.lives_here()):
             if holder is None:
                 raise Locked(
                     f"{place}: in use by another process, which has not written its name into {LOCK}: a run that "
@@ -151,11 +144,9 @@ class DirectoryLock:
                     f"with 'lslocks' or 'fuser {self._path}', or use another output_dir"
                 )
             raise holder.refuse(place)
-        if holder is None or holder.is_dead() or self._take_over:
+        if known is False and holder is not None and holder.shares_kernel():  # which has just granted its lock
             return holder
-        if known is False and holder.shares_kernel():  # which has just granted its lock
-            return holder
-        return outlast(files, place, holder)
+        return outlast(files, place, holder, take_over=self._take_over)
 
     def release(self) -> None:
         if self._descriptor is None or self._lease is None:

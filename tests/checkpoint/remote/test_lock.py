@@ -20,9 +20,9 @@ from checkpoint.remote import jobs
 from checkpoint.remote.s3 import BUCKET, S3
 from checkpoint.remote.there import steps_at
 from dalsegno.checkpoint.remote.store import Store
-from dalsegno.checkpoint.remote.store_mirror import RemoteLock
+from dalsegno.checkpoint.remote.store_mirror import StoreMirror
 from dalsegno.system import lease
-from dalsegno.system.holder import Holder
+from dalsegno.system.lease import Holder
 from dalsegno.testing import Ranks, run_ranks, start_ranks
 from support.hosts import needs_pid_namespaces
 from support.listeners import Listener
@@ -181,12 +181,12 @@ def test_two_containers_of_one_host(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"no JSON", b"[" * 100_000, b'{"host": 3}'])
-def test_an_invalid_lock_file_is_ignored(there: Store, content: bytes) -> None:
+def test_an_invalid_lock_file_is_ignored(there: Store, tmp_path: Path, content: bytes) -> None:
     there.write(".lock", content)
-    claim = RemoteLock(there)
-    claim.take(take_over=False)
-    claim.check()
-    claim.drop()
+    mirror = StoreMirror(URL, tmp_path, None)
+    mirror.claim(take_over=False)
+    assert there.read(".lock") != content
+    mirror.end()
     assert there.read(".lock") is None
 
 

@@ -1,5 +1,9 @@
 """The copy of a run at a URL during a leg: its lock, its thread.
 
+One live process at a time: a file at the URL names it, like the lock in a local directory. The file of a killed process
+stays. Where this process would see it (on the same host, in the same pid namespace), it is known to be dead; elsewhere
+its lease expires, as in a directory that hosts share.
+
 Training never waits for uploads and never fails because of them: what cannot be sent is retried until the leg ends, and
 by the next leg. Only the end of a leg waits, as long as bytes move. Rank 0 sends what all ranks of its host, or of all
 hosts that share the directory, have written.
@@ -14,8 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from dalsegno.checkpoint.remote import download
-from dalsegno.checkpoint.remote.mirror import Mirror
+from dalsegno.checkpoint.remote import Mirror, download
 from dalsegno.checkpoint.remote.store import Store
 from dalsegno.checkpoint.remote.upload import Uploader
 from dalsegno.distributed import collectives
@@ -41,12 +44,17 @@ class StoreMirror(Mirror):
         self._store = Store(url)
         self._run = run
         self._keep = keep
-        self._lock = RemoteLock(self._store)
+        self._lease: Lease | None = None  # of rank 0
         self._uploads: UploadThread | None = None
 
     def claim(self, *, take_over: bool) -> None:
         def take_and_reserve() -> None:
-            self._lock.take(take_over=take_over)
+            holder = read_holder(self._store)
+            if holder is not None and holder.lives_here():
+                raise holder.refuse(self._store.url)
+            lease = Lease(self._store, self._store.url)
+            lease.acquire(outlast(self._store, self._store.url, holder, take_over=take_over))
+            self._lease = lease
             for name in self._store.sizes("rewound"):
                 _, archive, *inside = name.split("/")
                 if inside and archive.startswith("timeline."):  # so that nothing is archived here under its name
@@ -71,15 +79,15 @@ class StoreMirror(Mirror):
         return collectives.from_rank_zero_in_time(noted)
 
     def begin(self, step: int | None, archived: Callable[[], None] = lambda: None) -> None:
-        if collectives.rank() == 0:
-            self._uploads = UploadThread(Uploader(self._store, self._run, self._keep), self._lock, step, archived)
+        if self._lease is not None:
+            self._uploads = UploadThread(Uploader(self._store, self._run, self._keep), self._lease, step, archived)
 
     def poll(self) -> None:
         if self._uploads is not None:
             self._uploads.wake()
 
     def loss(self) -> str | None:
-        return self._lock.loss()
+        return None if self._lease is None else self._lease.loss
 
     def end(self) -> None:
         uploads, self._uploads = self._uploads, None
@@ -90,8 +98,10 @@ class StoreMirror(Mirror):
             self._unlock()
 
     def _unlock(self) -> None:
+        lease, self._lease = self._lease, None
         try:
-            self._lock.drop()
+            if lease is not None and lease.release():  # unless another process holds the lock by now
+                self._store.delete([LOCK])
         except Exception as error:  # any exception of a third-party filesystem
             logger.warning(
                 "%s: its lock could not be released (%s: %s); on another host it expires after %.0f s",
@@ -106,9 +116,9 @@ class UploadThread:
     """Sends what is new each time it is woken, and retries what failed. ``archived`` is called on the thread when the
     store has nothing any more of a timeline that the leg, which resumes from ``step``, has abandoned."""
 
-    def __init__(self, uploader: Uploader, lock: RemoteLock, step: int | None, archived: Callable[[], None]) -> None:
+    def __init__(self, uploader: Uploader, lease: Lease, step: int | None, archived: Callable[[], None]) -> None:
         self._uploader = uploader
-        self._lock = lock
+        self._lease = lease
         self._step = step
         self._archived = archived
         self._awake = threading.Event()
@@ -132,7 +142,7 @@ class UploadThread:
         finally:
             self._is_cancelled = True
             self._awake.set()
-        if self._lock.loss() is None and (missing := self._uploader.missing()):
+        if self._lease.loss is None and (missing := self._uploader.missing()):
             logger.error(
                 "%s: could not be sent: %s; the next leg on this host sends what is in %s",
                 self._uploader.url,
@@ -172,7 +182,7 @@ class UploadThread:
                 return
 
     def _send(self, is_finishing: bool) -> None:
-        self._lock.check()
+        self._lease.confirm()
         if not self._has_archived:
             self._uploader.archive_timeline(self._step)
             self._archived()
@@ -184,8 +194,8 @@ class UploadThread:
     def _advance(self, count: int) -> None:
         if self._is_cancelled:
             raise InterruptedError("the upload was cancelled")
-        if loss := self._lock.loss():
-            raise LeaseLost(loss)
+        if self._lease.loss is not None:  # the store, which may not answer, is not asked
+            raise LeaseLost(self._lease.loss)
         self._progress.advance(count)
 
     def _note_failure(self, error: Exception) -> None:
@@ -198,40 +208,3 @@ class UploadThread:
                 kind,
                 error,
             )
-
-
-class RemoteLock:
-    """One live process at a time at a URL: a file there names it, like the lock in a local directory. The file of a
-    killed process stays. Where this process would see it (on the same host, in the same pid namespace), it is known to
-    be dead; elsewhere its lease expires, as in a directory that hosts share."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._lease: Lease | None = None
-
-    def take(self, *, take_over: bool) -> None:
-        """Take the lock; with ``take_over``, also from a process that this one cannot see. Otherwise, waits for such a
-        holder until it renews its lease, or the lease has expired."""
-        holder = read_holder(self._store)
-        if holder is not None:
-            if Lease.is_of_this_process(holder) if holder.is_me() else holder.lives_here():
-                raise holder.refuse(self._store.url)
-            if not (take_over or holder.is_dead()):
-                holder = outlast(self._store, self._store.url, holder)
-        lease = Lease(self._store, self._store.url)
-        lease.acquire(holder)
-        self._lease = lease
-
-    def check(self) -> None:
-        if self._lease is not None:
-            self._lease.confirm()
-
-    def loss(self) -> str | None:
-        """Why nothing more may be sent, once that is known. Does not ask the store, which may not answer."""
-        return None if self._lease is None else self._lease.loss
-
-    def drop(self) -> None:
-        """Release the lock, unless another process holds it by now."""
-        lease, self._lease = self._lease, None
-        if lease is not None and lease.release():
-            self._store.delete([LOCK])

@@ -106,7 +106,7 @@ class Uploader:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def _send_checkpoint(self, path: Path, moved: Moved | None) -> None:
-        checkpoint = checkpoint_dir.open_checkpoint(path)
+        checkpoint = Checkpoint.open(path)
         step = checkpoint.step
         manifest = (path / MANIFEST).read_bytes()
         if step >= max(self._there, default=0):
