@@ -77,7 +77,7 @@ FLOORS_WITHIN = {
         ["codec", "sidecar"],
         # what is saved
         ["contract", "tensor_reader", "wrapped"],
-        ["model_state", "optimizer_rows", "optimizer_state"],
+        ["model_state", "optimizer_schema", "optimizer_state"],
         # a save
         ["tensor_copies", "files", "plan"],
         # a load

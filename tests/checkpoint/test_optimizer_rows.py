@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dalsegno.checkpoint.codec import decode, encode
-from dalsegno.checkpoint.optimizer_rows import OptimizerRows
+from dalsegno.checkpoint.optimizer_state import OptimizerRows
 
 NAMES = st.sampled_from([f"layer.{number}" for number in range(6)])
 KINDS = st.sampled_from(["step", "exp_avg", "mu_product", "history"])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -15,13 +15,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from dalsegno.checkpoint.index import Index
 from dalsegno.checkpoint.sharding import Box, Sharding
-from dalsegno.checkpoint.tensor_files import is_plain
+from dalsegno.checkpoint.tensor_files import is_dense
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import meshes_like
 from dalsegno.distributed.sharded_tensors import local_part
 from dalsegno.distributed.stage_places import is_on_other_stage, like_parameter, place_of
 from dalsegno.errors import CannotSave, ConfigurationError, StateMismatch
-from dalsegno.stateful.component import State, Stateful, TensorHolder, declared_schema, varying_fields
+from dalsegno.stateful.component import State, Stateful, TensorHolder, class_name_of, declared_schema, varying_fields
 from dalsegno.stateful.schema import check
 
 Tensors = dict[str, torch.Tensor]
@@ -74,24 +74,6 @@ class LoadTarget:
 
     tensors: Tensors
     commit: Callable[[], object]
-
-
-def class_name_of(thing: object) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
-
-
-def short_class_name(class_name: str) -> str:
-    """A class name without the modules inside its package, which a library may rename: ``torch.AdamW``."""
-    return f"{class_name.partition('.')[0]}.{class_name.rpartition('.')[2]}"
-
-
-_TENSORS = (torch.Tensor, nn.Parameter)  # a subclass may hide its data
-
-
-def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
-    """Whether this is a tensor that can be saved as it is, here or by the rank that stores it."""
-    memory = value._local_tensor if type(value) is DTensor else value
-    return type(memory) in _TENSORS and (is_plain(memory) or is_on_other_stage(value))
 
 
 class CallbackTensors:

@@ -34,7 +34,7 @@ from torch import nn
 
 from dalsegno.checkpoint import listing
 from dalsegno.checkpoint.async_save import NewDirectory
-from dalsegno.checkpoint.contract import Captured, class_name_of
+from dalsegno.checkpoint.contract import Captured
 from dalsegno.checkpoint.file_reading import FileRecord
 from dalsegno.checkpoint.files import Advance, LinkableFiles, UnchangedFile, write_hashed
 from dalsegno.checkpoint.index import Index, StoredTensor
@@ -44,6 +44,7 @@ from dalsegno.checkpoint.sidecar import SavedStates
 from dalsegno.checkpoint.tensor_files import SAFETENSORS_NAMES, FileLayout, TensorChunk, byte_count, name_of
 from dalsegno.checkpoint.tensor_reader import ChunkReader
 from dalsegno.errors import CannotSave, ConfigurationError, DamagedCheckpoint, NotFound, UnknownName
+from dalsegno.stateful.component import class_name_of
 from dalsegno.system import filesystem
 from dalsegno.system.machine import free_disk
 from dalsegno.system.progress import format_bytes, parse_bytes

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from dalsegno.checkpoint.contract import Captured, LoadTarget, Tensors, class_name_of, is_dense
+from dalsegno.checkpoint.contract import Captured, LoadTarget, Tensors
 from dalsegno.checkpoint.index import Index, StoredTensor
 from dalsegno.checkpoint.names import MODEL
-from dalsegno.checkpoint.tensor_files import name_of
+from dalsegno.checkpoint.tensor_files import is_dense, name_of
 from dalsegno.checkpoint.wrapped import Parts, SavedSpec, WrapperSpec, describe_mismatch, ends, hidden_tensors, parts_of
 from dalsegno.distributed.sharded_tensors import strip_wrappers, unexpanded
 from dalsegno.distributed.stage_places import is_on_other_stage, like_parameter
 from dalsegno.errors import CannotSave, StateMismatch
-from dalsegno.stateful.component import State
+from dalsegno.stateful.component import State, class_name_of
 from dalsegno.stateful.schema import check
 
 

@@ -1,13 +1,23 @@
 """An optimizer as a component of a checkpoint: its state by the FQNs of the model's parameters, sharded as they are.
 
 So the state is found at any world size and in any order of parameter groups. Scalars and hyperparameters go through the
-codec.
+codec, by kind: one entry for a scalar that each of thousands of parameters has, such as ``step``::
+
+    {"scalars": [{"kind": "step", "names": ["weight", "bias"], "values": tensor([7., 7.]), "on_cpu": False}],
+     "sharded": {"exp_avg": ["weight", "bias"]}, "state": {}, "on_cpu": {}}
+
+``sharded`` names the parameters whose state of a kind is among the sharded tensors. Of a wrapped state, such as moments
+in 8 bits, each part is a kind (``exp_avg.codes``), and ``wrapped`` has its spec by parameter and kind. ``strides`` and
+``tied`` have those of sharded tensors that do not lie in memory as their parameter, or are another one. ``state``
+and ``on_cpu`` have, by parameter name, everything else, such as a step counter that parameters share.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,16 +25,139 @@ from torch import nn, optim
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves
 
-from dalsegno.checkpoint.contract import Captured, LoadTarget, Tensors, class_name_of, is_dense
+from dalsegno.checkpoint.contract import Captured, LoadTarget, Tensors
 from dalsegno.checkpoint.index import Index, StoredTensor
 from dalsegno.checkpoint.model_state import unwrapped
 from dalsegno.checkpoint.names import LOSS, MODEL
-from dalsegno.checkpoint.optimizer_rows import OptimizerRows, check_optimizer_rest, of_all_stages
-from dalsegno.checkpoint.wrapped import WrapperSpec, create_states, parts_of
+from dalsegno.checkpoint.optimizer_schema import check_optimizer_rest
+from dalsegno.checkpoint.tensor_files import is_dense, is_plain
+from dalsegno.checkpoint.wrapped import WrapperSpec, create_states, ends, parts_of
+from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import strip_wrappers
 from dalsegno.distributed.stage_places import is_cut, is_on_other_stage, like_parameter
 from dalsegno.errors import CannotSave, StateMismatch
-from dalsegno.stateful.component import State
+from dalsegno.stateful.component import State, class_name_of
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRows:
+    plain: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Values by kind, for each parameter that has a state, even an empty one."""
+    sharded: dict[str, list[str]] = field(default_factory=dict)
+    """Kinds that are sharded tensors."""
+    on_cpu: dict[str, list[str]] = field(default_factory=dict)
+    """Kinds that are on the CPU while the parameter is not."""
+    wrapped: dict[str, dict[str, WrapperSpec]] = field(default_factory=dict)
+    """Specs of the kinds that are wrapped tensors, whose parts are sharded."""
+    strides: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    """Strides of the kinds that are sharded tensors with others than their parameter."""
+    tied: dict[str, dict[str, tuple[str, str]]] = field(default_factory=dict)
+    """Kinds that are the same tensor as one that comes before them, with its parameter and kind."""
+
+    def parts(self, name: str) -> list[str]:
+        """Kinds of the parts of a parameter's wrapped states: ``exp_avg.codes``."""
+        return [f"{kind}{end}" for kind, form in self.wrapped.get(name, {}).items() for end in ends(form)]
+
+    def whole(self, name: str) -> list[str]:
+        """Kinds of a parameter that are sharded tensors themselves."""
+        parts = {*self.parts(name)}
+        return [kind for kind in self.sharded.get(name, ()) if kind not in parts]
+
+    def by_kind(self) -> State:
+        columns: dict[tuple[Any, ...], tuple[list[str], list[torch.Tensor]]] = {}
+        plain: dict[str, dict[str, Any]] = {}
+        on_cpu: dict[str, list[str]] = {}
+        ids = [id(value) for values in self.plain.values() for value in values.values()]
+        shared = {each for each, count in Counter(ids).items() if count > 1} if len({*ids}) < len(ids) else ()
+        for name, values in self.plain.items():
+            if not values and name not in self.sharded:
+                plain[name] = {}
+            for kind, value in values.items():
+                is_on_cpu = kind in self.on_cpu.get(name, ())
+                if _is_scalar(value) and (not shared or id(value) not in shared):
+                    names, scalars = columns.setdefault((kind, is_on_cpu, value.dtype, value.device), ([], []))
+                    names.append(name)
+                    scalars.append(value)
+                    continue
+                plain.setdefault(name, {})[kind] = value
+                if is_on_cpu:
+                    on_cpu.setdefault(name, []).append(kind)
+        sharded: dict[str, list[str]] = {}
+        for name, kinds in self.sharded.items():
+            for kind in kinds:
+                sharded.setdefault(kind, []).append(name)
+        return {
+            "scalars": [
+                {"kind": kind, "names": names, "values": torch.stack(scalars), "on_cpu": is_on_cpu}
+                for (kind, is_on_cpu, *_), (names, scalars) in columns.items()
+            ],
+            "sharded": sharded,
+            "state": plain,
+            "on_cpu": on_cpu,
+            **{kind: each for kind in ("wrapped", "strides", "tied") if (each := getattr(self, kind))},
+        }
+
+    @classmethod
+    def of(cls, saved: State) -> OptimizerRows:
+        rows = cls(
+            _copied(saved["state"], dict),
+            on_cpu=_copied(saved["on_cpu"], list),
+            **{kind: _copied(saved.get(kind, {}), dict) for kind in ("wrapped", "strides", "tied")},
+        )
+        for column in saved["scalars"]:
+            kind = column["kind"]
+            for name, value in zip(column["names"], column["values"], strict=True):
+                rows.plain.setdefault(name, {})[kind] = value.clone()
+                if column["on_cpu"]:
+                    rows.on_cpu.setdefault(name, []).append(kind)
+        for kind, names in saved["sharded"].items():
+            for name in names:
+                rows.plain.setdefault(name, {})
+                rows.sharded.setdefault(name, []).append(kind)
+        return rows
+
+
+def _is_scalar(value: object) -> bool:
+    return type(value) is torch.Tensor and value.dim() == 0 and is_plain(value)
+
+
+def _copied(by_name: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
+    return {name: kind(values) for name, values in by_name.items()}
+
+
+def of_all_stages(
+    named: Sequence[tuple[str, torch.Tensor]], tensors: Tensors, rows: OptimizerRows
+) -> tuple[Tensors, OptimizerRows]:
+    """Complete the state with that of other stages, so that all ranks have the same names, in the optimizer's order of
+    ``named``; their tensors have no data. Collective."""
+    shapes = {key: (tuple(each.shape), each.dtype) for key, each in tensors.items()}
+    on_host = replace(rows, plain={name: _on_host(values) for name, values in rows.plain.items()})
+    of_all = OptimizerRows()
+    shapes_of_all: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for its_shapes, its_state in collectives.gather((shapes, on_host.by_kind()), "an optimizer's state"):
+        of_rank = OptimizerRows.of(its_state)
+        new = of_rank.plain.keys() - of_all.plain.keys()  # a tied parameter has equal state on each of its stages
+        for part in fields(OptimizerRows):
+            its = getattr(of_rank, part.name)
+            getattr(of_all, part.name).update({name: its[name] for name in its if name in new})
+        shapes_of_all = its_shapes | shapes_of_all
+    ordered = [(name, parameter) for name, parameter in named if name in of_all.plain]
+    complete = {
+        key: tensors[key]
+        if key in tensors
+        else like_parameter(torch.empty(shapes_of_all[key][0], dtype=shapes_of_all[key][1], device="meta"), parameter)
+        for name, parameter in ordered
+        for kind in of_all.sharded.get(name, ())
+        if (key := f"{name}.{kind}")
+    }
+    return complete, replace(of_all, plain={name: of_all.plain[name] for name, _ in ordered})
+
+
+def _on_host(values: dict[str, object]) -> dict[str, object]:
+    return {kind: value.cpu() if isinstance(value, torch.Tensor) else value for kind, value in values.items()}
+
+
+# --- the component ---------------------------------------------------------------------------------------------------
 
 Groups = Sequence[Sequence[torch.Tensor]]
 """The parameters of each group of the optimizer."""
@@ -239,7 +372,10 @@ class OptimizerState:
         """Parameter groups with the saved hyperparameters, or the present ones if the number of groups has changed."""
         own, position, groups = self.optimizer.param_groups, itertools.count(), []
         for group, here in zip(saved if len(saved) == len(own) else own, own, strict=True):
-            placed = {key: placed_like(value, here.get(key)) for key, value in group.items()}
+            placed = dict(group)
+            for key, value in group.items():  # one that is a tensor, such as the learning rate
+                if isinstance(value, torch.Tensor) and isinstance(here.get(key), torch.Tensor):
+                    placed[key] = value.to(here[key].device)
             names = {"param_names": here["param_names"]} if "param_names" in here else {}
             groups.append(here | placed | names | {"params": [next(position) for _ in here["params"]]})
         return groups
@@ -348,13 +484,6 @@ def cast_as(value: Any, cast: Cast | None) -> Any:
     if cast is None or not isinstance(value, torch.Tensor) or value.dim() == 0 or value.dtype != cast[0]:
         return value
     return value.to(cast[1])
-
-
-def placed_like(value: Any, here: Any) -> Any:
-    """Move a hyperparameter that is a tensor, such as the learning rate, to the device of the one that it replaces."""
-    if isinstance(value, torch.Tensor) and isinstance(here, torch.Tensor):
-        return value.to(here.device)
-    return value
 
 
 def exactly(saved: Any, loaded: Any, moved: Moved) -> Any:

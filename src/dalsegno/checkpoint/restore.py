@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from dalsegno.checkpoint.compatibility import Change, Value, compare, raise_if_incompatible
-from dalsegno.checkpoint.contract import LoadTarget, ShardedState, short_class_name
+from dalsegno.checkpoint.contract import LoadTarget, ShardedState
 from dalsegno.checkpoint.frozen_checksums import find_other_base
 from dalsegno.checkpoint.index import Index
 from dalsegno.checkpoint.manifest import Checkpoint
@@ -23,7 +23,7 @@ from dalsegno.checkpoint.tensor_reader import Files, PlannedLoad
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import DalsegnoError, StateMismatch
-from dalsegno.stateful.component import Component, State
+from dalsegno.stateful.component import Component, State, short_class_name
 from dalsegno.system.machine import boot_id, host_name
 
 

@@ -14,11 +14,14 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dalsegno.checkpoint.file_reading import METADATA, HeaderEntry, naming, opened, read_header
+from dalsegno.distributed.stage_places import is_on_other_stage
 from dalsegno.errors import CannotSave, DamagedCheckpoint, StateMismatch
 from dalsegno.stateful.schema import Must
 from dalsegno.system import filesystem
@@ -64,6 +67,15 @@ def is_plain(tensor: torch.Tensor) -> bool:
         return False
     is_small = 0 < tensor.numel() < _LARGEST_SIZE or max(tensor.shape, default=0) < _LARGEST_SIZE
     return is_small and tensor.dim() <= _MOST_DIMENSIONS
+
+
+_TENSORS = (torch.Tensor, nn.Parameter)  # a subclass may hide its data
+
+
+def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether this is a tensor that can be saved as it is, here or by the rank that stores it."""
+    memory = value._local_tensor if type(value) is DTensor else value
+    return type(memory) in _TENSORS and (is_plain(memory) or is_on_other_stage(value))
 
 
 def is_shape(value: object) -> bool:

@@ -29,10 +29,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from dalsegno.checkpoint.contract import Tensors, class_name_of, is_dense, short_class_name
+from dalsegno.checkpoint.contract import Tensors
 from dalsegno.checkpoint.index import StoredTensor
+from dalsegno.checkpoint.tensor_files import is_dense
 from dalsegno.distributed.stage_places import like_parameter
 from dalsegno.errors import CannotSave
+from dalsegno.stateful.component import class_name_of, short_class_name
 from dalsegno.stateful.schema import Must
 
 DEEPEST = 16

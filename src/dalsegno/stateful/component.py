@@ -113,8 +113,7 @@ class Component:
 
     @property
     def class_name(self) -> str:
-        kind = type(inspect.unwrap(cast(Any, self.target)))  # an adapted callback keeps the name of its own class
-        return f"{kind.__module__}.{kind.__qualname__}"
+        return class_name_of(inspect.unwrap(cast(Any, self.target)))  # an adapted callback keeps that of its own class
 
     @property
     def scope(self) -> Scope:
@@ -202,6 +201,15 @@ class Component:
                 f"give {self.class_name} a classmethod reshard(states, world_size), or resume with {len(states)}"
             )
         return list(reshard(states, world_size))
+
+
+def class_name_of(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def short_class_name(class_name: str) -> str:
+    """A class name without the modules inside its package, which a library may rename: ``torch.AdamW``."""
+    return f"{class_name.partition('.')[0]}.{class_name.rpartition('.')[2]}"
 
 
 def varying_fields(target: object) -> tuple[str, ...]:

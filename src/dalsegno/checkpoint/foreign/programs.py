@@ -24,8 +24,7 @@ from dalsegno.checkpoint.foreign.formats import PROGRAMS, TRAINER_STATE, Found, 
 from dalsegno.checkpoint.index import Index
 from dalsegno.checkpoint.manifest import Checkpoint, ComponentRecord
 from dalsegno.checkpoint.names import MODEL, SETTINGS
-from dalsegno.checkpoint.optimizer_rows import OptimizerRows
-from dalsegno.checkpoint.optimizer_state import OptimizerState, are_positional, positional_name
+from dalsegno.checkpoint.optimizer_state import OptimizerRows, OptimizerState, are_positional, positional_name
 from dalsegno.checkpoint.sidecar import SavedState, SavedStates
 from dalsegno.checkpoint.snapshot import Snapshotter
 from dalsegno.checkpoint.tensor_reader import read_tensors
