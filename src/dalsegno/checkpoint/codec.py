@@ -69,7 +69,10 @@ class _Found:
 
     def add(self, value: Value, stored: torch.Tensor, where: str, tag: str, dtype: str) -> Json:
         """JSON of ``value``, of which ``stored`` has the elements in order."""
-        name = self._add(stored, where)
+        name = where.removeprefix(self.whose).removeprefix(".")
+        while name in self.arrays:
+            name += "'"
+        self.arrays[name] = stored
         entry = {tag: name, "dtype": dtype, "shape": list(value.shape)}
         if (strides := unusual_strides(value)) is not None:
             entry["strides"] = strides
@@ -88,13 +91,6 @@ class _Found:
                 entry.clear()
                 entry |= {"$view": view, "offset": offset, "bytes": len(overlap.memory)}
             self.arrays[name] = overlap.memory
-
-    def _add(self, tensor: torch.Tensor, where: str) -> str:
-        name = where.removeprefix(self.whose).removeprefix(".")
-        while name in self.arrays:
-            name += "'"
-        self.arrays[name] = tensor
-        return name
 
 
 def _encode(value: State, where: str, found: _Found, depth: int) -> Json:

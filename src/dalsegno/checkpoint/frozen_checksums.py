@@ -171,7 +171,10 @@ def unchanged_everywhere(checksums: Checksums) -> dict[str, set[str]]:
 
 
 def _checksums(tensors: Mapping[str, torch.Tensor], frozen: Collection[str]) -> dict[str, str]:
-    return {name: _checksum(tensors[name]) for name in sorted(frozen)}
+    return {
+        name: "" if is_on_other_stage(tensors[name]) else checksum_of(local_part(tensors[name]))
+        for name in sorted(frozen)
+    }
 
 
 def _digest(tensors: Mapping[str, torch.Tensor], frozen: Collection[str]) -> bytes:
@@ -179,7 +182,3 @@ def _digest(tensors: Mapping[str, torch.Tensor], frozen: Collection[str]) -> byt
         parts = {name: local_part(tensors[name]) for name in sorted(frozen) if not is_on_other_stage(tensors[name])}
     layout = FileLayout.of([TensorChunk.entire(name, part) for name, part in parts.items()])
     return live_digest(layout, [*parts.values()])
-
-
-def _checksum(tensor: torch.Tensor) -> str:
-    return "" if is_on_other_stage(tensor) else checksum_of(local_part(tensor))

@@ -158,54 +158,41 @@ def _size_problem(checkpoint: Checkpoint) -> str | None:
 
 
 class Summaries:
-    """Summaries of the valid checkpoints in a directory, which is listed again and again. A checkpoint is read twice,
-    and again once its manifest or one of its folders has changed: files appear and disappear there by that. Twice,
-    since the clock of a file system has steps, in the first of which it may have changed once more."""
+    """Summaries of the valid checkpoints in a directory, which is listed again and again. A checkpoint is read again
+    once its manifest or one of its folders has changed: files appear and disappear there by that."""
 
     def __init__(self) -> None:
-        self._known: dict[Path, _Read] = {}
-        self._read_twice: set[Path] = set()
+        self._known: dict[Path, tuple[CheckpointSummary, _Marks]] = {}
 
     def of(self, directory: Path) -> list[CheckpointSummary]:
         """Oldest first. Logs and skips checkpoints that are not valid."""
         former, self._known = self._known, {}
         for path in reversed(checkpoint_dir.newest_first(directory)):
-            known = former.get(path)
-            if known is None or path not in self._read_twice or not known.is_unchanged():
-                found = _inspected(path)
-                if found.checkpoint is None or found.summary is None:
-                    logger.warning("%s is left out: %s", found.path.name, found.problem)
-                    continue
-                known = _Read.of(found.checkpoint)
-                (self._read_twice.add if known == former.get(path) else self._read_twice.discard)(path)
-            self._known[path] = known
-        self._read_twice &= self._known.keys()
-        return [known.summary for known in self._known.values()]
+            if path in former and all(_mark(place) == mark for place, mark in former[path][1].items()):
+                self._known[path] = former[path]
+                continue
+            manifest = path / names.MANIFEST
+            marks = {manifest: _mark(manifest)}  # before it is read: amended meanwhile, it is read again
+            found = _inspected(path)
+            if found.checkpoint is None or found.summary is None:
+                logger.warning("%s is left out: %s", found.path.name, found.problem)
+                continue
+            folders = {(path / name).parent for name in found.checkpoint.manifest.files}
+            self._known[path] = found.summary, marks | {place: _mark(place) for place in (path, *folders)}
+        return [summary for summary, _ in self._known.values()]
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """What was read of a checkpoint, and when its manifest and folders had changed, in nanoseconds."""
-
-    summary: CheckpointSummary
-    changed_at: Mapping[Path, int]
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> _Read:
-        manifest = checkpoint.path / names.MANIFEST
-        folders = {(checkpoint.path / name).parent for name in checkpoint.manifest.files}
-        changed_at = {place: _changed_at(place) for place in (manifest, manifest.parent, *folders)}
-        return cls(checkpoint.manifest.summary, changed_at)
-
-    def is_unchanged(self) -> bool:
-        return all(_changed_at(place) == at for place, at in self.changed_at.items())
+_Marks = Mapping[Path, tuple[int, int] | None]
 
 
-def _changed_at(place: Path) -> int:
+def _mark(place: Path) -> tuple[int, int] | None:
+    """Inode of a file or folder, and when it has changed, in nanoseconds: a file that replaces another one is another
+    inode, however short after it."""
     try:
-        return place.stat().st_ctime_ns
+        status = place.stat()
     except OSError:
-        return 0
+        return None
+    return status.st_ino, status.st_ctime_ns
 
 
 Inodes = Mapping[tuple[int, int], int]

@@ -128,6 +128,15 @@ def fsync(descriptor: int, path: Path) -> None:
         os.fsync(descriptor)
 
 
+def fsync_file(path: Path) -> None:
+    """Flush the bytes of a file that another program has written."""
+    descriptor = os.open(path, os.O_RDONLY | O_NOFOLLOW)
+    try:
+        fsync(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
 def fsync_directory(path: Path) -> None:
     """Flush a directory's entries (names, renames) to disk. Does nothing on Windows, which cannot open directories."""
     if not O_DIRECTORY:
@@ -198,11 +207,7 @@ def link(source: Path, target: Path) -> None:
 
     Flushes the file's bytes, which another program may have written.
     """
-    descriptor = os.open(source, os.O_RDONLY | O_NOFOLLOW)
-    try:
-        fsync(descriptor, source)
-    finally:
-        os.close(descriptor)
+    fsync_file(source)
     _begin("link", target)
     os.link(source, target)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -109,11 +108,7 @@ def _receive(store: Store, name: str, target: Path) -> None:
         store.receive(name, target)
     except FileNotFoundError as error:
         raise DamagedCheckpoint(f"{store.url}/{name}: is missing") from error
-    descriptor = os.open(target, os.O_RDONLY)
-    try:
-        filesystem.fsync(descriptor, target)
-    finally:
-        os.close(descriptor)
+    filesystem.fsync_file(target)
 
 
 def _archive_timeline(store: Store, run: Path) -> None:
