@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dalsegno.policies.retention import Keep
+
+if TYPE_CHECKING:
+    from dalsegno.checkpoint.remote.store_mirror import StoreMirror
 
 
 class Mirror:
@@ -36,7 +40,7 @@ class Mirror:
         """Wait until everything is sent, as long as bytes move, and unlock the URL. No collective."""
 
 
-def mirror_of(url: str | None, run: Path, keep: Keep | None) -> Mirror:
+def mirror_of(url: str | None, run: Path, keep: Keep | None) -> Mirror | StoreMirror:
     """Mirror at ``url`` of the run in the directory ``run``; without a URL, one that does nothing. Raises
     ConfigurationError if no filesystem for such a URL is installed."""
     if url is None:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from dalsegno.checkpoint.remote import Mirror, download
+from dalsegno.checkpoint.remote import download
 from dalsegno.checkpoint.remote.store import Store
 from dalsegno.checkpoint.remote.upload import Uploader
 from dalsegno.distributed import collectives
@@ -39,7 +39,9 @@ _LONGEST_PAUSE = 60.0  # seconds between two attempts
 T = TypeVar("T")
 
 
-class StoreMirror(Mirror):
+class StoreMirror:
+    """As :class:`~dalsegno.checkpoint.remote.Mirror`, of a run with a URL."""
+
     def __init__(self, url: str, run: Path, keep: Keep | None) -> None:
         self._store = Store(url)
         self._run = run
