@@ -144,11 +144,9 @@ class EvaluationRunner:
         end.fill(evaluation.name)
         raise_first(end.fire_all())
         dispatcher.fire_record(metrics, "eval", evaluated_weights)
-        if dispatcher.evaluate:
-            dispatcher.evaluate.fill(
-                metrics, evaluation.name, evaluated_weights, all_metrics={**earlier, **metrics}, is_last=is_last
-            )
-            dispatcher.evaluate.fire()
+        dispatcher.evaluate.fire_with(
+            metrics, evaluation.name, evaluated_weights, all_metrics={**earlier, **metrics}, is_last=is_last
+        )
         return metrics
 
     def _note_best(self, metrics: Mapping[str, float]) -> None:
@@ -225,9 +223,7 @@ class LossEvaluation:
                 losses.append(accelerator.wide(loss) * step_batch.weights[0])
             if kept is not None:
                 kept.append(_rows_of(outputs, sample_count(batch), step_batch.microbatches[0].samples))
-            if dispatcher.prediction_step:
-                dispatcher.prediction_step.fill(batch, outputs, index, step_batch.microbatches[0].samples)
-                dispatcher.prediction_step.fire()
+            dispatcher.prediction_step.fire_with(batch, outputs, index, step_batch.microbatches[0].samples)
             weight += step_batch.total
             samples += step_batch.samples
         return float(torch.stack(losses).sum()) if losses else 0.0, weight, samples

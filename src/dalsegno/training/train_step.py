@@ -118,9 +118,8 @@ class TrainStep:
             lr, stepped = self._update()
         if dispatcher.optimizer_step:
             dispatcher.optimizer_step.fire()
-        if not stepped and dispatcher.step_skipped:
-            dispatcher.step_skipped.fill("non-finite gradients: the scaler left the weights as they are")
-            dispatcher.step_skipped.fire()
+        if not stepped:
+            dispatcher.step_skipped.fire_with("non-finite gradients: the scaler left the weights as they are")
         if dispatcher.before_zero_grad:
             dispatcher.before_zero_grad.fire()
         self._clear_gradients()
@@ -251,9 +250,7 @@ class PipelinedAccumulation:
         dispatcher, microbatches = self.forward.dispatcher, step_batch.microbatches
         batches = [to_device(microbatch.batch, self.forward.device) for microbatch in microbatches]
         for index, (batch, microbatch) in enumerate(zip(batches, microbatches, strict=True)):
-            if dispatcher.microbatch_begin:
-                dispatcher.microbatch_begin.fill(batch, index, microbatch.samples)
-                dispatcher.microbatch_begin.fire()
+            dispatcher.microbatch_begin.fire_with(batch, index, microbatch.samples)
         shares = [step_batch.share(index) for index in range(len(microbatches))]
         runner = self.parallel.runner
         losses = runner.train(batches, [self._factor(share) for share in shares], self.forward)
@@ -261,9 +258,7 @@ class PipelinedAccumulation:
         if dispatcher.listens_anywhere(Event.MICROBATCH_END):  # the loss of the step reaches all ranks with the norm
             shared, event, last = runner.share(losses).unbind(), dispatcher.microbatch_end, len(batches) - 1
             for index, (batch, microbatch, loss) in enumerate(zip(batches, microbatches, shared, strict=True)):
-                if event:
-                    event.fill(loss, {"loss": loss}, batch, index, microbatch.samples, index == last)
-                    event.fire()
+                event.fire_with(loss, {"loss": loss}, batch, index, microbatch.samples, index == last)
         counted = [loss * share for loss, share in zip(losses.unbind(), shares, strict=True) if share]
         return torch.stack(counted).sum() if counted else losses.new_zeros(())
 
