@@ -22,7 +22,7 @@ from dalsegno.args import TrainingArguments
 from dalsegno.control.api import MOST_STREAMS
 from dalsegno.control.feed import Chunk, LiveJob, LogFile, MemoryLog
 from dalsegno.control.queue import CommandQueue
-from dalsegno.control.server import ControlServer
+from dalsegno.control.server import control_server
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs import RecordLog
 from dalsegno.logs.journal import Journal
@@ -53,7 +53,7 @@ class Served:
         self.port: int = listener.getsockname()[1]
         self.failures: list[BaseException] = []
         given = {"host": "127.0.0.1", "tls": None, **options}
-        self.server = ControlServer(listener, self.job, token=token, on_failure=self.failures.append, **given)
+        self.server = control_server(listener, self.job, token=token, on_failure=self.failures.append, **given)
         self.server.start()
 
     def ask(self, method: str, path: str, body: Any = None, **options: Any) -> Answer:

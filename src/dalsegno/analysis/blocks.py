@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +45,11 @@ class Column:
 
 
 class RecordBlock:
-    """n records with a step; never the header."""
+    """n records with a step; never the header. ``columns``: those that are known already."""
 
-    def __init__(self, records: Sequence[Record]) -> None:
+    def __init__(self, records: Sequence[Record], columns: Mapping[str, Column] | None = None) -> None:
         self._records = records
+        self._columns = columns or {}
 
     def __len__(self) -> int:
         return len(self._records)
@@ -60,15 +61,24 @@ class RecordBlock:
     def numeric(self) -> list[str]:
         """Names that have numbers, in the order of the log."""
         found: dict[str, None] = {}
+        settled: set[tuple[str, ...]] = set()  # names of records, all of which have been found
         for record in self._records:
-            found.update({name: None for name, value in record.items() if name not in found and is_number(value)})
+            if (names := tuple(record)) not in settled:
+                found.update({name: None for name, value in record.items() if name not in found and is_number(value)})
+                if all(name in found or name == "kind" for name in names):
+                    settled.add(names)
         return list(found)
 
     def column(self, name: str) -> Column:
         """The numbers under a name of :meth:`numeric`; strings, lists and booleans are skipped."""
+        if name in self._columns:
+            return self._columns[name]
         found = [record.get(name) for record in self._records]
-        if not {*map(type, found)} <= _NUMBERS:
+        kinds = {*map(type, found)}
+        if not kinds <= _NUMBERS:
             found = [value if is_number(value) else None for value in found]
+        elif type(None) not in kinds:
+            return Column(None, np.array(found, np.float64))
         known = [value for value in found if value is not None]
         present = None if len(known) == len(found) else np.array([value is not None for value in found])
         return Column(present, np.array(known, np.float64))

@@ -230,11 +230,6 @@ def state_of(legs: Sequence[LegSummary], final: bool, last_loss_is_finite: bool)
     return states.get(last.reason, "stopped")
 
 
-def training_seconds(legs: Sequence[LegSummary]) -> float:
-    """Seconds during which a process of the run was known to be alive."""
-    return sum(leg.ended - leg.leg.started for leg in legs)
-
-
 def _parent(leg: Leg, earlier: Sequence[LegSummary]) -> int | None:
     """The latest earlier leg that passed the step at which ``leg`` resumed."""
     if leg.from_checkpoint is None:

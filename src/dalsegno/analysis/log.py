@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,12 +32,22 @@ from .lineage import (
 )
 from .plotting import Limits, View, XAxis
 from .series import ParameterSeries, Series, read_parameters
-from .summary import Summary, is_summarized, summarize
+from .summary import Summary, is_listed, is_summarized, summarize
 
 if TYPE_CHECKING:
     import polars as pl
 
     from .plotting.figure import Picture
+
+
+def _files_of(folder: Path) -> set[tuple[str, str]]:
+    """The files of a run directory among which its log may be; empty for a file."""
+    found: set[tuple[str, str]] = set()
+    for name in ("", "logs"):
+        with suppress(OSError):
+            found |= {(name, each.name) for each in os.scandir(folder / name)}
+    checkpoints = [name for place, name in found if not place and name.startswith("checkpoint-")]
+    return found | {(name, "state") for name in checkpoints if (folder / name / "trainer_state.json").exists()}
 
 
 class TrainingLog:
@@ -55,7 +67,7 @@ class TrainingLog:
         self.name = name
         self.path = path
         self._source = source
-        self._files: frozenset[Path] = frozenset()
+        self._files: set[tuple[str, str]] = set()
         self.skipped = Skipped()
         """What the last read skipped."""
         self._columns = read_columns((), (), lambda name: False)
@@ -75,8 +87,7 @@ class TrainingLog:
         A log whose file could not be resumed continues in ``train-2.jsonl``; Hugging Face rewrites its log in each
         checkpoint and deletes older checkpoints.
         """
-        patterns = ("*", "logs/*", "checkpoint-*/trainer_state.json")
-        files = frozenset(path for pattern in patterns for path in self.path.glob(pattern))
+        files = _files_of(self.path)
         if files != self._files:
             found = source_of_run(self.path, self._source.step_key)
             if found is not None and (type(found), found.path) != (type(self._source), self._source.path):
@@ -160,27 +171,39 @@ class TrainingLog:
 
         Raises StateMismatch if that file is damaged, or of a newer format.
         """
-        if self.output_dir is None:
+        folder = self.output_dir
+        if folder is None:
             return []
-        clock = self.metric("global_step")
-        times = np.full(len(clock), np.nan) if clock.times is None else clock.times
-        return summarize_legs(self.output_dir, self.tails(), times, clock.steps)
+        self._read(())
+        return self._legs(folder)
 
-    def summary(self) -> Summary:
-        """The run in about twenty numbers. One pass over the file; memory holds only the columns it summarizes."""
-        self._read((), also=is_summarized)
-        kinds, legs = self._columns.count_kinds(), self.lineage()
+    def _legs(self, folder: Path) -> list[LegSummary]:
+        """As :meth:`lineage`, by the columns that have been read."""
+        clock = self._series("global_step")
+        times = np.full(len(clock), np.nan) if clock.times is None else clock.times
+        return summarize_legs(folder, read_tails(self._source.path), times, clock.steps)
+
+    def summary(self, *, brief: bool = False) -> Summary:
+        """The run in about twenty numbers. One pass over the file; memory holds only the columns it summarizes.
+
+        ``brief``: only what a list of runs shows: state, steps, losses, legs and times.
+        """
+        is_wanted = is_listed if brief else is_summarized
+        self._read((), also=is_wanted)
+        folder, kinds = self.output_dir, self._columns.count_kinds()
+        legs = self._legs(folder) if folder else []
         goal = None if legs or kinds.get("final") else self.header.get("max_steps")
-        names = [name for name in self._columns.columns if is_summarized(name)]
+        names = [name for name in self._columns.columns if is_wanted(name)]
         return summarize(
             run=self.name,
-            program=self.source.program,
+            program=self._source.program,
             kinds=kinds,
             goal=goal if isinstance(goal, int) else None,
             clock=self._series("global_step"),
             series={name: partial(self._curve, name) for name in names},
             legs=legs,
             skipped=self.skipped.count,
+            brief=brief,
         )
 
     def parameters(self, metric: str) -> ParameterSeries:

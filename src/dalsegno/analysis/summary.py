@@ -13,7 +13,7 @@ from dalsegno.policies.retention import is_better_higher
 from dalsegno.state import VERDICTS, Verdict
 
 from .formats.source import LOSSES, is_of_evaluation, loss_of
-from .lineage import LegSummary, State, state_of, training_seconds
+from .lineage import LegSummary, State, state_of
 from .series import Series, mean
 from .spikes import Spike, find_spikes
 
@@ -96,6 +96,11 @@ def is_summarized(name: str) -> bool:
     return name in LOSSES or name in others or (is_of_evaluation(name) and not is_wall_clock(name))
 
 
+def is_listed(name: str) -> bool:
+    """Whether a brief summary includes this metric: a loss."""
+    return "loss" in name and is_summarized(name)
+
+
 def summarize(
     *,
     run: str,
@@ -106,14 +111,17 @@ def summarize(
     series: Metrics,
     legs: Sequence[LegSummary],
     skipped: int,
+    brief: bool = False,
 ) -> Summary:
     """
     Args:
         kinds: number of records of each kind.
         goal: steps to train, if the log records it, as Hugging Face's does, which has no final record.
         clock: steps, epochs and times of all records.
+        brief: do not look for spikes.
     """
     ends, epochs = _ends(clock.times), _ends(clock.epochs)
+    alive = sum(each.ended - each.leg.started for each in legs)
     step = int(clock.steps.max()) if len(clock) else None
     is_done = kinds.get("final", 0) > 0 or (goal is not None and step is not None and 0 < goal <= step)
     loss = loss_of(series)
@@ -137,13 +145,13 @@ def summarize(
         peak_mem=memory.worst if memory else None,
         began=legs[0].leg.started if legs else ends[0] if ends else None,
         changed=max([*ends, *(each.ended for each in legs)], default=None),
-        training_seconds=training_seconds(legs) if legs else ends[1] - ends[0] if ends else None,
+        training_seconds=alive if legs else ends[1] - ends[0] if ends else None,
         lost_seconds=sum(each.idle or 0.0 for each in legs) if legs else None,
         restarts=max(0, len(legs) - 1),
         resumed=max((each.leg.resumed.verdict for each in legs if each.leg.resumed), key=VERDICTS.index, default=None),
         rollbacks=len(rollbacks),
         redone_steps=sum(each.redone for each in legs) + sum(each["from_step"] - each["to_step"] for each in rollbacks),
-        spikes=tuple(find_spikes(series[loss]())) if loss else (),
+        spikes=tuple(find_spikes(series[loss]())) if loss and not brief else (),
         skipped=skipped,
     )
 
@@ -179,11 +187,12 @@ def mean_rate(rate: Series, tokens: Series | None) -> float | None:
         return float(work[is_new].sum() / (work / rates[1:])[is_new].sum()) if is_new.any() else float(rates[-1])
 
 
-def summarize_metric(series: Series) -> MetricSummary | None:
-    """None if it has no values."""
-    values = series.values
-    if not len(values):
+def _summary(curves: Metrics, names: Sequence[str]) -> MetricSummary | None:
+    """Of the first of ``names`` that there is; None if it has no values."""
+    series = next((curves[name]() for name in names if name in curves), None)
+    if series is None or not len(series):
         return None
+    values = series.values
     finite = np.isfinite(values)
     everything, any_known = bool(finite.all()), bool(finite.any())
     low = int((values if everything else np.where(finite, values, np.inf)).argmin())
@@ -208,7 +217,3 @@ def _ends(values: NDArray[np.float64] | None) -> list[float]:
     """Lowest and highest value, NaN ignored; empty if there is no other."""
     ends = [] if values is None else [float(np.fmin.reduce(values)), float(np.fmax.reduce(values))]
     return [] if np.isnan(ends).any() else ends
-
-
-def _summary(series: Metrics, names: Sequence[str]) -> MetricSummary | None:
-    return next((summarize_metric(series[name]()) for name in names if name in series), None)

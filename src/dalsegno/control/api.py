@@ -230,8 +230,8 @@ def list_endpoints() -> list[dict[str, Any]]:
 
 async def answer_page(request: Request) -> Response:
     """The live page. Its module is imported when a browser asks for it: most jobs are never looked at."""
-    page = await off_loop(lambda: import_module(".page", __package__).live_page())
-    return Response(page.content, headers=page.headers)
+    page: Response = await off_loop(lambda: import_module(".page", __package__).live_page())
+    return page
 
 
 def _wait(request: Request) -> float:

@@ -1,4 +1,4 @@
-"""ControlServer: the server of one job."""
+"""The server of one job."""
 
 from __future__ import annotations
 
@@ -16,30 +16,21 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 
-class ControlServer(ServerThread):
-    """Shows a job and takes its commands.
+def control_server(
+    listener: socket.socket,
+    job: LiveJob,
+    *,
+    host: str,
+    token: str | None,
+    tls: ssl.SSLContext | None,
+    on_failure: Callable[[BaseException], None],
+) -> ServerThread:
+    """A server that shows a job and takes its commands. ``host``: address that ``listener`` is bound to; ``token``: the
+    bearer token, None if none is needed; the others are those of a :class:`ServerThread`."""
 
-    Args:
-        listener: a listening socket, which the server closes.
-        host: address that the socket is bound to.
-        token: bearer token; None: none is needed.
-        tls: None: plain HTTP.
-        on_failure: called on the server's thread if the server ends by an error.
-    """
+    def build(stopping: asyncio.Event) -> ASGIApp:
+        from .api import build_app  # on the server's thread: starlette takes long to import
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        job: LiveJob,
-        *,
-        host: str,
-        token: str | None,
-        tls: ssl.SSLContext | None,
-        on_failure: Callable[[BaseException], None],
-    ) -> None:
-        def build(stopping: asyncio.Event) -> ASGIApp:
-            from .api import build_app  # on the server's thread: starlette takes long to import
+        return build_app(job, stopping, host=host, token=token)
 
-            return build_app(job, stopping, host=host, token=token)
-
-        super().__init__(listener, build, name="dalsegno-control", tls=tls, on_failure=on_failure)
+    return ServerThread(listener, build, name="dalsegno-control", tls=tls, on_failure=on_failure)

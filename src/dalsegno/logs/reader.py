@@ -61,6 +61,15 @@ def strip_line(line: bytes) -> bytes:
     return b"" if record in (b"[", b"]") else record
 
 
+def without_array(lines: bytes) -> bytes:
+    """Return complete lines of a JSON array as JSON lines, without brackets and commas."""
+    lines = lines.removeprefix(b"[\n")
+    if lines.endswith(b"\n]\n"):
+        lines = lines[:-2]
+    first = lines.lstrip()[: 1 << 16].partition(b"\n")[0]
+    return lines.replace(b",\n", b"\n") if first.rstrip().endswith(b",") else lines
+
+
 @dataclass(slots=True)
 class ReadReport:
     """What a read skipped."""

@@ -37,10 +37,6 @@ class PreviousLeg:
     cause: str
     """In words: ``rank 1 was killed by SIGKILL``."""
 
-    def is_end_of(self, host: str, pid: int) -> bool:
-        """Whether it is about the leg of this process."""
-        return (self.host, self.pid) == (host, pid)
-
     def to_environment(self) -> dict[str, str]:
         """The environment variable for the processes of the next leg."""
         return {_VARIABLE: json.dumps(asdict(self))}
@@ -207,7 +203,7 @@ class RunFile:
         """
         run = self._load_or_renew()
         last = run.legs[-1] if run.legs else None
-        if last and previous and previous.is_end_of(last.host, last.pid) and last.reason in _FAILED:
+        if last and previous and (last.host, last.pid) == (previous.host, previous.pid) and last.reason in _FAILED:
             last.cause = previous.cause
         for leg in run.legs:
             leg.reason = leg.reason or "died"

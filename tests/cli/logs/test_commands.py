@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 
 import dalsegno as ds
-from cli.command import DALSEGNO, dalsegno, environment
+from cli.command import DALSEGNO, cold, dalsegno, environment
 from dalsegno.cli import main
+from dalsegno.cli.logs import arguments
+from dalsegno.cli.logs.arguments import MANY
 from dalsegno.logs import RecordLog
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "logs"
@@ -64,6 +66,17 @@ def test_a_file_of_an_unknown_format_hides_no_other(one_is_bad: Path, capsys: py
     bad, good, _ = json.loads(capsys.readouterr().out)
     assert (bad["state"], good["state"]) == ("unreadable", "unknown")
     assert "not a log that dalsegno can read" in bad["error"]
+
+
+def test_many_runs_are_listed_by_several_processes(
+    one_is_bad: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(MANY):
+        shutil.copytree(GOLDEN / "pair-a", one_is_bad / f"run-{number}")
+    several = cold("logs", "list", str(one_is_bad), folder=one_is_bad)
+    monkeypatch.setattr(arguments, "MANY", 1000)
+    assert main(["logs", "list", str(one_is_bad)]) == several.returncode == 2
+    assert (several.stdout, several.stderr) == capsys.readouterr()
 
 
 def test_a_damaged_first_line_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from itertools import islice
 from pathlib import Path
@@ -23,6 +24,8 @@ LOOKED_FOR = (
 
 BEGINNING = 1 << 16  # bytes read to detect a file's format
 FEW = 5  # leading records of which one must have a step, in a file without a log's name
+
+SUFFIXES = (".json", ".jsonl")
 
 _SIDE_LOG = re.compile(r"(gradient|parameter)_norms(-\d+)?\.jsonl?|control\.jsonl")
 _OWN_LOG = re.compile(r"train(-\d+)?\.jsonl?")
@@ -88,8 +91,12 @@ def source_of_run(folder: Path, step_key: str | None = None) -> Source | None:
 
 
 def _json_files(folder: Path) -> list[Path]:
-    files = [path for path in sorted(folder.glob("*.json*")) if path.suffix in (".json", ".jsonl") and path.is_file()]
-    return [path for path in files if not _SIDE_LOG.fullmatch(path.name)]
+    try:
+        with os.scandir(folder) as entries:
+            names = [each.name for each in entries if Path(each.name).suffix in SUFFIXES and each.is_file()]
+    except OSError:
+        return []
+    return [folder / name for name in sorted(names) if not _SIDE_LOG.fullmatch(name)]
 
 
 def _progress(state: Path) -> int:

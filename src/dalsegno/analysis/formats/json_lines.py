@@ -8,24 +8,47 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from dalsegno.analysis.blocks import Block, FrameBlock, RecordBlock
 from dalsegno.errors import ConfigurationError, NotFound
-from dalsegno.logs.reader import record_in
+from dalsegno.logs.reader import record_in, without_array
 from dalsegno.logs.values import Record, from_json
 from dalsegno.system.machine import pread
 
-from .source import FIRST, HEADER, OURS, Naming, Skipped, Source, named, no_step, trace_of
+from .source import (
+    FIRST,
+    HEADER,
+    NOT_FINITE,
+    OURS,
+    Naming,
+    Skipped,
+    Source,
+    is_json,
+    named,
+    named_at_once,
+    no_step,
+    trace_of,
+    without_headers,
+)
+
+if TYPE_CHECKING:
+    import polars as pl
 
 CHUNK = 8 << 20  # bytes per read
 FIRST_CHUNK = CHUNK >> 6  # bytes of the first read: most names appear there, and a chunk with new names is read again
 GROWTH = 4  # ratio of successive chunk sizes, up to ``CHUNK``
 BEGINNING = 1 << 16  # bytes read to find the names of the records
 LONG = 4 << 20  # least file size in bytes to use Polars, whose import takes as long as Python's json for this much
+LINE_END, BRACE = b"\n{"
+LONG_NUMBER = 150  # digits: an integer beyond the range of floats has twice as many
 
 
 class JsonLines(Source):
@@ -48,16 +71,18 @@ class JsonLines(Source):
         return named(self.read(skipped, kind), self.naming(), skipped, self.unit)
 
     def blocks(self, skipped: Skipped) -> Iterator[Block]:
-        if self.path.stat().st_size < LONG or find_spec("polars") is None:
-            yield from super().blocks(skipped)
-            return
-        from .json_frames import read_frames
+        naming, chunks = self.naming(), read_chunks(self.path)
+        parts: Iterable[tuple[bytes, pl.DataFrame | None]] = ((lines, None) for lines in chunks)
+        if self.path.stat().st_size >= LONG and find_spec("polars") is not None:
+            from .json_frames import read_frames
 
-        naming = self.naming()
+            parts = read_frames(chunks, naming)
         number, numbered, begin = 1, 0, 0
-        for lines, frame in read_frames(read_chunks(self.path), naming):
+        for lines, frame in parts:
             if frame is not None:
                 yield FrameBlock(frame)
+            elif (block := read_at_once(lines, naming)) is not None:
+                yield block
             else:
                 number += _count_lines(self.path, numbered, begin)
                 numbered = begin
@@ -70,6 +95,39 @@ class JsonLines(Source):
         chunks = read_chunks(self.path, BEGINNING)
         found = (each for chunk in chunks for each in decode_lines(chunk.splitlines(keepends=True), 1, Skipped()))
         return _naming_of(found, self)
+
+
+def read_at_once(lines: bytes, naming: Naming) -> RecordBlock | None:
+    """The records in complete lines without the header. They are decoded as one array, which has an object for each
+    line if each line begins with the only brace that it has. None if that is not so, or if
+    :func:`~dalsegno.analysis.formats.source.named` has to look at each."""
+    lines, headers = without_headers(without_array(lines))
+    letters = np.frombuffer(lines, np.uint8)
+    ends = np.flatnonzero(letters == LINE_END)
+    if not (
+        len(ends)
+        and ends[-1] == len(lines) - 1
+        and np.count_nonzero(letters == BRACE) == len(ends)
+        and letters[0] == BRACE
+        and (letters[ends[:-1] + 1] == BRACE).all()
+        and not (b"\\" in lines or b"\r" in lines)
+        and not any(lines[begin : begin + LONG_NUMBER].isdigit() for begin in range(0, len(lines), LONG_NUMBER))
+    ):
+        return None
+    try:
+        joined = lines[:-1].decode().replace("\n", ",")
+        records = _DECODER.decode(f"[{joined}]")
+    except (ValueError, RecursionError):
+        return None
+    if len(records) != len(ends) or {*map(type, records)} != {dict}:
+        return None
+    if any(word[:1] in lines and word in lines for word in NOT_FINITE):
+        records = from_json(records)
+    of_headers = Skipped()
+    deque(named(enumerate(headers), naming, of_headers), 0)
+    if of_headers or (b"[" in lines and not all(map(is_json, chain.from_iterable(map(dict.values, records))))):
+        return None
+    return named_at_once(records, naming, has_nulls=b"null" in lines)
 
 
 def _without_others(lines: Iterable[bytes], kind: str) -> list[bytes]:

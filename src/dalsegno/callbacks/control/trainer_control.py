@@ -14,11 +14,11 @@ from dalsegno.checkpoint import checkpoint_dir, names
 from dalsegno.control.feed import LiveJob, RunHistory
 from dalsegno.control.inbox import Inbox
 from dalsegno.control.jobs import Registration, check_job_id, new_job_id
-from dalsegno.control.server import ControlServer
+from dalsegno.control.server import control_server
 from dalsegno.errors import ConfigurationError
 from dalsegno.events import Callback, FlaglessCallback, contexts
 from dalsegno.web.security import check_access, is_loopback, new_token, tls_context
-from dalsegno.web.server import check_installed, is_installed, listen
+from dalsegno.web.server import ServerThread, check_installed, is_installed, listen
 
 logger = logging.getLogger("dalsegno")
 
@@ -73,7 +73,7 @@ class TrainerControlCallback(FlaglessCallback):
         self._certificate = None if certfile is None else Path(certfile).read_text("ascii")
         self._inbox: Inbox | None = None
         self._registration: Registration | None = None
-        self._server: ControlServer | None = None
+        self._server: ServerThread | None = None
         self._job: LiveJob | None = None
 
     def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
@@ -108,7 +108,7 @@ class TrainerControlCallback(FlaglessCallback):
         token = self._token = None if self._disable_auth else self._token or new_token()
         check_installed()
         listener = listen(self._host, self._port)
-        server = ControlServer(listener, job, host=self._host, token=token, tls=self._tls, on_failure=self._give_up)
+        server = control_server(listener, job, host=self._host, token=token, tls=self._tls, on_failure=self._give_up)
         try:
             endpoint = registration.publish(self._host, listener.getsockname()[1], token, self._certificate)
             server.start()

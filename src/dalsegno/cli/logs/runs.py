@@ -47,7 +47,7 @@ STYLES = {"running": "green", "diverged": "red", "failed": "red", "died": "yello
 def list_runs(arguments: argparse.Namespace) -> int:
     """List the runs in a directory: state, steps, losses, restarts, last change."""
     runs = analysis.open_log(arguments.folder, arguments.step_key)
-    results = PerRunResults(runs, _list_row)
+    results = PerRunResults(runs, _list_row, forks=True)
     row_of = {log.path: row for log, row in results.found}
     row_of |= {log.path: {**_name(log), "state": "unreadable", "error": error} for log, error in results.failed}
     rows = [row_of[log.path] for log in runs]
@@ -63,7 +63,7 @@ def list_runs(arguments: argparse.Namespace) -> int:
 
 
 def _list_row(log: analysis.TrainingLog) -> dict[str, Any]:
-    summary = log.summary()
+    summary = log.summary(brief=True)
     evaluation = next((metric for metric in summary.evaluation if "loss" in metric.name), None)
     return {
         **_name(log),

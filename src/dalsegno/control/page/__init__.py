@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.resources import files
 from string import Template
+
+from starlette.responses import Response
 
 from dalsegno.analysis.formats.source import BOOKKEEPING, EVALUATIONS, SETTING
 from dalsegno.analysis.plotting.curves import LABELS, RUNS, TOKENS
@@ -21,16 +21,8 @@ from dalsegno.logs.values import WALL_CLOCK_ENDINGS
 SCRIPTS = ("connection.js", "growing.js", "job.js", "live.js")
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """A page, and the headers that it is answered with."""
-
-    content: bytes
-    headers: Mapping[str, str]
-
-
 @functools.cache
-def live_page() -> Page:
+def live_page() -> Response:
     """The page, the same for every job."""
     folder = files(__name__)
     parts = inlined(styles=[folder / "live.css"], scripts=[folder / name for name in SCRIPTS])
@@ -62,4 +54,4 @@ def live_page() -> Page:
         "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",
     }
-    return Page(template.substitute(parts, names=json.dumps(names)).encode(), headers)
+    return Response(template.substitute(parts, names=json.dumps(names)), headers=headers)
