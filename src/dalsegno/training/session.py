@@ -76,6 +76,7 @@ class Session:
         self._loss_weight = loss_weight
         self._resumed_from = resumed_from
         self._schedule = ActionSchedule(parts.args)
+        self._data_size = parts.layout.data_size  # once: it takes a call
         self._alone = collectives.world_size() == 1
         self._parts_of_batch = parts_of_batch(parts.args.parallel)
         self._position = parts.loader.position  # after the step in progress, in epochs; the same on all ranks
@@ -274,7 +275,7 @@ class Session:
         state.global_step += 1
         state.epoch = self._position
         state.samples_seen += step_batch.samples
-        state.num_input_tokens_seen += step_batch.tokens * self._parts.layout.data_size
+        state.num_input_tokens_seen += step_batch.tokens * self._data_size
         if dispatcher.step_end:
             dispatcher.step_end.fill(loss, grad_norm, lr)
             dispatcher.step_end.fire()
