@@ -158,7 +158,7 @@ def _memory_of_a_round(folder: Path, size: int) -> int:
     """Bytes."""
     specs = tuple(TensorSpec(f"p.{each}", torch.float32, (size // 16 // 4,)) for each in range(16))
     run = OuterRun(folder, nesterov(), 1000)
-    with run.store.spooled(specs, _Constant()) as arrived:
+    with run.spooled(specs, _Constant()) as arrived:
         run.begin(arrived)
     names = ["w0", "w1"]
     for name in names:
@@ -168,7 +168,7 @@ def _memory_of_a_round(folder: Path, size: int) -> int:
     for number in (1, 2):
         for name in names:
             submission = Submission(name, number, number - 1, 0, False, 1, 1, 1.0, None, 0)
-            with run.store.spooled(specs, _Constant()) as arrived:
+            with run.spooled(specs, _Constant()) as arrived:
                 run.accept(submission, arrived)
                 run.commit()
         run.record(Applied(names, {}))

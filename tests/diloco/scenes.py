@@ -56,7 +56,7 @@ def play(folder: Path, versions: int = 5, *, save_every: int = 2, save: bool = T
     """A run of two workers without network, from wherever it is to so many versions. Returns all that it led to."""
     run = OuterRun(folder, nesterov(), save_every)
     if not run.has_begun:
-        with run.store.spooled(SPECS, Given(SPECS, values(SPECS, 0))) as arrived:
+        with run.spooled(SPECS, Given(SPECS, values(SPECS, 0))) as arrived:
             run.begin(arrived)
     for worker_id in ("w0", "w1"):
         if worker_id not in run.state.members:
@@ -66,7 +66,7 @@ def play(folder: Path, versions: int = 5, *, save_every: int = 2, save: bool = T
             if member.pending is None:
                 submission = submission_of(worker_id, member.number + 1, run.state.version, samples=2 + seed)
                 given = Given(SPECS, values(SPECS, 10 * submission.number + seed))
-                with run.store.spooled(SPECS, given) as arrived:
+                with run.spooled(SPECS, given) as arrived:
                     run.accept(submission, arrived)
                     run.commit()
         run.record(Applied(["w0", "w1"], {}))
@@ -75,8 +75,8 @@ def play(folder: Path, versions: int = 5, *, save_every: int = 2, save: bool = T
         run.release_versions(run.state.members)
         if (to_save := run.state_to_save()) is not None and run.save(to_save):
             run.release_submissions()
-    tensors = {name: each.detach().clone() for name, each in run._globals.model.by_name.items()}
-    momentum = [each["momentum_buffer"].clone() for each in run._globals.optimizer.state.values()]
+    tensors = {name: each.detach().clone() for name, each in run._model.by_name.items()}
+    momentum = [each["momentum_buffer"].clone() for each in run._optimizer.state.values()]
     state = {**dataclasses.asdict(run.state), "run_id": None}
     run.close(save=save)
     return {"tensors": tensors, "momentum": momentum, "state": state}

@@ -342,10 +342,10 @@ def test_after_an_outer_step_that_failed_nothing_is_acknowledged(
 ) -> None:
     """Its event may be on disk, committed by another thread during the step; another one must not get its number."""
     run = OuterRun(tmp_path, nesterov(), 100)
-    with run.store.spooled(SPECS, Given(SPECS, values(SPECS, 0))) as arrived:
+    with run.spooled(SPECS, Given(SPECS, values(SPECS, 0))) as arrived:
         run.begin(arrived)
     run.record(Joined("w0", 0, 0, False))
-    with run.store.spooled(SPECS, Given(SPECS, values(SPECS, 1))) as arrived:
+    with run.spooled(SPECS, Given(SPECS, values(SPECS, 1))) as arrived:
         run.accept(submission_of("w0", 1, 0), arrived)
         run.commit()
 
@@ -353,7 +353,7 @@ def test_after_an_outer_step_that_failed_nothing_is_acknowledged(
         run.commit()
         raise MemoryError
 
-    monkeypatch.setattr(run._globals.optimizer, "step", fail)
+    monkeypatch.setattr(run._optimizer, "step", fail)
     with pytest.raises(MemoryError):
         run.record(Applied(["w0"], {}))
     run.record(Left("w0"))

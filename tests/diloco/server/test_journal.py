@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dalsegno.diloco.server.journal import Journal
 from dalsegno.diloco.server.rounds import Accepted, Event, Joined, Left
-from dalsegno.diloco.server.store import Journal
 from dalsegno.errors import NotRunning, StateMismatch
 from dalsegno.system import filesystem
 from diloco.scenes import submission_of

@@ -84,6 +84,6 @@ def test_a_version_that_a_power_cut_shortened_is_written_again(tmp_path: Path) -
     for path in paths:
         path.write_bytes(b"")
     again = OuterRun(tmp_path, nesterov(), save_every=2)
-    file, _ = again.store.versions.open(Version(3, None if paths[-1].stem.endswith("all") else 0))
+    file, _ = again.versions.open(Version(3, None if paths[-1].stem.endswith("all") else 0))
     with file:
         assert file.read() == whole[-1]

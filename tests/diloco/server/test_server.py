@@ -21,9 +21,8 @@ import torch
 from control.talking import wait_until
 from dalsegno.diloco import DiLoCoClient, DiLoCoServer, DiLoCoWorker, WorkerOptions, nesterov
 from dalsegno.diloco.server.api import build_app
-from dalsegno.diloco.server.files import PIECE, Bell, Growth
+from dalsegno.diloco.server.files import PIECE, Bell, Growth, Scratch
 from dalsegno.diloco.server.run import OuterRun
-from dalsegno.diloco.server.store import Scratch
 from dalsegno.diloco.wire.messages import (
     FrameLayout,
     FrameReader,
@@ -407,7 +406,7 @@ def test_a_checkpoint_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.Monkey
     again = OuterRun(tmp_path, nesterov(), 1)
     assert again.state.version == 1
     assert again.state.pending(["w0", "w1"]) == [submission]
-    assert not again.store.tensors(submission, again.specs(0)).block("first", 0, 30, Scratch()).any()
+    assert not again.tensors(submission).block("first", 0, 30, Scratch()).any()
     again.close(save=False)
 
 

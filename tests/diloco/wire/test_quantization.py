@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dalsegno.diloco.server.files import SpareFiles, spooled
+from dalsegno.diloco.server.files import Scratch, SpareFiles, TensorFile, spooled
 from dalsegno.diloco.server.outer import BLOCK
-from dalsegno.diloco.server.store import Scratch, TensorFile
 from dalsegno.diloco.wire.signature import GROUP, TensorSpec, as_received, as_sent, coded_size, element_count, quantize
 from dalsegno.errors import ConfigurationError
 from diloco.scenes import Given

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from io import FileIO
 from typing import Any, NotRequired, TypedDict
@@ -76,26 +76,18 @@ def build_app(
         Route("/results/{worker_id}/{number:int}", api.result),
     ]
     app = Starlette(
-        routes=[Route(each.path, _explaining(each.endpoint), methods=each.methods) for each in routes],
-        exception_handlers={HTTPException: answer_error},
+        routes=routes,
+        exception_handlers={HTTPException: answer_error, **dict.fromkeys((*_STATUS, OSError), _explain)},
     )
     app.router.redirect_slashes = False
     return Gate(app, host=host, token=token, open_paths=())
 
 
-def _explaining(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """Turn the errors of the coordinator into answers."""
-
-    async def explained(request: Request) -> Response:
-        try:
-            return await answer(request)
-        except tuple(_STATUS) as error:
-            status = next(_STATUS[kind] for kind in _STATUS if isinstance(error, kind))
-            raise HTTPException(status, str(error)) from error
-        except OSError as error:  # a full disk
-            raise HTTPException(503, f"the server cannot write: {error}") from error
-
-    return explained
+async def _explain(request: Request, error: Exception) -> Response:
+    """Answer an error of the coordinator, or that of a full disk."""
+    status = next((_STATUS[kind] for kind in _STATUS if isinstance(error, kind)), None)
+    reason = str(error) if status else f"the server cannot write: {error}"
+    return await answer_error(request, HTTPException(status or 503, reason))
 
 
 class _Api:

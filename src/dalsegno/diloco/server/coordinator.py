@@ -27,8 +27,7 @@ from dalsegno.system.durability import NotDurable
 
 from .files import Growth, SpooledTensors, Version
 from .rounds import Rounds, Rules
-from .run import OuterRun
-from .store import InitialWeights
+from .run import InitialWeights, OuterRun
 
 logger = logging.getLogger("dalsegno")
 
@@ -232,7 +231,7 @@ class Coordinator:
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def spooled(self, specs: Specs, frame: FrameReader) -> AbstractContextManager[SpooledTensors]:
-        return self._run.store.spooled(specs, frame)
+        return self._run.spooled(specs, frame)
 
     def initialize(self, arrived: SpooledTensors, num_fragments: int = 1) -> None:
         """Take a worker's parameters as the first version."""
@@ -245,7 +244,7 @@ class Coordinator:
 
     def parameters(self, version: int, fragment: int | None) -> tuple[FileIO, Growth]:
         """Open the file of a version, a frame, for the caller to close; it may grow. Takes no lock."""
-        return self._run.store.versions.open(Version(version, fragment))
+        return self._run.versions.open(Version(version, fragment))
 
     # -- submissions ------------------------------------------------------------------------------------------------
 
@@ -305,7 +304,7 @@ class Coordinator:
         except BaseException as error:
             self._fail(error)
         finally:
-            self._run.store.versions.abandon(begun)  # not before it has failed: a worker must not register again
+            self._run.versions.abandon(begun)  # not before it has failed: a worker must not register again
 
     def _next_change(self) -> tuple[list[Version], ServerState | None] | None:
         """Wait until submissions are to be applied, or workers to begin, and do it. Returns the versions to publish,
@@ -374,7 +373,7 @@ class Coordinator:
         self._committed = self._run.state.version
         self._changed()
         self._patience.insist(partial(self._run.write_versions, begun))
-        self._patience.insist(self._run.store.write_log)
+        self._patience.insist(self._run.write_log)
         self._insist_locked(lambda: self._run.release_versions(self.rounds.may_repeat(self._run.state)))
 
     def _insist_locked(self, write: Callable[[], object]) -> None:

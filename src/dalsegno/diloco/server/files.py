@@ -25,13 +25,14 @@ from typing import Any
 
 import torch
 
+from dalsegno.checkpoint.tensor_files import StoredFile
 from dalsegno.diloco.wire.messages import FrameLayout, FrameReader, frame_pieces, head_of_whole_frame, in_file_order
-from dalsegno.diloco.wire.signature import Specs, TensorSpec, element_count, file_layout
+from dalsegno.diloco.wire.signature import GROUP, Specs, TensorSpec, dequantize, element_count, file_layout
 from dalsegno.errors import ConfigurationError, NotFound
 from dalsegno.system import filesystem
 from dalsegno.system.durability import NotDurable
 
-from .outer import GlobalModel
+from .outer import ALONE, BLOCK, GlobalModel
 
 PIECE = 4 << 20
 """Bytes that are received, checked and written at a time. Each is handed over between two threads: with 1 MiB, a round
@@ -196,6 +197,49 @@ def _is_finite(dtype: torch.dtype) -> Callable[[Any], bool]:
         return bool(data.view(signed).max() < bound and data.view(unsigned).max() < negative_bound)
 
     return check
+
+
+class Scratch:
+    """Memory for the blocks that one thread reads, one at a time."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[torch.dtype, torch.Tensor] = {}
+
+    def block(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """``count`` elements, at most ``BLOCK``: the same memory each time."""
+        if dtype not in self._blocks:
+            self._blocks[dtype] = torch.empty(BLOCK, dtype=dtype)
+        return self._blocks[dtype][:count]
+
+
+class TensorFile:
+    """Reads parts of tensors from a file that a frame has brought; quantized ones as float32. On any thread."""
+
+    def __init__(self, path: Path, specs: Specs) -> None:
+        self._file, layout = StoredFile(path), file_layout(specs)
+        self._stored = {spec.name: (spec, span) for spec, span in zip(specs, layout.spans, strict=True)}
+
+    def block(self, name: str, begin: int, count: int, scratch: Scratch) -> torch.Tensor:
+        """``count`` elements of a tensor, flat, from ``begin`` on, a multiple of ``BLOCK``: in ``scratch``."""
+        spec, span = self._stored[name]
+        block = scratch.block(spec.dtype, count)
+        self._file.fill(block, span, spec.dtype, (spec.count,), [(begin, count)])
+        if spec.dtype != torch.int8:
+            return block
+        scales, values = self._scales(name, begin, count), scratch.block(torch.float32, count)
+        for first in range(0, count, ALONE):
+            part = block[first : first + ALONE]
+            values[first : first + ALONE] = dequantize(part, scales[first // GROUP :][: -(-len(part) // GROUP)])
+        return values
+
+    def _scales(self, name: str, begin: int, count: int) -> torch.Tensor:
+        """Read the scales of ``count`` elements of a quantized tensor, from ``begin`` on."""
+        spec, span = self._stored[name]
+        scales = torch.empty(-(-count // GROUP), dtype=torch.float32)
+        first = element_count(spec.count) + begin // GROUP * scales.itemsize
+        coded = scales.view(spec.dtype)
+        self._file.fill(coded, span, spec.dtype, (spec.count,), [(first, len(coded))])
+        return scales
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,7 @@ from .coordinator import Coordinator
 from .files import Bell
 from .outer import MakeOptimizer, nesterov
 from .rounds import Rules
-from .run import OuterRun
-from .store import InitialWeights
+from .run import InitialWeights, OuterRun
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

@@ -159,16 +159,12 @@ class DiLoCoWorker:
         self._progress.steps += 1
         self._timed_steps += 1
         self._progress.samples += samples
-        return self._begins_now or self._ends_now
+        is_awaited = self._flight is not None and self._progress.steps >= self.options.overlap_steps
+        return is_awaited or self._begins_now
 
     @property
     def _begins_now(self) -> bool:
         return self._progress.steps >= max(1, self._progress.sync_every // self.options.num_fragments)
-
-    @property
-    def _ends_now(self) -> bool:
-        is_awaited = self._flight is not None
-        return is_awaited and (self._progress.steps >= self.options.overlap_steps or self._begins_now)
 
     def synchronize(self, loss: float | None = None) -> Synchronization | None:
         """Send what the local steps have changed, wait for the outer step, and continue with its result. Collective.
