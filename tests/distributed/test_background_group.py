@@ -6,7 +6,9 @@ import contextlib
 import gc
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,6 +63,42 @@ def destroy_and_begin_again(meeting_place: Path) -> tuple[str, str, list[str]]:
     return first, total(), left
 
 
+def short_answers() -> Any:
+    group = collectives.background_group()
+    collectives._ANSWER_TIMEOUT = timedelta(seconds=1)
+    return group
+
+
+def decide_slowly() -> list[str]:
+    """Rank 1 has a lot to write before the second answer, rank 0 before the third."""
+    group = short_answers()
+    heard = [total()]
+    if collectives.rank() == 1:
+        time.sleep(2)
+    heard.append(total())
+    heard.append(group.gather_decide(None, late))
+    return heard
+
+
+def late(_: list[None]) -> str:
+    time.sleep(2)
+    return "late"
+
+
+def answer_who_does_not_listen() -> str:
+    """Rank 1 does not take the answer, as one that is killed before. What rank 0 raises."""
+    group, failure = short_answers(), ""
+    if collectives.rank() == 1:
+        dist.gather_object(None, dst=0, group=group._live())
+    else:
+        try:
+            group.gather_decide(None, lambda _: "answer")
+        except RuntimeError as error:
+            failure = str(error)
+    dist.barrier()
+    return failure
+
+
 def test_alone_one_decides_at_once() -> None:
     assert total() == "[1] make 1"
 
@@ -76,3 +114,10 @@ def test_a_destroyed_group_is_gone_with_its_threads(tmp_path: Path) -> None:
     for first, second, left in run_ranks(destroy_and_begin_again, 2, tmp_path / "store"):
         assert first == second == "[1, 2] make 3"
         assert left == []
+
+
+def test_ranks_wait_long_for_work_and_rank_zero_not_for_one_that_takes_no_answer() -> None:
+    for heard in run_ranks(decide_slowly, 2):
+        assert heard == ["[1, 2] make 3", "[1, 2] make 3", "late"]
+    failure, _ = run_ranks(answer_who_does_not_listen, 2)
+    assert "Timed out" in failure

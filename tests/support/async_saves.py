@@ -142,8 +142,9 @@ def save_while_rank_one_is_killed_by_rank_zero(directory: Path, operation: str, 
 
 
 def limit_background_group(seconds: int) -> None:
+    collectives._TIMEOUT = collectives._ANSWER_TIMEOUT = timedelta(seconds=seconds)
     group: Any = collectives.background_group()._group
-    distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group())
+    distributed_c10d._set_pg_timeout(collectives._TIMEOUT, group())
 
 
 def status(pid: int) -> str:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dalsegno import errors
 from dalsegno.distributed import accelerator
@@ -384,8 +385,13 @@ class BackgroundGroup:
         group = self._live()
         gathered: list[Any] | None = [None] * world_size() if rank() == 0 else None
         dist.gather_object(value, gathered, dst=0, group=group)
-        box: list[Any] = [judge(gathered) if gathered is not None else None]
+        box: list[Any] = [None]
+        if gathered is not None:
+            box = [judge(gathered)]
+            _set_pg_timeout(_ANSWER_TIMEOUT, group)
         dist.broadcast_object_list(box, src=0, group=group)
+        if gathered is not None:
+            _set_pg_timeout(_TIMEOUT, group)
         return box[0]  # type: ignore[no-any-return]
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
@@ -404,6 +410,9 @@ class BackgroundGroup:
 
 
 _TIMEOUT = datetime.timedelta(minutes=60)  # for a live rank that still has a lot to write
+_ANSWER_TIMEOUT = datetime.timedelta(minutes=1)
+"""For rank 0 to send an answer, which each live rank is already waiting for. Of the sends to a rank that was just killed,
+one in some hundreds does not fail under gloo: it waits to the end of its time, and the process cannot end before."""
 _background_groups: weakref.WeakKeyDictionary[Any, BackgroundGroup] = weakref.WeakKeyDictionary()
 
 
