@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Self, TypeVar
@@ -179,9 +179,9 @@ def _data_ranks(ranks: torch.Tensor, names: Sequence[str], data: Sequence[str]) 
     return tuple(numbers[rank] for rank in sorted(numbers))
 
 
-def data_dimensions(sizes: Mapping[str, int]) -> list[str]:
-    """Names, of those of a mesh's dimensions, over which the data are split."""
-    return [name for name in (REPLICATE, SHARD) if name in sizes]
+def data_dimensions(names: Collection[str]) -> list[str]:
+    """Of the names of a mesh's dimensions, those over which the data are split."""
+    return [name for name in (REPLICATE, SHARD) if name in names]
 
 
 def meshes_like(mesh: DeviceMesh) -> torch.Tensor:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -25,12 +27,12 @@ from dalsegno.distributed.modes import (
 )
 from dalsegno.errors import ConfigurationError
 
-from .base import Parallel, WithTrainedLoss, gathered_dtype, has_own_parameters
+from .base import Parallel, WithTrainedLoss, gathered_dtype, has_own_parameters, make_copies_equal
 from .ddp import DataParallel
-from .fsdp import FullySharded
+from .fsdp import shard, unit_names
 from .fused_backward import FusedBackward
 from .pipeline import Pipelined
-from .tensor import TensorSharded
+from .tensor import planned_styles, split_layers
 from .torchrun import require_launch
 
 __all__ = ["FusedBackward", "Parallel", "Pipelined", "parallelize"]
@@ -100,14 +102,24 @@ def _spread(model: nn.Module, modes: Sequence[Mode], layout: Layout, device: tor
         return Parallel(model)
     if mesh is None:
         return DataParallel(model, device)
+    dtype = gathered_dtype(model, modes, bf16=bf16)
     if pipeline is not None:
-        return Pipelined(model, pipeline, mesh, device, sharding, tensor, gathered_dtype(model, modes, bf16=bf16))
-    layers = None if tensor is None else mesh[TENSOR]
+        return Pipelined(model, pipeline, mesh, device, sharding, tensor, dtype)
+    return Parallel(model, partial(_distribute, model, mesh, tensor, sharding, dtype))
+
+
+def _distribute(
+    model: nn.Module, mesh: DeviceMesh, tensor: TensorParallel | None, sharding: FSDP | None, dtype: torch.dtype | None
+) -> None:
+    """Split layers, then shard the model over the data ranks. One that is sharded already is used as it is."""
+    if isinstance(model, FSDPModule):
+        return
+    make_copies_equal(model)
+    if tensor is not None:
+        split_layers(model, planned_styles(model, tensor, mesh[TENSOR]), mesh[TENSOR])
     if sharding is not None:
-        data = tuple(data_dimensions(layout.dimensions))
-        return FullySharded(model, sharding, mesh[data], tensor, layers, dtype=gathered_dtype(model, modes, bf16=bf16))
-    assert tensor is not None and layers is not None, "these are all modes that have a mesh"
-    return TensorSharded(model, tensor, layers)
+        data = mesh[tuple(data_dimensions(mesh.mesh_dim_names or ()))]
+        shard(model, unit_names(model, sharding), sharding, data, dtype)
 
 
 def _spread_loss(

@@ -34,11 +34,12 @@ class Parallel:
     entries: Collection[nn.Module] = ()
     """Modules at which another rank continues the forward pass: the first of each pipeline stage but the first."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """To be called before the model is distributed, which may replace its parameters."""
+    def __init__(self, model: nn.Module, distribute: Callable[[], object] = lambda: None) -> None:
+        """``distribute``: distributes the model, which may replace its parameters."""
         self.module = model
-        self._sharded = sharded_parts(model)  # by the user, so far
         self._before = {id(parameter): name for name, parameter in model.named_parameters()}
+        distribute()
+        self._sharded = [part for part in model.modules() if isinstance(part, FSDPModule)]
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -69,11 +70,6 @@ class Parallel:
     def totals(self, parameters: Sequence[nn.Parameter]) -> StepTotals:
         """Return what clips the gradients of these parameters. To be called once the optimizer has them."""
         return totals_of_whole(GradientClipping(parameters))
-
-
-def sharded_parts(model: nn.Module) -> list[FSDPModule]:
-    """The modules to which ``fully_shard`` was applied. To be called once: it looks at every module."""
-    return [part for part in model.modules() if isinstance(part, FSDPModule)]
 
 
 def make_copies_equal(model: nn.Module) -> None:

@@ -8,41 +8,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from dalsegno.distributed.blocks import matching_names, unshared
-from dalsegno.distributed.modes import FSDP, TensorParallel
-from dalsegno.distributed.parallel.base import Parallel, make_copies_equal, sharded_parts
-from dalsegno.distributed.parallel.tensor import planned_styles, split_layers
-
-
-class FullySharded(Parallel):
-    """Shards each unit, and the rest of the model as one more. A part that shares a parameter with another one belongs
-    to the rest. A model that is sharded already is used as it is.
-
-    Args:
-        mesh: over which the data are split; of two dimensions for HSDP.
-        layers: splits layers first, over ``layer_mesh``, which has one dimension.
-        dtype: of gathered parameters, unless ``mode`` has an ``mp_policy``; gradients are then reduced in float32.
-            None: that of the parameters.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        mode: FSDP,
-        mesh: DeviceMesh,
-        layers: TensorParallel | None,
-        layer_mesh: DeviceMesh | None,
-        dtype: torch.dtype | None,
-    ) -> None:
-        super().__init__(model)
-        if not isinstance(model, FSDPModule):
-            make_copies_equal(model)
-            if layers is not None and layer_mesh is not None:
-                split_layers(model, planned_styles(model, layers, layer_mesh), layer_mesh)
-            shard(model, unit_names(model, mode), mode, mesh, dtype)
-        self._sharded = sharded_parts(model)
+from dalsegno.distributed.modes import FSDP
 
 
 def shard(
@@ -53,9 +22,14 @@ def shard(
     dtype: torch.dtype | None,
     reshard_after_forward: bool | int | None = None,
 ) -> None:
-    """Apply ``fully_shard`` to the units (None: the blocks) of ``model``, and to the rest.
+    """Apply ``fully_shard`` to the units (None: the blocks) of ``model``, and to the rest. A part that shares a
+    parameter with another one belongs to the rest.
 
-    ``reshard_after_forward``: unless ``mode`` has it. The other arguments are those of :class:`FullySharded`.
+    Args:
+        mesh: over which the data are split; of two dimensions for HSDP.
+        dtype: of gathered parameters, unless ``mode`` has an ``mp_policy``; gradients are then reduced in float32.
+            None: that of the parameters.
+        reshard_after_forward: unless ``mode`` has it.
     """
     if mode.reshard_after_forward is not None:
         reshard_after_forward = mode.reshard_after_forward

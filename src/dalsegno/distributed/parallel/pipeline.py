@@ -64,7 +64,7 @@ class Pipelined(Parallel):
         self._mesh = mesh
         self._group = mesh.get_group(STAGES)
         self._inner = (mesh.mesh_dim_names or ())[1:]
-        data = tuple(data_dimensions(dict(zip(self._inner, mesh.shape[1:], strict=True))))
+        data = tuple(data_dimensions(self._inner))
         self._same_stage = mesh[self._inner]._flatten().get_group() if self._inner else None
         ranks, here = mesh.size(0), mesh.get_local_rank(STAGES)
         mode = replace(mode.of_model(model), size=ranks)
@@ -190,12 +190,8 @@ def _leave_to_others(model: nn.Module, stores: Stores, here: int, device: torch.
     for name, tensor in _tensors(model).items():
         target = device if here in stores[name] else torch.device("meta")
         if tensor.device != target:
-            with torch.no_grad():
-                moved = tensor.detach().to(target)
-            if isinstance(tensor, nn.Parameter):
-                moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+            moved = replaced[id(tensor)] = _in_place_of(tensor, tensor.detach().to(target))
             moved.__dict__.update(tensor.__dict__)
-            replaced[id(tensor)] = moved
     _replace(model, replaced)
 
 
@@ -205,9 +201,12 @@ def _leave_whole(model: nn.Module) -> None:
     for tensor in _tensors(model).values():
         if isinstance(tensor, DTensor) and tensor.is_meta:
             whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            replaced[id(tensor)] = nn.Parameter(whole, requires_grad=tensor.requires_grad) if is_parameter else whole
+            replaced[id(tensor)] = _in_place_of(tensor, whole)
     _replace(model, replaced)
+
+
+def _in_place_of(tensor: Tensor, values: Tensor) -> Tensor:
+    return nn.Parameter(values, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
 
 
 def _replace(model: nn.Module, replaced: Mapping[int, Tensor]) -> None:

@@ -15,7 +15,7 @@ from dalsegno.distributed.blocks import matching_names
 from dalsegno.distributed.modes import TensorParallel
 from dalsegno.errors import ConfigurationError
 
-from .base import Parallel, make_copies_equal, tied_parameters
+from .base import tied_parameters
 
 _STYLES_OF_TRANSFORMERS: Mapping[str, Any] = {
     "colwise": ColwiseParallel,
@@ -27,20 +27,10 @@ _STYLES_OF_TRANSFORMERS: Mapping[str, Any] = {
 """Styles in the plans of Hugging Face models, by name."""
 
 
-class TensorSharded(Parallel):
-    """Splits layers by a plan; every rank has the rest of the model. Gradients of the rest are equal on all ranks,
-    because their inputs are."""
-
-    def __init__(self, model: nn.Module, mode: TensorParallel, mesh: DeviceMesh) -> None:
-        """``mesh``: of one dimension."""
-        super().__init__(model)
-        make_copies_equal(model)
-        split_layers(model, planned_styles(model, mode, mesh), mesh)
-
-
 def split_layers(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
     """Replace the parameters of the modules in ``styles`` by DTensors on ``mesh``, which has one dimension. Each rank
-    keeps a part of its own copy, so the copies must be equal."""
+    keeps a part of its own copy, so the copies must be equal. Gradients of the rest of the model are equal on all
+    ranks, because their inputs are."""
     tied = tied_parameters(model)
     for name, style in styles.items():
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
