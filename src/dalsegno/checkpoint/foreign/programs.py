@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from dalsegno.checkpoint.async_save import AsyncSave, NewDirectory
 from dalsegno.checkpoint.contract import Captured
 from dalsegno.checkpoint.export import LARGEST_SHARD, checkpoint_to_export, expect_all_saved, export_model
 from dalsegno.checkpoint.foreign import pickles
-from dalsegno.checkpoint.foreign.formats import PROGRAMS, TRAINER_STATE, Found, Place, Program
+from dalsegno.checkpoint.foreign.formats import PROGRAMS, TRAINER_STATE, Place, Program
 from dalsegno.checkpoint.index import Index
 from dalsegno.checkpoint.manifest import Checkpoint, ComponentRecord
 from dalsegno.checkpoint.names import MODEL, SETTINGS
@@ -50,25 +50,20 @@ class OptimizerContents:
     def is_by_position(self) -> bool:
         return are_positional([group["params"] for group in self.groups])
 
-    @property
-    def names(self) -> list[str]:
-        return [name for group in self.groups for name in group["params"]]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
     """State of a run after ``step`` optimizer steps. Tensors are full tensors on the CPU; each tied one is in ``model``
-    once, and ``tied`` has its further names. ``left_out``: parts that are missing in the files, or have no place in
-    those that are written, and why."""
+    once, and ``tied`` has its further names. ``left_out``: parts that were not taken, and why."""
 
     program: str
     step: int
     model: Mapping[str, torch.Tensor]
-    tied: Mapping[str, str] = field(default_factory=dict)
-    optimizer: OptimizerContents | None = None
-    schedulers: Sequence[Mapping[str, Any]] = ()
-    place: Place = field(default_factory=Place)
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str]
+    optimizer: OptimizerContents | None
+    schedulers: Sequence[Mapping[str, Any]]
+    place: Place
+    left_out: Mapping[str, str]
 
 
 # --- import ---------------------------------------------------------------------------------------------------------
@@ -127,7 +122,7 @@ def import_checkpoint(
     _expect_no_run(target)
     layout = _program_of(path, program)
     try:
-        run = _run_of(layout.read(path), layout.name, path, step, epoch, strip_prefix, optimizer)
+        run = _run_of(layout, path, step, epoch, strip_prefix, optimizer)
     except DalsegnoError:
         raise
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError, RecursionError) as error:
@@ -166,16 +161,11 @@ _NOT_TAKEN = {
 
 
 def _run_of(
-    found: Found,
-    program: str,
-    path: Path,
-    step: int | None,
-    epoch: float | None,
-    strip_prefix: str,
-    optimizer: str | None,
+    program: Program, path: Path, step: int | None, epoch: float | None, strip_prefix: str, optimizer: str | None
 ) -> RunState:
-    """The state that these parts make, as far as the caller has not given others; arguments and errors are those of
+    """The state in the files, as far as the caller has not given another; arguments and errors are those of
     ``import_checkpoint``."""
+    found = program.read(path)
 
     def renamed(name: str) -> str:
         return _unwrapped(name).removeprefix(strip_prefix)
@@ -206,7 +196,7 @@ def _run_of(
     if not place.is_known:
         left_out["place in the data"] = "not saved: it begins anew; pass --epoch, say 1.25"
     return RunState(
-        program=found.program or program,
+        program=found.program or program.name,
         step=finished,
         model={renamed(name): each.contiguous() for name, each in own.items() if name not in tied},
         tied={renamed(alias): renamed(name) for alias, name in tied.items()},
@@ -351,9 +341,9 @@ def _captured(optimizer: OptimizerContents) -> _Tensors:
     """The optimizer as a checkpoint stores it."""
     tensors: dict[str, torch.Tensor] = {}
     rows = OptimizerRows()
-    for name in (each for each in optimizer.names if each in optimizer.state):
+    for name, values in optimizer.state.items():
         plain = rows.plain[name] = {}
-        for kind, value in optimizer.state[name].items():
+        for kind, value in values.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 tensors[f"{name}.{kind}"] = value.contiguous()
                 rows.sharded.setdefault(name, []).append(kind)
@@ -411,18 +401,68 @@ def export_checkpoint(
     if place.exists():
         raise ConfigurationError(f"{place}: exists already; choose another name")
     source = checkpoint_to_export(checkpoint, best=best)
-    run, settings = _read(source)
-    files: list[Path] = []
+    content, left_out = _read(source)
     if program == "hf":
-        if run.optimizer is None:
+        if "optimizer" not in content:
             raise ConfigurationError("the checkpoint contains no optimizer, without which Hugging Face cannot resume")
         done = export_model(source.path, place, max_shard_size=max_shard_size, config_from=config_from)
-        files += [*done.files, *done.copied, *_write_trainer(run, settings, place)]
+        files = [*done.files, *done.copied, *_write_trainer(content, source, place)]
     else:
         filesystem.make_directory(place.parent)
-        files.append(_save(_content_of(run), place))
-    further = {f"scheduler.{number}": "there is a place for one" for number in range(1, len(run.schedulers))}
-    return ExportedRun(source.path, PROGRAMS[program].name, files, {**run.left_out, **further})
+        files = [_save(content, place)]
+    return ExportedRun(source.path, PROGRAMS[program].name, files, left_out)
+
+
+def _read(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
+    """What a file of ``torch.save`` contains of a verified checkpoint, and what it does not, with the reason.
+
+    The model's tensors are there under all their names, tied ones the same tensor; the optimizer's state by number.
+    Raises ConfigurationError if the checkpoint is not that of a whole run, was saved without its frozen parameters, or
+    contains quantized or wrapped weights.
+    """
+    if missing := [key for key in (MODEL, "trainer", "loader") if key not in checkpoint.manifest.components]:
+        raise ConfigurationError(
+            f"{checkpoint.path}: contains no {', '.join(missing)}, so no program can resume from it; export its model "
+            "alone, without program="
+        )
+    saved, index = SavedStates(checkpoint), Index.of_checkpoint(checkpoint)
+    rest = saved.state(MODEL)
+    _expect_plain(checkpoint, rest, "weights", "export the adapters (--adapters), or without --program the model alone")
+    expect_all_saved(checkpoint, index.known_of(MODEL), index.of(MODEL))
+    tensors = read_tensors(checkpoint)
+    model = tensors[MODEL]
+    content = {
+        "model": model | {alias: model[name] for alias, name in rest["tied"].items()},
+        "step": checkpoint.step,
+        "epoch": Place.at(saved.state("trainer")["epoch"]).position,
+    }
+    schedulers = [key for key in sorted(saved) if key.startswith("scheduler.")]
+    if schedulers:
+        content["lr_scheduler"] = saved.state(schedulers[0])
+    if _OPTIMIZER in saved:
+        own = saved.state(_OPTIMIZER)
+        _expect_plain(checkpoint, own, "states of parameters", "export the model alone")
+        content["optimizer"] = _by_number(own, tensors.get(_OPTIMIZER, {}))
+    left_out = {key: "never exported" for key in saved if key not in _EXPORTED and key not in schedulers}
+    left_out |= dict.fromkeys(rest["extra"], "not a tensor")
+    return content, left_out | dict.fromkeys(schedulers[1:], "there is a place for one")
+
+
+_EXPORTED = {MODEL, _OPTIMIZER, "trainer", "loader", "clock", "meter"}
+
+
+def _by_number(own: State, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The ``state_dict`` of a torch optimizer with this state, and these sharded tensors."""
+    rows = OptimizerRows.of(own)
+    names = [name for group in own["groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    state = {
+        number: rows.plain[name] | {kind: tensors[f"{name}.{kind}"] for kind in rows.sharded.get(name, ())}
+        for name, number in numbers.items()
+        if name in rows.plain
+    }
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in own["groups"]]
+    return {"state": state, "param_groups": groups}
 
 
 _TRAINER_SETTINGS = {
@@ -434,42 +474,26 @@ _TRAINER_SETTINGS = {
 trainer divides by them: 0, which turns a schedule off here, is left out."""
 
 
-def _write_trainer(run: RunState, settings: Mapping[str, Any], folder: Path) -> list[Path]:
+def _write_trainer(content: Mapping[str, Any], source: Checkpoint, folder: Path) -> list[Path]:
     """Beside the model, what a trainer with the same parameter groups resumes (``resume_from_checkpoint=``)."""
+    saved = SavedStates(source)
+    settings, loader = saved.state(SETTINGS) if SETTINGS in saved else {}, saved.state("loader")
+    if not settings.get("per_device_train_batch_size") and loader.get("microbatches"):  # a loader of the user's own
+        data_ranks = len({*source.manifest.data_ranks}) or source.manifest.world_size
+        batch = loader.get("samples", 0) // loader["microbatches"] // data_ranks
+        settings = {**settings, "per_device_train_batch_size": batch}
     progress = {
-        "global_step": run.step,
-        "epoch": run.place.position,
+        "global_step": content["step"],
+        "epoch": content["epoch"],
         **{theirs: settings[ours] for theirs, ours in _TRAINER_SETTINGS.items() if settings.get(ours)},
         # Its next save replaces the first, and appends to the second; it raises KeyError for one that is not there.
         "stateful_callbacks": {"TrainerControl": {"args": {}, "attributes": {}}, "EarlyStoppingCallback": []},
     }
-    content = _content_of(run)
     files = [_save(content["optimizer"], folder / "optimizer.pt")]
-    if run.schedulers:
+    if "lr_scheduler" in content:
         files.append(_save(content["lr_scheduler"], folder / "scheduler.pt"))
     filesystem.replace_durably(folder / TRAINER_STATE, json.dumps(progress, indent=2).encode())
     return [*files, folder / TRAINER_STATE]
-
-
-def _content_of(run: RunState) -> dict[str, Any]:
-    """With the model's tensors under all their names, tied ones the same tensor, and the optimizer's by number."""
-    sources = {**{name: name for name in run.model}, **run.tied}
-    content = {
-        "model": {name: run.model[source] for name, source in sources.items()},
-        "step": run.step,
-        "epoch": run.place.position,
-    }
-    if run.schedulers:
-        content["lr_scheduler"] = dict(run.schedulers[0])
-    if (optimizer := run.optimizer) is not None:
-        numbers = {name: number for number, name in enumerate(optimizer.names)}
-        content["optimizer"] = {
-            "state": {number: optimizer.state[name] for name, number in numbers.items() if name in optimizer.state},
-            "param_groups": [
-                {**group, "params": [numbers[each] for each in group["params"]]} for group in optimizer.groups
-            ],
-        }
-    return content
 
 
 def _save(content: object, path: Path) -> Path:
@@ -478,50 +502,6 @@ def _save(content: object, path: Path) -> Path:
     torch.save(content, partial)
     filesystem.rename(partial, path)
     return path
-
-
-def _read(checkpoint: Checkpoint) -> tuple[RunState, Mapping[str, Any]]:
-    """The state in a verified checkpoint, and the run's settings. Raises ConfigurationError if it is not that of a
-    whole run, was saved without its frozen parameters, or contains quantized or wrapped weights."""
-    if missing := [key for key in (MODEL, "trainer", "loader") if key not in checkpoint.manifest.components]:
-        raise ConfigurationError(
-            f"{checkpoint.path}: contains no {', '.join(missing)}, so no program can resume from it; export its model "
-            "alone, without program="
-        )
-    saved, index = SavedStates(checkpoint), Index.of_checkpoint(checkpoint)
-    trainer, loader, rest = saved.state("trainer"), saved.state("loader"), saved.state(MODEL)
-    _expect_plain(checkpoint, rest, "weights", "export the adapters (--adapters), or without --program the model alone")
-    expect_all_saved(checkpoint, index.known_of(MODEL), index.of(MODEL))
-    tensors = read_tensors(checkpoint)
-    settings = saved.state(SETTINGS) if SETTINGS in saved else {}
-    batch = settings.get("per_device_train_batch_size", 0)
-    if not batch and loader.get("microbatches") and loader.get("samples"):  # a loader of the user's own
-        data_ranks = len({*checkpoint.manifest.data_ranks}) or checkpoint.manifest.world_size
-        batch = loader["samples"] // loader["microbatches"] // data_ranks
-    optimizer = None
-    if _OPTIMIZER in saved:
-        own = saved.state(_OPTIMIZER)
-        _expect_plain(checkpoint, own, "states of parameters", "export the model alone")
-        rows, parts = OptimizerRows.of(own), tensors.get(_OPTIMIZER, {})
-        states = {
-            name: {**plain, **{kind: parts[f"{name}.{kind}"] for kind in rows.sharded.get(name, ())}}
-            for name, plain in rows.plain.items()
-        }
-        optimizer = OptimizerContents(saved.record(_OPTIMIZER).class_name, own["groups"], states)
-    schedulers = [key for key in sorted(saved) if key.startswith("scheduler.")]
-    taken = {MODEL, _OPTIMIZER, "trainer", "loader", "clock", "meter", *schedulers}
-    run = RunState(
-        program="dalsegno",
-        step=checkpoint.step,
-        model=tensors[MODEL],
-        tied=rest["tied"],
-        optimizer=optimizer,
-        schedulers=[saved.state(key) for key in schedulers],
-        place=Place.at(trainer["epoch"]),
-        left_out={key: "never exported" for key in saved if key not in taken}
-        | dict.fromkeys(rest["extra"], "not a tensor"),
-    )
-    return run, {**settings, "per_device_train_batch_size": batch}
 
 
 def _expect_plain(checkpoint: Checkpoint, rest: State, what: str, instead: str) -> None:
