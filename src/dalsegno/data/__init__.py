@@ -8,13 +8,13 @@ from .fingerprint import TrainingData as TrainingData
 from .fingerprint import check_same_length as check_same_length
 from .loader import NOT_EXACT as NOT_EXACT
 from .loader import Microbatch as Microbatch
-from .loader import ResumableLoader as ResumableLoader
 from .loader import sample_count as sample_count
 from .loader import to_device as to_device
 from .mixture import Mixture as Mixture
 from .sampler import ResumableSampler as ResumableSampler
 from .sources import EvalBatches as EvalBatches
 from .sources import EvalLoader as EvalLoader
+from .sources import ResumableLoader as ResumableLoader
 from .sources import eval_loader as eval_loader
 from .sources import resumable_eval_loader as resumable_eval_loader
 from .sources import resumable_loader as resumable_loader

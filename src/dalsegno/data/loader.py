@@ -1,20 +1,17 @@
-"""ResumableLoader: interface from which a training loop reads its micro-batches, for any kind of data."""
+"""Micro-batches, their positions in the data, and what loaders of all kinds of data share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Protocol, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from dalsegno.errors import StateMismatch
-from dalsegno.stateful.component import Scope
 from dalsegno.stateful.schema import Count, Form, Must
-
-from .skipped_data import Gaps, Place
 
 
 @dataclass(slots=True)
@@ -32,91 +29,6 @@ class Microbatch:
     def pin_memory(self) -> Microbatch:
         """Called by the pinning thread of a loader whose workers return micro-batches."""
         return Microbatch(pin_memory(self.batch), self.samples, self.global_samples)  # type: ignore[no-untyped-call]
-
-
-class MicrobatchLoader(Protocol):
-    """A loader of training or evaluation data. Iterating yields the *rest* of the current epoch."""
-
-    @property
-    def lockstep(self) -> bool:
-        """Whether all ranks reach their last micro-batch together, and know the global number of samples of each."""
-
-    @property
-    def position(self) -> float:
-        """Finished epochs, including the fraction of the current one if its length is known."""
-
-    @property
-    def started(self) -> bool:
-        """Whether a part of the current epoch was consumed, in this leg or an earlier one."""
-
-    @property
-    def spare(self) -> Microbatch | None:
-        """This epoch's last micro-batch, to be repeated at weight zero while other ranks still have data; None if
-        unknown or not needed."""
-
-    def __iter__(self) -> Iterator[Microbatch]: ...
-
-    def length(self) -> int | None:
-        """Return the number of micro-batches of the current epoch on this rank; None if unknown."""
-
-
-class ResumableLoader(MicrobatchLoader, Protocol):
-    """Micro-batches, epoch by epoch, from any position on.
-
-    After each micro-batch, ``state_dict()`` is the position behind it, however far worker processes have read ahead.
-    The loop calls :meth:`next_epoch` at the end of an epoch, early or not.
-    """
-
-    @property
-    def state_scope(self) -> Scope: ...
-
-    @property
-    def epoch(self) -> int:
-        """The current epoch, from 0."""
-
-    def next_epoch(self) -> None:
-        """Move to the start of the next epoch."""
-
-    def restart(self) -> None:
-        """Move back to the start of the current epoch."""
-
-    def skip(self, samples: int) -> int:
-        """Skip ``samples`` samples of the rest of the current epoch, as if they had been consumed.
-
-        Returns:
-            The number of skipped samples over all ranks: fewer if the epoch ends, more if only whole micro-batches can
-            be skipped.
-        """
-
-    @property
-    def place(self) -> Place:
-        """What was consumed of the current epoch, in the unit of :meth:`set_gaps`."""
-
-    def place_after(self, microbatches: int) -> Place:
-        """Return the position this many micro-batches further on; no further than the current epoch's end."""
-
-    def set_gaps(self, gaps: Gaps) -> None:
-        """Leave out what is in ``gaps``. To be called before iterating. A micro-batch of data that is not a map dataset
-        is left out if it begins in a gap: it is read and dropped."""
-
-    def close(self) -> None:
-        """Stop the worker processes, if any. Iterating again starts new ones."""
-
-    def microbatches_per_epoch(self) -> int | None:
-        """Return the largest number of micro-batches of any rank; None if unknown."""
-
-    def samples_per_epoch(self) -> int | None:
-        """Return the number over all ranks; None if unknown."""
-
-    def samples_per_microbatch(self) -> int | None:
-        """Return the number in a full micro-batch, over all ranks; None if unknown."""
-
-    def adapt(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Convert a state saved with other data of the same kind to the same position in this data."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any) -> None: ...
 
 
 class EpochPlace(TypedDict):

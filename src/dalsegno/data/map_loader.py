@@ -31,7 +31,7 @@ class MapState(SamplerState):
 
 
 class MapLoader:
-    """Micro-batches of a map dataset; see :class:`ResumableLoader`.
+    """Micro-batches of a map dataset, read as those of :class:`.UserLoader`.
 
     ``loader`` is a torch DataLoader over :class:`Samples`, with ``sampler`` for its batches and its own generator, so
     that creating an iterator draws nothing from the global one. The state is the position behind the last micro-batch

@@ -13,7 +13,7 @@ from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.component import Stateful
 
-from .loader import CountingCollate, Microbatch, MicrobatchLoader, ResumableLoader, length_of, to_device
+from .loader import CountingCollate, Microbatch, length_of, to_device
 from .map_loader import MapLoader, Samples, StatefulSamples
 from .replay_loader import ReplayLoader
 from .sampler import ResumableSampler
@@ -21,6 +21,9 @@ from .splitting import RankShard, RestartedStream, StatefulRankShard, keeps_its_
 from .stateful_loader import StatefulLoader
 from .torchdata_loaders import StatefulDataLoader, keeps_its_order, restore_orders_of_nodes
 from .user_loader import UserLoader
+
+ResumableLoader = MapLoader | StatefulLoader | ReplayLoader
+"""A loader of training data, whose position is saved."""
 
 Collate = Callable[[list[Any]], Any]
 
@@ -122,7 +125,7 @@ class EvalLoader:
         return self._loader
 
     @contextmanager
-    def evaluated(self) -> Iterator[MicrobatchLoader]:
+    def evaluated(self) -> Iterator[MapLoader | UserLoader]:
         """Around an evaluation, which may end early: see :attr:`is_evaluated`. Yields the loader to be read."""
         self.is_evaluated = True
         try:

@@ -25,7 +25,12 @@ from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError, EmptyDataset, StateMismatch
 
 from .digests import digest
-from .loader import Microbatch, MicrobatchLoader, plain_batch
+from .loader import Microbatch, plain_batch
+from .map_loader import MapLoader
+from .user_loader import UserLoader
+
+MicrobatchLoader = MapLoader | UserLoader
+"""A loader of training or evaluation data."""
 
 LossWeight = Callable[[Any], float]
 """Weight of a batch's mean loss within its step, e.g. its number of tokens."""

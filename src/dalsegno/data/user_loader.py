@@ -23,9 +23,11 @@ END = object()
 
 
 class UserLoader:
-    """Micro-batches of any iterable of batches; see :class:`ResumableLoader`.
+    """Micro-batches of any iterable of batches, epoch by epoch, from any position on.
 
-    It cannot save its position; the subclasses :class:`StatefulLoader` and :class:`ReplayLoader` can.
+    Iterating yields the rest of the current epoch. The loop calls :meth:`next_epoch` at the end of an epoch, early or
+    not. The subclasses :class:`StatefulLoader` and :class:`ReplayLoader` save the position: after each micro-batch,
+    their ``state_dict()`` is the position behind it, however far worker processes have read ahead.
 
     Raises EmptyDataset if the loader has length 0.
 
@@ -55,6 +57,7 @@ class UserLoader:
         self._seed, self._world_size = seed, world_size
         self._samples_per_epoch = samples
         self.lockstep = lockstep or one_stream or world_size == 1
+        """Whether all ranks reach their last micro-batch together, and know the global number of samples of each."""
         self._one_stream = one_stream
         if isinstance(loader, DataLoader):
             ignore_stop_signals(loader)
@@ -72,6 +75,8 @@ class UserLoader:
         self._loaded_own: dict[str, Any] = {}  # states of the data's own generators at the loaded position
         self._lengths: list[int | None] | None = None  # of all ranks' loaders, once exchanged
         self.spare: Microbatch | None = None
+        """This epoch's last micro-batch, to be repeated at weight zero while other ranks still have data; None if
+        unknown or not needed."""
         self._gaps = Gaps()
 
     def exchange_lengths(self) -> None:
@@ -80,6 +85,7 @@ class UserLoader:
 
     @property
     def position(self) -> float:
+        """Finished epochs, including the fraction of the current one if its length is known."""
         if self._samples_per_epoch:
             return self.epoch + min(1.0, self._samples / self._samples_per_epoch)
         length = self.length()
@@ -87,6 +93,7 @@ class UserLoader:
 
     @property
     def started(self) -> bool:
+        """Whether a part of the current epoch was consumed, in this leg or an earlier one."""
         return self._microbatches > 0
 
     def __iter__(self) -> Iterator[Microbatch]:
@@ -135,11 +142,13 @@ class UserLoader:
         self.restart()
 
     def restart(self) -> None:
+        """Move back to the start of the current epoch."""
         self._microbatches = self._samples = 0
         self._exhausted, self._iterator, self.spare = False, None, None
 
     def skip(self, samples: int) -> int:
-        """Read past the samples, in whole micro-batches; each rank past its share."""
+        """Skip the next samples of the current epoch, as if they had been consumed: in whole micro-batches, each rank
+        its share. Returns the number over all ranks, which is smaller if the epoch ends."""
         passed, rest = 0, iter(self)
         while passed < samples and (microbatch := next(rest, None)) is not None:
             known = microbatch.global_samples
@@ -148,37 +157,46 @@ class UserLoader:
 
     @property
     def place(self) -> Place:
-        """Counted in samples if all ranks read one stream, since another number of ranks makes other micro-batches."""
+        """What was consumed of the current epoch: samples if all ranks read one stream, since another number of ranks
+        makes other micro-batches; else micro-batches."""
         return Place(self.epoch, self._samples if self._one_stream else self._microbatches)
 
     def place_after(self, microbatches: int) -> Place:
+        """This many micro-batches further on; no further than the current epoch's end, if that is known."""
         each = self._samples / max(self._microbatches, 1) if self._one_stream else 1  # so far in this epoch
         return Place(self.epoch, self.place.consumed + math.ceil(microbatches * each))
 
     def set_gaps(self, gaps: Gaps) -> None:
+        """Leave out each micro-batch that begins in a gap: it is read and dropped. To be called before iterating."""
         self._gaps = gaps
 
     def close(self) -> None:
+        """Stop the worker processes, if any. Iterating again starts new ones."""
         self._iterator = None
         if isinstance(self._loader, DataLoader):
             self._loader._iterator = None  # torch keeps persistent workers here
 
     def length(self) -> int | None:
+        """Number of micro-batches of the current epoch on this rank; None if unknown."""
         return length_of(self._loader)
 
     def microbatches_per_epoch(self) -> int | None:
+        """The largest number of any rank; None if unknown."""
         lengths = [self.length()] if self._lengths is None else self._lengths
         known = [length for length in lengths if length is not None]
         return max(known) if len(known) == len(lengths) else None
 
     def samples_per_epoch(self) -> int | None:
+        """The number over all ranks; None if unknown."""
         return self._samples_per_epoch
 
     def samples_per_microbatch(self) -> int | None:
+        """The number in a full micro-batch, over all ranks; None if unknown."""
         batch_size = getattr(self._loader, "batch_size", None)
         return batch_size * self._world_size if isinstance(batch_size, int) else None
 
     def adapt(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state saved with other data of the same kind, as the same position in this data."""
         return state
 
     def _place(self, kind: str) -> dict[str, Any]:

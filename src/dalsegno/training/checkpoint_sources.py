@@ -25,7 +25,8 @@ from dalsegno.checkpoint import (
 )
 from dalsegno.checkpoint.checkpoint_dir import newest_step
 from dalsegno.checkpoint.remote import mirror_of
-from dalsegno.data.loader import IMPORTED, ImportedPlace, ResumableLoader
+from dalsegno.data import ResumableLoader
+from dalsegno.data.loader import IMPORTED, ImportedPlace
 from dalsegno.distributed import collectives
 from dalsegno.distributed.rng import preserved_generators
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, NotFound, expect_known

@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dalsegno.args import TrainingArguments
 from dalsegno.data import EvalLoader, sample_count, to_device
-from dalsegno.data.loader import MicrobatchLoader
-from dalsegno.data.step_batch import LossWeight, iter_steps
+from dalsegno.data.step_batch import LossWeight, MicrobatchLoader, iter_steps
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.inference import evaluating
 from dalsegno.distributed.layout import Layout
