@@ -122,7 +122,7 @@ def test_a_sampler_that_counts_its_passes_is_said(
     new.load_state_dict(old.state_dict())
     next(iter(new))
     (warning,) = said(caplog)
-    assert warning.startswith("_Pairs yields other samples")
+    assert warning.startswith("StackDataset yields other samples")
 
 
 @dataclass

@@ -198,7 +198,7 @@ def test_all_that_is_refused_is_told_at_once(tmp_path: Path) -> None:
         "    layer.bias: saved as [1] float32, here [2] float32",
         "    layer.weight: saved as [1, 8] float32, here [2, 8] float32",
         "  optimizer: saved torch.optim.adamw.AdamW, now torch.optim.sgd.SGD",
-        "  dataset: saved 20 samples of _Pairs, now 21 samples of _Pairs",
+        "  dataset: saved 20 samples of StackDataset, now 21 samples of StackDataset",
         'to load it all the same, set allow_changes=("dataset", "model", "optimizer"):',
         "  model: tensors that fit are loaded, cast if needed, with their optimizer state; all others stay as built",
         "  optimizer: starts without state, at the learning rate that it was built with",
@@ -224,7 +224,7 @@ def test_nothing_of_a_refused_resume_has_happened(tmp_path: Path) -> None:
 )
 def test_another_dataset(tmp_path: Path, other: Any) -> None:
     leg(tmp_path, 3)
-    with pytest.raises(ds.StateMismatch, match=r"dataset: .*20 samples of _Pairs"):
+    with pytest.raises(ds.StateMismatch, match=r"dataset: .*20 samples of StackDataset"):
         leg(tmp_path, 8, parts={"train_dataset": other})
     epochs: list[float] = []
     note = Listener({"on_step_end": lambda ctx: epochs.append(ctx.state.epoch * len(other))}, name="epochs")

@@ -4,6 +4,6 @@ It has a class ``DIALECT`` (their callbacks here), a class ``Bridge`` (dalsegno'
 and ``hidden_tensors`` (their tensors in checkpoints). :mod:`dalsegno.events.adapters` finds the dialects and
 :mod:`dalsegno.checkpoint.wrapped` the tensors. Nothing else imports a library's module.
 
-Dialects are built on :mod:`.call_table`, :mod:`.observers` and :mod:`.stand_in`, bridges on :mod:`.leg` and
+Dialects are built on :mod:`.observers` and :mod:`.stand_in`, bridges on :mod:`.leg` and
 :mod:`.states`.
 """

@@ -61,14 +61,6 @@ def reads(source: str | Callable[[Any], Any]) -> Any:
     return property(attrgetter(source) if isinstance(source, str) else source)
 
 
-def batches_in(loader: Any) -> int | None:
-    """The length of a loader; None if it is unknown."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None
-
-
 class Collected:
     """What callbacks of another library log, on its way into dalsegno's records.
 

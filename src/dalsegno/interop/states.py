@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from dalsegno.checkpoint import names
+from dalsegno.data.loader import sample_count
 from dalsegno.data.step_batch import tokens_in
 from dalsegno.distributed import collectives
 from dalsegno.errors import DamagedCheckpoint, StateMismatch
@@ -131,7 +132,7 @@ class Progress:
 
     def add_batch(self, batch: Any) -> None:
         self._sees_batches = True
-        self._of_step += samples_in(batch), tokens_in(batch)
+        self._of_step += sample_count(batch), tokens_in(batch)
 
     def end_step(self, state: TrainerState) -> None:
         self._unsummed += self._of_step
@@ -190,9 +191,3 @@ def samples_of_steps(loader: Any, batch: int, accumulated: int) -> Callable[[int
         return epochs * of_epoch + min(rest * accumulated * batch, of_epoch)
 
     return count
-
-
-def samples_in(batch: Any) -> int:
-    """Samples in a batch of the user's form: the length of its first tensor, else 1."""
-    leaves = torch.utils._pytree.tree_leaves(batch)
-    return next((len(each) for each in leaves if isinstance(each, torch.Tensor) and each.dim()), 1)

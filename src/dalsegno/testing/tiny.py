@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypedDict
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, StackDataset
 
 from dalsegno.data.loader import tensors_in
 from dalsegno.events.callback import FlaglessCallback
@@ -27,22 +27,13 @@ class TinyRegression(nn.Module):
         return nn.functional.mse_loss(self.layers(x), y)
 
 
-class _Pairs(Dataset[dict[str, Tensor]]):
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self._x, self._y = x, y
-
-    def __len__(self) -> int:
-        return len(self._x)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": self._x[index], "y": self._y[index]}
-
-
 def tiny_regression_data(length: int = 100, seed: int = 0) -> Dataset[dict[str, Tensor]]:
     """``length`` samples ``{"x": (8,), "y": (1,)}``, determined by ``seed``."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(length, 8, generator=generator)
-    return _Pairs(x, x.sum(1, keepdim=True) + 0.1 * torch.randn(length, 1, generator=generator))
+    y = x.sum(1, keepdim=True) + 0.1 * torch.randn(length, 1, generator=generator)
+    columns: dict[str, Any] = {"x": x, "y": y}
+    return StackDataset(**columns)
 
 
 class _Block(nn.Module):

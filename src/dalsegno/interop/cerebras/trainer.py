@@ -17,9 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from dalsegno.data.loader import length_of
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.events import contexts
-from dalsegno.interop.stand_in import Progress, StandIn, Values, batches_in, reads
+from dalsegno.interop.stand_in import Progress, StandIn, Values, reads
 from dalsegno.state import TrainerState
 from dalsegno.system import filesystem
 
@@ -205,7 +206,7 @@ class Trainer(StandIn):
         """Whether this is the last batch of the current stretch of training, or validation; False if not known."""
         shared = self._shared
         if shared.val_name is not None:
-            return shared.val_batch + 1 == batches_in(shared.loader)
+            return shared.val_batch + 1 == length_of(shared.loader)
         step = self._state.global_step - shared.is_counted
         is_last = self.should_run_optimizer_step or shared.microbatch + 1 >= self._context.args.accumulation.at(step)
         return is_last and shared.is_last_step
@@ -409,14 +410,14 @@ class Schedule(StandIn):
             yield Stage(TRAINING, start, "train", end - start)
             if period and end % period == 0:
                 for name, loader in self._sets.items():
-                    yield Stage(VALIDATION, end, name, batches_in(loader))
+                    yield Stage(VALIDATION, end, name, length_of(loader))
             start = end
 
     @property
     def current_stage(self) -> Stage:
         shared, step = self._shared, self._state.global_step
         if shared.val_name is not None:
-            return Stage(VALIDATION, step, shared.val_name, batches_in(shared.loader))
+            return Stage(VALIDATION, step, shared.val_name, length_of(shared.loader))
         step -= shared.is_counted
         stages = [stage for stage in self.stages if stage.type == TRAINING and stage.start_step <= step]
         return stages[-1] if stages else Stage(TRAINING, step, "train", 0)
@@ -430,7 +431,7 @@ class Schedule(StandIn):
             return later
         names = list(self._sets)
         after = names[names.index(now.name) + 1 :] if now.name in names else []
-        same = [Stage(VALIDATION, now.start_step, name, batches_in(self._sets[name])) for name in after]
+        same = [Stage(VALIDATION, now.start_step, name, length_of(self._sets[name])) for name in after]
         rest = [stage for stage in self.stages if stage.type == TRAINING and stage.start_step == now.start_step]
         return [*same, *rest, *later]
 

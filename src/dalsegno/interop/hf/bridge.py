@@ -37,12 +37,12 @@ from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
 from dalsegno import state as run_state
 from dalsegno.args import TrainingArguments
+from dalsegno.data.loader import length_of, sample_count
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.table import Event
 from dalsegno.interop.leg import FELT, INSIDE_THE_STEP, Leg, Unknown, checked, unwrapped_optimizer, wrap
-from dalsegno.interop.stand_in import batches_in
-from dalsegno.interop.states import FOLDER, samples_in, samples_of_steps, states_in
+from dalsegno.interop.states import FOLDER, samples_of_steps, states_in
 from dalsegno.logs.repeats import RecordDifference
 from dalsegno.policies.triggers import OnBest
 from dalsegno.state import TrainerState
@@ -292,7 +292,7 @@ class Bridge(transformers.TrainerCallback):
 
         def training_step(original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
             leg.see_batch(inputs)
-            leg.events.microbatch_begin.fire_with(inputs, len(leg.losses), samples_in(inputs))
+            leg.events.microbatch_begin.fire_with(inputs, len(leg.losses), sample_count(inputs))
             loss = original(model, inputs, *args, **named)
             leg.losses.append(loss.detach())
             return loss
@@ -387,7 +387,7 @@ def due_at_next_step(args: Any, state: Any, loader: Any) -> transformers.Trainer
     flow, due, then = DefaultFlowCallback(), transformers.TrainerControl(), copy(state)
     then.global_step += 1
     flow.on_step_end(args, then, due)
-    batches = batches_in(loader)
+    batches = length_of(loader)
     if batches is not None and then.global_step % max(-(-batches // args.gradient_accumulation_steps), 1) == 0:
         flow.on_epoch_end(args, then, due)
     return due

@@ -32,11 +32,12 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from dalsegno.args import TrainingArguments
+from dalsegno.data.loader import sample_count
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.table import Event
 from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, checked, wrap
-from dalsegno.interop.states import Packed, samples_in
+from dalsegno.interop.states import Packed
 from dalsegno.state import TrainerState
 from dalsegno.witness import OnResume
 
@@ -179,7 +180,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
             leg.step_begin()
         leg.see_batch(batch)
         self._before = dict(trainer.callback_metrics)
-        leg.events.microbatch_begin.fire_with(batch, batch_idx % trainer.accumulate_grad_batches, samples_in(batch))
+        leg.events.microbatch_begin.fire_with(batch, batch_idx % trainer.accumulate_grad_batches, sample_count(batch))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if (leg := self._followed(trainer)) is not None:
@@ -196,7 +197,9 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
             leg.losses.append(loss)
         own_loss = None if loss is None else loss * accumulated
         found = outputs or {}
-        leg.events.microbatch_end.fire_with(own_loss, found, batch, batch_idx % accumulated, samples_in(batch), is_last)
+        leg.events.microbatch_end.fire_with(
+            own_loss, found, batch, batch_idx % accumulated, sample_count(batch), is_last
+        )
         if is_last:
             # Lightning divides each loss by the number of batches of a full step; an epoch's last step may have fewer.
             leg.losses = [loss * (accumulated / len(leg.losses)) for loss in leg.losses]

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
+from dalsegno.data.loader import length_of
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.events.contexts import Context, LogContext, TrainBeginContext, TrainEndContext
 from dalsegno.events.table import Event
-from dalsegno.interop.stand_in import Progress, Row, StandIn, TableAdapter, Values, batches_in, numbers_of, reads
+from dalsegno.interop.stand_in import Progress, Row, StandIn, TableAdapter, Values, numbers_of, reads
 from dalsegno.logs import is_wall_clock
 from dalsegno.stateful.component import State
 from dalsegno.stateful.schema import Count
@@ -271,7 +272,7 @@ class Trainer(OnRanks):
 
 
 def _length(loader: Any) -> float:
-    batches = batches_in(loader)
+    batches = length_of(loader)
     return math.inf if batches is None else batches
 
 
