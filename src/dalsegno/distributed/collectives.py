@@ -411,8 +411,8 @@ class BackgroundGroup:
 
 _TIMEOUT = datetime.timedelta(minutes=60)  # for a live rank that still has a lot to write
 _ANSWER_TIMEOUT = datetime.timedelta(minutes=1)
-"""For rank 0 to send an answer, which each live rank is already waiting for. Of the sends to a rank that was just killed,
-one in some hundreds does not fail under gloo: it waits to the end of its time, and the process cannot end before."""
+"""For rank 0 to send an answer, which each live rank is already waiting for. Of the sends to a rank that was just
+killed, gloo lets one in some hundreds wait to the end of its time, and the process cannot end before."""
 _background_groups: weakref.WeakKeyDictionary[Any, BackgroundGroup] = weakref.WeakKeyDictionary()
 
 
