@@ -304,26 +304,24 @@ class Growth:
         return self._written
 
 
-class _Growing:
-    """A file that has yet to be written, with the parameters that ``model`` has until then."""
+class _Growing(Growth):
+    """Of a file that has yet to be written, with the parameters that ``model`` has until then."""
 
     def __init__(self, path: Path, layout: FrameLayout, model: GlobalModel) -> None:
+        super().__init__(layout.length)
         self.path = path
-        self.growth = Growth(layout.length)
         self._pieces = frame_pieces(layout, model.bytes_as_trained(layout.order))
         self._piece = memoryview(b"")  # the next one to write
-        self._written = 0
 
     def write(self) -> None:
         descriptor = filesystem.open_own(self.path, os.O_WRONLY | os.O_CREAT)
         try:
             os.lseek(descriptor, self._written, os.SEEK_SET)
-            while self._written < self.growth.length:
+            while self._written < self.length:
                 self._piece = self._piece or next(self._pieces)
                 filesystem.write_all(descriptor, self._piece, self.path)
-                self._written += len(self._piece)
-                self._piece = memoryview(b"")
-                self.growth.advance(self._written)
+                written, self._piece = self._written + len(self._piece), memoryview(b"")
+                self.advance(written)
             if os.fstat(descriptor).st_size > self._written:  # of what it overwrites, whose blocks served until here
                 filesystem.truncate(descriptor, self._written, self.path)
         finally:
@@ -368,7 +366,7 @@ class Versions:
             with self._lock:
                 growing = self._growing.pop(version, None)
             if growing is not None:
-                growing.growth.fail()
+                growing.fail()
                 with suppress(OSError):
                     filesystem.remove(growing.path)
 
@@ -377,7 +375,7 @@ class Versions:
         with self._lock:
             growing = self._growing.get(version)
             if growing is not None:
-                return FileIO(filesystem.open_own(growing.path, os.O_RDONLY | os.O_CREAT)), growing.growth
+                return FileIO(filesystem.open_own(growing.path, os.O_RDONLY | os.O_CREAT)), growing
             try:
                 file = FileIO(self._path(version))
             except FileNotFoundError:

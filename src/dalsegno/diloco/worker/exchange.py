@@ -281,8 +281,12 @@ class Exchange:
         if collectives.rank() == 0:
             logger.warning(f"DiLoCo: %s: {text}", self.progress.worker_id, *values)
 
+    def taken(self, result: Result) -> Specs:
+        """Specs of the parameters of a result."""
+        return self.snapshot.specs if result.fragment is None else self.fragments[result.fragment]
+
     def _adopt(self, number: int, result: Result) -> Verdict:
-        specs = self.snapshot.specs if result.fragment is None else self.fragments[result.fragment]
+        specs = self.taken(result)
         verdict = self.fetch(result, specs)
         if verdict is Verdict.DONE:
             self.snapshot.adopt(specs)
@@ -465,18 +469,13 @@ class Flight:
         self._abandoned.set()
 
     def _take(self, result: Result) -> None:
-        exchange, specs = self._exchange, self._specs(result)
+        exchange, specs = self._exchange, in_file_order(self._exchange.taken(result))
         for number, spec in enumerate(specs):
             fetched = self._fetched[number] if self._fetched else torch.empty(spec.shape, dtype=spec.dtype)
             exchange.snapshot.take(spec, fetched)
         is_own_fragment = result.fragment is not None or exchange.options.num_fragments == 1
         exchange.snapshot.adopt(specs, exchange.options.mixing_factor if is_own_fragment else 0.0)
         exchange.progress.count, exchange.progress.version = self.submission.number, result.version
-
-    def _specs(self, result: Result) -> Specs:
-        """Specs of the parameters of a result, in the order of a frame."""
-        fragment = self._exchange.fragments[self.submission.fragment]
-        return in_file_order(self._exchange.snapshot.specs if result.fragment is None else fragment)
 
     def _skip(self) -> None:
         self._exchange.snapshot.errors.update(self._errors_before)
@@ -519,7 +518,7 @@ class Flight:
                 fetched.append(torch.empty(spec.shape, dtype=spec.dtype))
                 reader.tensor(fetched[-1])
 
-        client.fetch(result, self._specs(result), take)
+        client.fetch(result, exchange.taken(result), take)
         self._fetched = fetched
         is_replaced = not self._is_wanted and submission.number > self._known
         return _Arrival(Verdict.DONE, result, is_replaced)

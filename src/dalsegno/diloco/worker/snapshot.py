@@ -8,6 +8,7 @@ of its own stages; rank 0 gets the full tensors of the others from the first ran
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -53,23 +54,19 @@ class GlobalSnapshot:
     def differences(self, sent: Specs) -> Iterator[Tensor]:
         """Pseudo-gradients, full and on the CPU, in the order of a frame. Collective if sharded."""
         for spec in in_file_order(sent):
-            yield self._difference(spec)
+            yield self._for_rank_zero(spec, partial(self._changed, spec))
 
     def parameters(self) -> Iterator[Tensor]:
         """The model's own parameters, full and on the CPU, in the order of a frame. Collective if sharded."""
         for spec in in_file_order(self.specs):
             yield self._for_rank_zero(spec, lambda of: full_tensor(of.detach()))
 
-    @torch.no_grad()
-    def _difference(self, spec: TensorSpec) -> Tensor:
+    def _changed(self, spec: TensorSpec, now: Tensor) -> Tensor:
+        """The full tensor to send."""
+        if spec.dtype == torch.int8:
+            return quantize(self._difference_and_error(spec.name))
         wide = torch.promote_types(spec.dtype, torch.float32)
-
-        def changed(now: Tensor) -> Tensor:
-            if spec.dtype == torch.int8:
-                return quantize(self._difference_and_error(spec.name))
-            return full_tensor((self.tensors[spec.name].to(wide) - now.detach().to(wide)).to(spec.dtype))
-
-        return self._for_rank_zero(spec, changed)
+        return full_tensor((self.tensors[spec.name].to(wide) - now.detach().to(wide)).to(spec.dtype))
 
     def _for_rank_zero(self, spec: TensorSpec, full: Callable[[Tensor], Tensor]) -> Tensor:
         """A full tensor on the CPU, whose values count on rank 0; collective if the parameter is sharded. ``full``
