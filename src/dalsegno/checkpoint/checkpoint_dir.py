@@ -20,12 +20,12 @@ from dalsegno.system import filesystem
 logger = logging.getLogger("dalsegno")
 
 
-def newest_first(directory: Path, after: int = -1, until: int | None = None) -> list[Path]:
-    """Published checkpoints of steps greater than ``after``, up to ``until`` (None: all), verified or not."""
-    steps = {path: step for path in _children(directory) if (step := names.step_of(path)) is not None}
-    last = max(steps.values(), default=0) if until is None else until
-    found = [path for path in steps if after < steps[path] <= last and path.is_dir()]
-    return sorted(found, key=steps.__getitem__, reverse=True)
+def published(directory: Path, after: int = -1, until: int | None = None) -> dict[int, Path]:
+    """Published checkpoints by step, the newest first, verified or not: of steps greater than ``after``, up to
+    ``until`` (None: all)."""
+    found = {step: path for path in _children(directory) if (step := names.step_of(path)) is not None and path.is_dir()}
+    within = [step for step in found if after < step and (until is None or step <= until)]
+    return {step: found[step] for step in sorted(within, reverse=True)}
 
 
 def partial(directory: Path) -> list[Path]:
@@ -40,9 +40,8 @@ def quarantined(directory: Path) -> list[Path]:
 def newest_step(directory: Path) -> int:
     """The greatest step of a published checkpoint, else of a quarantined one; -1 without. A run that has checkpoints
     has left the timeline of those that were quarantined."""
-    published = [step for path in newest_first(directory) if (step := names.step_of(path)) is not None]
     renamed = [step for path in quarantined(directory) if (step := names.quarantined_step_of(path)) is not None]
-    return max(published or renamed, default=-1)
+    return max(published(directory) or renamed, default=-1)
 
 
 def expect_none_quarantined(directory: Path) -> None:

@@ -328,7 +328,7 @@ class LinkableFiles:
     def of_newest(cls, directory: Path) -> LinkableFiles | None:
         """Files of the newest checkpoint in ``directory`` whose manifest is valid; None if there is none."""
         with contextlib.suppress(DalsegnoError, OSError):
-            paths = checkpoint_dir.newest_first(directory)
+            paths = checkpoint_dir.published(directory).values()
             found, _ = checkpoint_dir.first_valid(paths, Checkpoint.open)
             if found is not None:
                 return cls(found.path, found.manifest.files, unverified=found.manifest.files)

@@ -401,9 +401,9 @@ def _published(output_dir: Path, candidates: Mapping[str, int | None], after: in
     found = []
     for name, only in candidates.items():
         directory = memory_dir.find(name, output_dir)
-        for path in [] if directory is None else checkpoint_dir.newest_first(directory.checkpoints, after=after):
-            step = names.step_of(path)
-            if step is not None and only in (None, step):
+        there = {} if directory is None else checkpoint_dir.published(directory.checkpoints, after)
+        for step, path in there.items():
+            if only in (None, step):
                 with contextlib.suppress(OSError):
                     found.append((step, name, (path / names.MANIFEST).read_bytes()))
     return found

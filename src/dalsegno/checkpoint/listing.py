@@ -71,7 +71,7 @@ def list_checkpoints(place: Path) -> list[CheckpointInfo]:
         return [_inspected(place)]
     directory = directory_of(place)
     paths = [
-        *checkpoint_dir.newest_first(directory),
+        *checkpoint_dir.published(directory).values(),
         *checkpoint_dir.quarantined(directory),
         *checkpoint_dir.partial(directory),
     ]
@@ -167,7 +167,7 @@ class Summaries:
     def of(self, directory: Path) -> list[CheckpointSummary]:
         """Oldest first. Logs and skips checkpoints that are not valid."""
         former, self._known = self._known, {}
-        for path in reversed(checkpoint_dir.newest_first(directory)):
+        for path in reversed(checkpoint_dir.published(directory).values()):
             if path in former and all(_mark(place) == mark for place, mark in former[path][1].items()):
                 self._known[path] = former[path]
                 continue

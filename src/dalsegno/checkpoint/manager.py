@@ -205,7 +205,8 @@ class CheckpointManager:
         self.settle()
         if path is not None:
             return self._verified(path)
-        paths = collectives.from_rank_zero(functools.partial(checkpoint_dir.newest_first, self.directory, until=until))
+        published = functools.partial(checkpoint_dir.published, self.directory, until=until)
+        paths = [*collectives.from_rank_zero(published).values()]
         found, damaged = checkpoint_dir.first_valid(paths[:1] if strict else paths, self._verified)
         if strict and damaged:
             (error,) = damaged.values()
@@ -260,15 +261,14 @@ class CheckpointManager:
     def newest_published(self, until: int | None = None) -> tuple[Path | None, int]:
         """The newest published checkpoint of step ``until`` (None: any) or before, verified or not, and its step; else
         None and 0."""
-        newest_first = functools.partial(checkpoint_dir.newest_first, self.directory, until=until)
-        paths = collectives.from_rank_zero(newest_first)
-        return (paths[0], names.step_of(paths[0]) or 0) if paths else (None, 0)
+        published = functools.partial(checkpoint_dir.published, self.directory, until=until)
+        return next(((path, step) for step, path in collectives.from_rank_zero(published).items()), (None, 0))
 
     def archive_after(self, step: int | None, into: Path) -> list[Path]:
         """Move the checkpoints later than ``step`` (None: all) to ``into``, newest first. Returns their new paths."""
 
         def move() -> list[Path]:
-            paths = checkpoint_dir.newest_first(self.directory, after=-1 if step is None else step)
+            paths = checkpoint_dir.published(self.directory, after=-1 if step is None else step).values()
             return [checkpoint_dir.archive(path, into) for path in paths]
 
         self.settle()

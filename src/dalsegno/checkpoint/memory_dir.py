@@ -63,8 +63,7 @@ class MemoryDir:
     @property
     def newest_step(self) -> int | None:
         """Step of its newest checkpoint, valid or not; None if it has none."""
-        published = checkpoint_dir.newest_first(self.checkpoints)
-        return names.step_of(published[0]) if published else None
+        return next(iter(checkpoint_dir.published(self.checkpoints)), None)
 
     @property
     def size(self) -> int:

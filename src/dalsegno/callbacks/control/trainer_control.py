@@ -171,8 +171,7 @@ def _history(directory: Path) -> Callable[[], dict[str, Any]]:
     recorded, folder = RunHistory(directory), directory / names.CHECKPOINTS
 
     def read() -> dict[str, Any]:
-        checkpoints = reversed(checkpoint_dir.newest_first(folder))
-        return {**recorded(), "checkpoints": [names.step_of(each) for each in checkpoints]}
+        return {**recorded(), "checkpoints": sorted(checkpoint_dir.published(folder))}
 
     return read
 

@@ -146,7 +146,7 @@ def _program_of(path: Path, key: str | None) -> Program:
 
 
 def _expect_no_run(target: Path) -> None:
-    if (target / "run.json").exists() or checkpoint_dir.newest_first(target / names.CHECKPOINTS):
+    if (target / "run.json").exists() or checkpoint_dir.published(target / names.CHECKPOINTS):
         raise ConfigurationError(f"{target}: has a run already; choose another directory")
 
 

@@ -114,7 +114,7 @@ def _receive(store: Store, name: str, target: Path) -> None:
 def _archive_timeline(store: Store, run: Path) -> None:
     """Archive local checkpoints that the store lacks or has with other content: another host abandoned them."""
     abandoned = []
-    for path in checkpoint_dir.newest_first(run / CHECKPOINTS):
+    for path in checkpoint_dir.published(run / CHECKPOINTS).values():
         there = store.read(f"{CHECKPOINTS}/{path.name}/{MANIFEST}")
         if there is None or there != _content(path / MANIFEST):
             abandoned.append(path)

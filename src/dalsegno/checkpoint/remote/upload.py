@@ -163,7 +163,7 @@ class Uploader:
     # -- comparing --------------------------------------------------------------------------------------------------
 
     def _steps_here(self) -> list[int]:
-        return [step for path in checkpoint_dir.newest_first(self._here) if (step := step_of(path)) is not None]
+        return [*checkpoint_dir.published(self._here)]
 
     def _missing(self) -> Iterator[Path]:
         """Checkpoints here that the store lacks, or has with another manifest; newest first."""
