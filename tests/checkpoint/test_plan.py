@@ -24,7 +24,8 @@ from dalsegno.checkpoint.contract import Captured, cuts_of
 from dalsegno.checkpoint.index import Index
 from dalsegno.checkpoint.plan import FilePlan, Plan, plan, signature
 from dalsegno.checkpoint.sharding import Box, ShardedChunks, Sharding
-from dalsegno.checkpoint.tensor_reader import PlannedLoad, part
+from dalsegno.checkpoint.tensor_files import part
+from dalsegno.checkpoint.tensor_reader import PlannedLoad
 from dalsegno.errors import CannotSave
 from dalsegno.testing import run_ranks
 
@@ -194,9 +195,8 @@ def test_the_index_does_not_grow_with_the_ranks(layout: str) -> None:
         written = [(chunk.name, chunk.offsets) for each in plans for file in each.files for chunk in file.layout.chunks]
         assert len(written) == len(set(written))
         index = Index.parse(json.loads(plans[0].index), Path("index.json"))
-        stored = {
-            (chunk.name, chunk.box.offsets): chunk.file for each in index.tensors.values() for chunk in each.chunks
-        }
+        chunks = [chunk for its in index.tensors.values() for each in its.values() for chunk in each.chunks]
+        stored = {(chunk.name, chunk.box.offsets): chunk.file for chunk in chunks}
         assert stored == {
             (chunk.name, chunk.offsets): file.name
             for each in plans

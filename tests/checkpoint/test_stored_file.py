@@ -13,6 +13,7 @@ from checkpoint import jobs
 from checkpoint.parts import Saved
 from dalsegno.checkpoint import CheckpointManager
 from dalsegno.checkpoint.files import StreamedFile
+from dalsegno.checkpoint.sharding import Box
 from dalsegno.checkpoint.tensor_files import FileLayout, StoredFile, TensorChunk
 from dalsegno.system import filesystem
 from dalsegno.testing import run_ranks
@@ -37,9 +38,10 @@ def test_any_box_into_anything(folder: Path, shape: list[int], dtype: torch.dtyp
     stored = StoredFile(folder / "file")
     assert torch.equal(stored.tensor(layout.spans[1], dtype, shape), whole)
     begins = [data.draw(st.integers(0, size)) for size in shape]
-    box = [(begin, data.draw(st.integers(0, size - begin))) for begin, size in zip(begins, shape, strict=True)]
+    sizes = [data.draw(st.integers(0, size - begin)) for begin, size in zip(begins, shape, strict=True)]
+    box = Box(tuple(begins), tuple(sizes))
     expected = whole
-    for dimension, (begin, length) in enumerate(box):
+    for dimension, (begin, length) in enumerate(zip(begins, sizes, strict=True)):
         expected = expected.narrow(dimension, begin, length)
     target = torch.zeros(expected.shape, dtype=data.draw(st.sampled_from([dtype, torch.complex128])))
     if data.draw(st.booleans()) and shape:

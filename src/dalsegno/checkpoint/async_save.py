@@ -87,9 +87,9 @@ class AsyncSave:
         destination: NewDirectory,
         *,
         step: int,
-        is_best: bool,
         metrics: Mapping[str, float],
-        is_finite: bool,
+        is_best: bool = False,
+        is_finite: bool = True,
         published: Callable[[], object] | None = None,
         afterwards: Callable[[], object] | None = None,
     ) -> None:

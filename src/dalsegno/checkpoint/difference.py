@@ -17,7 +17,6 @@ import torch
 from .frozen_checksums import read_fingerprints
 from .index import Index, StoredTensor
 from .manifest import Checkpoint
-from .names import component_and_name
 from .sidecar import saved_states
 from .tensor_files import name_of
 from .tensor_reader import ChunkReader
@@ -72,18 +71,20 @@ def tensor_differences(first: Checkpoint, second: Checkpoint) -> Iterator[Differ
     readers = [ChunkReader(each) for each in pair]
     # Tensors that neither checkpoint contains are compared by their fingerprints.
     here, there = (read_fingerprints(each, index) for each, index in zip(pair, indexes, strict=True))
-    for name in here.keys() & there.keys():
-        if {*here[name]} != {*there[name]}:
-            forms = _form(indexes[0].absent[name]), _form(indexes[1].absent[name])
-            yield Difference(*component_and_name(name), forms, is_tensor=True)
-    one, other = (each.tensors for each in indexes)
-    for name in {**one, **other}:
-        forms = _form(one.get(name)), _form(other.get(name))
-        if forms[0] != forms[1]:
-            yield Difference(*component_and_name(name), forms, is_tensor=True)
-        elif not _same_bytes(first, one[name], second, other[name]):
-            tensors = readers[0].full_tensor(one[name]), readers[1].full_tensor(other[name])
-            yield from _of_tensors(*component_and_name(name), *tensors)
+    for component in here.keys() & there.keys():
+        for name in here[component].keys() & there[component].keys():
+            if {*here[component][name]} != {*there[component][name]}:
+                one, other = (_form(each.absent[component][name]) for each in indexes)
+                yield Difference(component, name, (one, other), is_tensor=True)
+    for component in {**indexes[0].tensors, **indexes[1].tensors}:
+        ours, theirs = (each.of(component) for each in indexes)
+        for name in {**ours, **theirs}:
+            forms = _form(ours.get(name)), _form(theirs.get(name))
+            if forms[0] != forms[1]:
+                yield Difference(component, name, forms, is_tensor=True)
+            elif not _same_bytes(first, ours[name], second, theirs[name]):
+                tensors = readers[0].full_tensor(ours[name]), readers[1].full_tensor(theirs[name])
+                yield from _of_tensors(component, name, *tensors)
 
 
 def state_differences(first: Checkpoint, second: Checkpoint) -> Iterator[Difference]:

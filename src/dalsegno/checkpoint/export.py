@@ -39,7 +39,7 @@ from dalsegno.checkpoint.file_reading import FileRecord
 from dalsegno.checkpoint.files import Advance, LinkableFiles, UnchangedFile, write_hashed
 from dalsegno.checkpoint.index import Index, StoredTensor
 from dalsegno.checkpoint.manifest import Checkpoint, Manifest, is_safe_name
-from dalsegno.checkpoint.names import ADAPTERS, CALLBACKS, MODEL, SETTINGS, checkpoint_path, component_and_name
+from dalsegno.checkpoint.names import ADAPTERS, CALLBACKS, MODEL, SETTINGS, checkpoint_path
 from dalsegno.checkpoint.sidecar import SavedStates
 from dalsegno.checkpoint.tensor_files import SAFETENSORS_NAMES, FileLayout, TensorChunk, byte_count, name_of
 from dalsegno.checkpoint.tensor_reader import ChunkReader
@@ -352,8 +352,7 @@ def _stored(index: Index, average: str | None) -> dict[str, StoredTensor]:
         return model
     averages = {name: each for name, each in index.of(f"{CALLBACKS}{average}").items() if name in model}
     if not averages:
-        keys = {component_and_name(each)[0] for each in index.tensors}
-        known = sorted(key.removeprefix(CALLBACKS) for key in keys if key.startswith(CALLBACKS))
+        known = sorted(key.removeprefix(CALLBACKS) for key in index.tensors if key.startswith(CALLBACKS))
         raise UnknownName("average", average, known)
     return model | averages
 

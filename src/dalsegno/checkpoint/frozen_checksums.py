@@ -27,8 +27,7 @@ from dalsegno.checkpoint.index import Index
 from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.checkpoint.model_state import ModelState
 from dalsegno.checkpoint.sharding import Box
-from dalsegno.checkpoint.tensor_files import FileLayout, Shape, TensorChunk, as_bytes
-from dalsegno.checkpoint.tensor_reader import part
+from dalsegno.checkpoint.tensor_files import FileLayout, Shape, TensorChunk, as_bytes, part
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import full_tensor, local_part
 from dalsegno.distributed.stage_places import is_on_other_stage
@@ -74,22 +73,24 @@ def to_bytes(fingerprints: Mapping[str, Fingerprint]) -> bytes:
     return json.dumps({"format": FORMAT, "tensors": tensors}, separators=(",", ":")).encode()
 
 
-def read_fingerprints(checkpoint: Checkpoint, index: Index) -> dict[str, Sequence[Fingerprint]]:
-    """The fingerprints of each tensor that ``index`` lists as absent, which they must cover."""
-    found: dict[str, list[Fingerprint]] = {}
+def read_fingerprints(checkpoint: Checkpoint, index: Index) -> dict[str, dict[str, list[Fingerprint]]]:
+    """By component, the fingerprints of each tensor that ``index`` lists as absent, which they must cover."""
+    found = {component: {name: list[Fingerprint]() for name in its} for component, its in index.absent.items()}
     for file in names.fingerprints_among(checkpoint.manifest.files):
         path = checkpoint.file(file)
         content = read_json(path)
         check(content, FingerprintFile, str(path), DamagedCheckpoint)
         for name, entry in content["tensors"].items():
             fingerprint = Fingerprint(Box(tuple(entry["offsets"]), tuple(entry["shape"])), entry["xxh3"])
-            found.setdefault(f"{file.partition('/')[0]}.{name}", []).append(fingerprint)
-    for name, stored in index.absent.items():
-        boxes = [each.box for each in found.get(name, [])]
-        elements = sum(math.prod(box.shape) for box in boxes)
-        if elements != math.prod(stored.shape) or not all(box.is_inside(stored.shape) for box in boxes):
-            raise DamagedCheckpoint(f"{checkpoint.path}: the fingerprints of {name} do not cover it")
-    return {name: found.get(name, []) for name in index.absent}
+            if name in (of_component := found.get(file.partition("/")[0], {})):
+                of_component[name].append(fingerprint)
+    for component, its in index.absent.items():
+        for name, stored in its.items():
+            boxes = [each.box for each in found[component][name]]
+            elements = sum(math.prod(box.shape) for box in boxes)
+            if elements != math.prod(stored.shape) or not all(box.is_inside(stored.shape) for box in boxes):
+                raise DamagedCheckpoint(f"{checkpoint.path}: the fingerprints of {component}.{name} do not cover it")
+    return found
 
 
 def find_other_base(
@@ -106,9 +107,8 @@ def find_other_base(
         if not isinstance(component, ModelState) or component.key not in rests:
             continue
         if absent := component.absent(index, rests[component.key]):
-            of_component = {name: fingerprints[f"{component.key}.{name}"] for name in absent}
             collectives.run_on_all_ranks(partial(_check_even, component.key, absent))
-            others = _differing(absent, of_component)
+            others = _differing(absent, fingerprints[component.key])
             of_ranks = collectives.gather(others[:1], "whether the frozen parameters are the same")
             first = min((name for names in of_ranks for name in names), default=None)
             if first is not None:
@@ -123,7 +123,7 @@ def _check_even(component: str, tensors: Tensors) -> None:
         box_here(tensor, f"{component}.{name}")
 
 
-def _differing(tensors: Tensors, fingerprints: dict[str, Sequence[Fingerprint]]) -> list[str]:
+def _differing(tensors: Tensors, fingerprints: Mapping[str, Sequence[Fingerprint]]) -> list[str]:
     """Names of the tensors that differ, in order. Goes through all of them, since the other ranks do."""
     names = []
     for name in sorted(tensors):

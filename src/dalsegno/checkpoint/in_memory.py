@@ -24,7 +24,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -279,10 +279,7 @@ class MemoryCheckpoints:
         if snapshot.copying is not None:
             snapshot.copying.run()
         publication = MemoryPublication(self.path_of(step), self)
-        snapshot = replace(snapshot, durables=())  # what a process wrote outlives it without fsync
-        self._captured = functools.partial(
-            AsyncSave, snapshot, publication, step=step, is_best=False, metrics=metrics, is_finite=True
-        )
+        self._captured = functools.partial(AsyncSave, snapshot, publication, step=step, metrics=metrics)
 
     def publish(self) -> None:
         """Start to publish what was captured, if anything, in the background. A failure is logged."""

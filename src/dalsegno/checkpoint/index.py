@@ -77,19 +77,16 @@ class IndexFile(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The sharded tensors of a checkpoint, by ``<component>.<name>``; ``absent``: those that are not saved."""
+    """The sharded tensors of a checkpoint, by component and name; ``absent``: those that are not saved."""
 
-    tensors: Mapping[str, StoredTensor]
-    absent: Mapping[str, StoredTensor] = field(default_factory=dict)
+    tensors: dict[str, dict[str, StoredTensor]]
+    absent: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
 
     def of(self, component: str) -> dict[str, StoredTensor]:
-        return _within(component, self.tensors)
-
-    def absent_of(self, component: str) -> dict[str, StoredTensor]:
-        return _within(component, self.absent)
+        return self.tensors.get(component, {})
 
     def known_of(self, component: str) -> dict[str, StoredTensor]:
-        return self.of(component) | self.absent_of(component)
+        return self.of(component) | self.absent.get(component, {})
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint) -> Index:
@@ -102,18 +99,20 @@ class Index:
     @classmethod
     def parse(cls, content: Any, path: Path) -> Index:
         check(content, IndexFile, str(path), DamagedCheckpoint)
-        tensors = {}
+        tensors: dict[str, dict[str, StoredTensor]] = {}
+        absent: dict[str, dict[str, StoredTensor]] = {}
         try:
             shardings = [Sharding.checked(each["ranks"], each["mesh"], each["cuts"]) for each in content["shardings"]]
             for full_name, entry in content["tensors"].items():
                 chunks = ShardedChunks.of_entry(full_name, entry, shardings)
-                tensors[full_name] = StoredTensor(DTYPES[entry["dtype"]], chunks.shape, chunks)
+                stored = StoredTensor(DTYPES[entry["dtype"]], chunks.shape, chunks)
+                tensors.setdefault(chunks.component, {})[chunks.name] = stored
         except ValueError as error:
             raise DamagedCheckpoint(f"{path}: {error}") from error
-        absent = {
-            name: StoredTensor(DTYPES[entry["dtype"]], tuple(entry["shape"]), ListedChunks(()))
-            for name, entry in content.get("absent", {}).items()
-        }
+        for full_name, entry in content.get("absent", {}).items():
+            component, name = names.component_and_name(full_name)
+            stored = StoredTensor(DTYPES[entry["dtype"]], tuple(entry["shape"]), ListedChunks(()))
+            absent.setdefault(component, {})[name] = stored
         return cls(tensors, absent)
 
 
@@ -124,8 +123,3 @@ def to_bytes(
     listed = [{"ranks": each.ranks, "mesh": each.mesh, "cuts": each.cuts} for each in shardings]
     content = {"format": FORMAT, "shardings": listed, "tensors": tensors} | ({"absent": absent} if absent else {})
     return json.dumps(content, separators=(",", ":")).encode()
-
-
-def _within(component: str, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    prefix = f"{component}."
-    return {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}

@@ -137,7 +137,7 @@ class ModelState:
 
     def absent(self, stored: Index, rest: State) -> Tensors:
         """This model's tensors, by their names in the checkpoint, whose values are not saved there."""
-        there = stored.absent_of(self.key)
+        there = stored.absent.get(self.key, {})
         model = self._sorted()
         sources = model.sources(stored.known_of(self.key), rest)
         return {

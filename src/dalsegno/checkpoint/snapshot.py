@@ -211,6 +211,8 @@ class Snapshotter:
         small = self._inline_files(states)
         records = {key: each.record for key, each in (states.shared | states.own).items()}
         durables = [component.make_durable for component in components]
+        if slot is not None:
+            durables = []  # what a process wrote outlives it without fsync
         return Snapshot(files, unchanged, digests, small, records, copying, durables, self._layout)
 
     def _replan(self, states: States, signature: object) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dalsegno.checkpoint.file_reading import METADATA, HeaderEntry, naming, opened, read_header
+from dalsegno.checkpoint.sharding import Box
 from dalsegno.distributed.stage_places import is_on_other_stage
 from dalsegno.errors import CannotSave, DamagedCheckpoint, StateMismatch
 from dalsegno.stateful.schema import Must
@@ -168,6 +169,12 @@ def _header(placed: Sequence[tuple[TensorChunk, tuple[int, int]]], further: Mapp
     return (len(text) + padding).to_bytes(8, "little") + text + b" " * padding
 
 
+def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for dimension, (begin, length) in enumerate(zip(box.offsets, box.shape, strict=True)):
+        tensor = tensor.narrow(dimension, begin, length)
+    return tensor
+
+
 class StoredFile:
     """A file of tensors on disk. All reads are copies: of a memory-mapped file, a page that cannot be read would kill
     the process with SIGBUS, and tensors would change with the file."""
@@ -193,19 +200,16 @@ class StoredFile:
         span: tuple[int, int],
         dtype: torch.dtype,
         shape: Sequence[int],
-        box: Sequence[tuple[int, int]],
+        box: Box,
     ) -> None:
-        """Copy a box (begin and length in each dimension) of the tensor at ``span`` into ``target``, on any device.
-        Needs little memory."""
+        """Copy a box of the tensor at ``span`` into ``target``, on any device. Needs little memory."""
         self.check(span, dtype, shape)
         if not shape:
             target.copy_(self.tensor(span, dtype, shape))
             return
-        (first, count), *inner = box
         row = byte_count(shape[1:], dtype)
-        begin = span[0] + first * row
-        is_whole_rows = all(each == (0, size) for each, size in zip(inner, shape[1:], strict=True))
-        if is_whole_rows and target.dtype == dtype and _is_plain_memory(target):
+        begin, count = span[0] + box.offsets[0] * row, box.shape[0]
+        if box.shape[1:] == tuple(shape[1:]) and target.dtype == dtype and _is_plain_memory(target):
             self._read(target.view(-1).view(torch.uint8), begin)
             return
         at_once = max(1, filesystem.DIRECT_PIECE // max(1, row))
@@ -214,10 +218,8 @@ class StoredFile:
             rows = min(at_once, count - done)
             memory = bounce[: rows * row]
             self._read(memory, begin + done * row)
-            part = memory.view(dtype).view(rows, *shape[1:])
-            for dimension, (at, length) in enumerate(inner, 1):
-                part = part.narrow(dimension, at, length)
-            target[done : done + rows].copy_(part)
+            of_these_rows = Box((0, *box.offsets[1:]), (rows, *box.shape[1:]))
+            target[done : done + rows].copy_(part(memory.view(dtype).view(rows, *shape[1:]), of_these_rows))
 
     def check(self, span: tuple[int, int], dtype: torch.dtype, shape: Sequence[int]) -> None:
         """Raises DamagedCheckpoint if a tensor of ``dtype`` and ``shape`` cannot be at ``span``."""

@@ -21,9 +21,8 @@ from dalsegno.checkpoint.contract import TensorsByComponent, box_here
 from dalsegno.checkpoint.file_reading import HeaderEntry
 from dalsegno.checkpoint.index import Index, StoredTensor
 from dalsegno.checkpoint.manifest import Checkpoint
-from dalsegno.checkpoint.names import component_and_name
 from dalsegno.checkpoint.sharding import Box, StoredChunk
-from dalsegno.checkpoint.tensor_files import StoredFile, as_bytes, byte_count
+from dalsegno.checkpoint.tensor_files import StoredFile, as_bytes, byte_count, part
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import local_part, unexpanded
 from dalsegno.distributed.stage_places import place_of
@@ -220,9 +219,8 @@ class ChunkReader:
 
     def fill(self, target: torch.Tensor, chunk: StoredChunk, dtype: torch.dtype, box: Box) -> None:
         """Copy ``box``, part of a chunk with elements of ``dtype``, into ``target``, on any device."""
-        within = box.relative_to(chunk.box)
-        ranges = list(zip(within.offsets, within.shape, strict=True))
-        self._file(chunk.file).fill(target, self.span(chunk, dtype), dtype, chunk.box.shape, ranges)
+        span = self.span(chunk, dtype)
+        self._file(chunk.file).fill(target, span, dtype, chunk.box.shape, box.relative_to(chunk.box))
 
     def full_tensor(self, stored: StoredTensor) -> torch.Tensor:
         for chunk in stored.chunks:  # before memory is taken for a shape that no file has
@@ -244,18 +242,11 @@ class ChunkReader:
         return opened
 
 
-def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    for dimension, (begin, length) in enumerate(zip(box.offsets, box.shape, strict=True)):
-        tensor = tensor.narrow(dimension, begin, length)
-    return tensor
-
-
 def read_tensors(checkpoint: Checkpoint) -> dict[str, dict[str, torch.Tensor]]:
     """Component to name to full tensor, on the CPU, assembled from the shards of all ranks. Raises DamagedCheckpoint if
     a file has content that dalsegno cannot have written."""
     reader = ChunkReader(checkpoint)
-    tensors: dict[str, dict[str, torch.Tensor]] = {}
-    for full_name, stored in Index.of_checkpoint(checkpoint).tensors.items():
-        component, name = component_and_name(full_name)
-        tensors.setdefault(component, {})[name] = reader.full_tensor(stored)
-    return dict(sorted(tensors.items()))
+    return {
+        component: {name: reader.full_tensor(stored) for name, stored in its.items()}
+        for component, its in sorted(Index.of_checkpoint(checkpoint).tensors.items())
+    }

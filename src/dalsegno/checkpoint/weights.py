@@ -62,7 +62,7 @@ class Weights:
             raise DamagedCheckpoint(
                 f"{path / SHARD_INDEX}: {odd} is not both in the index and in the files that it names"
             )
-        return cls(path, Index({f"{MODEL}.{name}": each for name, each in tensors.items()}), files)
+        return cls(path, Index({MODEL: tensors}), files)
 
     def read_all(self) -> dict[str, torch.Tensor]:
         reader = ChunkReader(self)
@@ -80,8 +80,8 @@ class Weights:
         return StoredTensors(self.path, self, self.index, {MODEL: {"tied": tied, "extra": {}}}, {})
 
     def _are_equal(self, one: str, other: str) -> bool:
-        reader, tensors = ChunkReader(self), self.index.tensors
-        first, second = (reader.full_tensor(tensors[f"{MODEL}.{name}"]) for name in (one, other))
+        reader, tensors = ChunkReader(self), self.index.of(MODEL)
+        first, second = (reader.full_tensor(tensors[name]) for name in (one, other))
         return torch.equal(first, second)
 
 

@@ -8,7 +8,6 @@ Only wall-clock values may differ: ``timestamp``, ``tok_per_sec``, ``mfu``, ``pe
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -21,7 +20,7 @@ from dalsegno.callbacks.trackers.tracker_logger import OUTBOXES
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, saved_states
 from dalsegno.checkpoint.difference import Difference, tensor_differences, value_differences
 from dalsegno.checkpoint.index import Index
-from dalsegno.checkpoint.names import CHECKPOINTS, component_and_name
+from dalsegno.checkpoint.names import CHECKPOINTS
 from dalsegno.control.inbox import INBOX
 from dalsegno.errors import NotFound
 from dalsegno.logs import EventPosition, Position, ReadReport, is_wall_clock, read_records
@@ -133,13 +132,13 @@ def _place(row: Row) -> tuple[int, str]:
 
 
 def _tensors(ours: Checkpoint, theirs: Checkpoint) -> Iterator[Row]:
-    names = {*Index.of_checkpoint(ours).tensors, *Index.of_checkpoint(theirs).tensors}
+    one, other = (Index.of_checkpoint(each) for each in (ours, theirs))
     found: dict[str, str] = {}
     for each in tensor_differences(ours, theirs):
         found.setdefault(each.component, str(each))
-    counts = Counter(component_and_name(name)[0] for name in names)
-    for component in sorted({*counts, *found}):
-        yield Row(component, counts[component], "tensors", found.get(component))
+    for component in sorted({*one.tensors, *other.tensors, *found}):
+        count = len({*one.of(component), *other.of(component)})
+        yield Row(component, count, "tensors", found.get(component))
 
 
 def _states(ours: Checkpoint, theirs: Checkpoint, ignoring: Collection[str]) -> Iterator[Row]:

@@ -16,8 +16,7 @@ import xxhash
 from dalsegno.checkpoint.export import ADAPTER_TENSORS, SHARD_INDEX, SINGLE_FILE
 from dalsegno.checkpoint.foreign import pickles
 from dalsegno.checkpoint.sharding import Box
-from dalsegno.checkpoint.tensor_files import as_bytes
-from dalsegno.checkpoint.tensor_reader import part
+from dalsegno.checkpoint.tensor_files import as_bytes, part
 from dalsegno.checkpoint.weights import Weights
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint
 

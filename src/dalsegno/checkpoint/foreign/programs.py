@@ -327,9 +327,7 @@ def _write(run: RunState, output_dir: Path) -> Path:
         Snapshotter().capture(sharded, (), kept, copy=False),
         NewDirectory(names.checkpoint_path(output_dir / names.CHECKPOINTS, run.step)),
         step=run.step,
-        is_best=False,
         metrics={},
-        is_finite=True,
     )
     save.join()
     if save.failure is not None:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from dalsegno.checkpoint.sharding import Box
 from dalsegno.checkpoint.tensor_files import StoredFile
 from dalsegno.diloco.wire.messages import FrameLayout, FrameReader, frame_pieces, head_of_whole_frame, in_file_order
 from dalsegno.diloco.wire.signature import GROUP, Specs, TensorSpec, dequantize, element_count, file_layout
@@ -223,7 +224,7 @@ class TensorFile:
         """``count`` elements of a tensor, flat, from ``begin`` on, a multiple of ``BLOCK``: in ``scratch``."""
         spec, span = self._stored[name]
         block = scratch.block(spec.dtype, count)
-        self._file.fill(block, span, spec.dtype, (spec.count,), [(begin, count)])
+        self._file.fill(block, span, spec.dtype, (spec.count,), Box((begin,), (count,)))
         if spec.dtype != torch.int8:
             return block
         scales, values = self._scales(name, begin, count), scratch.block(torch.float32, count)
@@ -238,7 +239,7 @@ class TensorFile:
         scales = torch.empty(-(-count // GROUP), dtype=torch.float32)
         first = element_count(spec.count) + begin // GROUP * scales.itemsize
         coded = scales.view(spec.dtype)
-        self._file.fill(coded, span, spec.dtype, (spec.count,), [(first, len(coded))])
+        self._file.fill(coded, span, spec.dtype, (spec.count,), Box((first,), (len(coded),)))
         return scales
 
 
