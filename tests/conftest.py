@@ -120,18 +120,22 @@ LONGEST = [
     ROOT / "tests" / name
     for name in (
         "distributed/parallel/test_layouts.py",
-        "durability/test_soak.py",
         "distributed/pipeline/test_pipeline.py",
-        "training/test_memory_on_hosts.py",
         "benchmarks/test_benchmarks.py",
-        "distributed/test_torchrun.py",
+        "durability/test_matrix.py",
+        "durability/test_soak.py",
+        "training/test_memory_on_hosts.py",
         "durability/test_kills.py",
-        "release/test_install.py",
-        "distributed/parallel/test_transformers_split.py",
-        "training/test_stopping.py",
-        "durability/test_power_cut.py",
+        "durability/test_scenarios.py",
         "callbacks/trackers/test_trackers.py",
+        "distributed/test_torchrun.py",
         "callbacks/loggers/test_textgen_callback.py",
+        "training/test_stopping.py",
+        "distributed/parallel/test_transformers_split.py",
+        "distributed/parallel/test_collectives_of_a_step.py",
+        "durability/test_power_cut.py",
+        "durability/test_lies.py",
+        "release/test_install.py",
     )
 ]
 """Files with tests that take longest."""
@@ -158,6 +162,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
         rehearsal.rehearse()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(5_000, 10, 10)  # else a twentieth of the time goes into searching what is in use
     gc.enable()
     if "dalsegno.testing" in sys.modules:
         from support import fork_server

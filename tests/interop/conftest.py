@@ -6,6 +6,7 @@ themselves need hardware, or other versions of everything; one that is installed
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +15,9 @@ import pytest
 NOT_INSTALLED = [path.parent for path in Path(__file__).parent.glob("*/foreign/*") if find_spec(path.name) is None]
 
 
-@pytest.fixture(autouse=True)
-def foreign_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder in NOT_INSTALLED:
-        monkeypatch.syspath_prepend(str(folder))
+@pytest.fixture(autouse=True, scope="module")
+def foreign_libraries() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        for folder in NOT_INSTALLED:
+            patched.syspath_prepend(str(folder))
+        yield
