@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 LENGTH, VOCABULARY = 64, 256
@@ -113,13 +113,13 @@ class MeanLoss:
 
 
 def steps_by_hand(
-    layout: str, width: int, depth: int, batch: int, texts: Texts, record_every: int
+    layout: str, width: int, depth: int, batch: int, texts: Texts, record_every: int, optim: str
 ) -> Iterator[float | None]:
     """Train for ever with torch alone; gives way after each step, with the loss to be printed there. Collective."""
     model, rank, ranks = Transformer(width, depth), dist.get_rank(), dist.get_world_size()
     share = (rank, ranks) if layout in ("fsdp", "hsdp") else (0, 1)
     if layout == "pp":
-        yield from _pipeline_steps(model, batch, texts, record_every)
+        yield from _pipeline_steps(model, batch, texts, record_every, optim)
         return
     mean_loss = MeanLoss(record_every, share[1])
     if layout == "tp":
@@ -129,7 +129,7 @@ def steps_by_hand(
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         for part in (*model.blocks, model):
             fully_shard(part, mesh=mesh)
-    optimizer, scheduler = _optimizer(model)
+    optimizer, scheduler = _optimizer(model, optim)
     for ids in _batches(texts, batch, *share):
         loss = model(ids)
         loss.backward()
@@ -140,14 +140,16 @@ def steps_by_hand(
         yield mean_loss.after(loss)
 
 
-def _pipeline_steps(model: Transformer, batch: int, texts: Texts, record_every: int) -> Iterator[float | None]:
+def _pipeline_steps(
+    model: Transformer, batch: int, texts: Texts, record_every: int, optim: str
+) -> Iterator[float | None]:
     """The rank that has the losses prints them."""
     rank = dist.get_rank()
     half = len(model.blocks) // 2
     layers = [model.tokens, *model.blocks[:half]] if rank == 0 else [*model.blocks[half:], model.head]
     stage = PipelineStage(Part(layers), rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, PARTS, loss_fn=loss_of)
-    optimizer, scheduler = _optimizer(stage.submod)
+    optimizer, scheduler = _optimizer(stage.submod, optim)
     mean_loss = MeanLoss(record_every, 1)
     for ids in _batches(texts, batch, 0, 1):
         losses: list[Tensor] = []
@@ -159,8 +161,9 @@ def _pipeline_steps(model: Transformer, batch: int, texts: Texts, record_every: 
         yield mean_loss.after(torch.stack(losses).mean()) if losses else None
 
 
-def _optimizer(model: nn.Module) -> tuple[AdamW, torch.optim.lr_scheduler.LRScheduler]:
-    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+def _optimizer(model: nn.Module, optim: str) -> tuple[Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    kind = {"adamw": AdamW, "sgd": SGD}[optim]
+    optimizer = kind(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     return optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
 
 

@@ -40,7 +40,7 @@ SAVED_WIDTH = 512
 """Of the model that is saved: 13 M parameters, 150 MB with the optimizer's state."""
 STEP_LIMIT, SAVE_LIMIT = 1.03, 1.1
 
-SMALL = {"width": 16, "depth": 2, "saved_width": 16, "chunk": 1, "pairs": 1, "rounds": 1}
+SMALL = {"width": 16, "depth": 2, "saved_width": 16, "chunk": 1, "pairs": 1, "rounds": 1, "optim": "sgd"}
 """Of ``run``: with these it takes some seconds, and measures nothing."""
 
 LAYOUTS: dict[str, tuple[str, int, int]] = {
@@ -63,17 +63,18 @@ def run(
     chunk: int = CHUNK,
     pairs: int = PAIRS,
     rounds: int = ROUNDS,
+    optim: str = "adamw",
 ) -> list[Row]:
     """Medians of all pairs; of all rounds. Layouts of as many ranks are measured in the same processes."""
     seconds: dict[str, Pairs] = {}
     for ranks in sorted({ranks for _, ranks, _ in LAYOUTS.values()}):
         layouts = [layout for layout in LAYOUTS if LAYOUTS[layout][1] == ranks]
         with TemporaryDirectory() as folder:
-            arguments = Path(folder), layouts, width, depth, chunk, pairs
+            arguments = Path(folder), layouts, width, depth, chunk, pairs, optim
             seconds |= run_ranks(_all_steps, ranks, *arguments, timeout=1500 * len(layouts))[0]
     return [
         *(_step_row(layout, chunk, *seconds[layout]) for layout in LAYOUTS),
-        *_save_rows(saved_width, depth, rounds),
+        *_save_rows(saved_width, depth, rounds, optim),
     ]
 
 
@@ -133,19 +134,19 @@ class TakingTurns(ds.Callback):
 
 
 def _all_steps(
-    folder: Path, layouts: Sequence[str], width: int, depth: int, chunk: int, pairs: int
+    folder: Path, layouts: Sequence[str], width: int, depth: int, chunk: int, pairs: int, optim: str
 ) -> dict[str, Pairs]:
     torch.set_num_threads(1)
-    return {layout: _steps(folder / layout, layout, width, depth, chunk, pairs) for layout in layouts}
+    return {layout: _steps(folder / layout, layout, width, depth, chunk, pairs, optim) for layout in layouts}
 
 
-def _steps(folder: Path, layout: str, width: int, depth: int, chunk: int, pairs: int) -> Pairs:
+def _steps(folder: Path, layout: str, width: int, depth: int, chunk: int, pairs: int, optim: str) -> Pairs:
     """The first pair, in which both sides warm up, does not count."""
     _, _, data_ranks = LAYOUTS[layout]
     steps = chunk * (1 + pairs)
     texts = Texts(steps * BATCH * data_ranks)
-    turns = TakingTurns(steps_by_hand(layout, width, depth, BATCH, texts, record_every=CHUNK), chunk)
-    _trainer(folder, layout, (width, depth), texts, steps, [turns]).train()
+    turns = TakingTurns(steps_by_hand(layout, width, depth, BATCH, texts, CHUNK, optim), chunk)
+    _trainer(folder, layout, (width, depth), texts, steps, [turns], optim=optim).train()
     return turns.ours[1:], turns.by_hand[1:]
 
 
@@ -179,9 +180,9 @@ def _trainer(
     return trainer
 
 
-def _save_rows(width: int, depth: int, rounds: int) -> list[Row]:
+def _save_rows(width: int, depth: int, rounds: int, optim: str) -> list[Row]:
     with TemporaryDirectory() as folder:
-        of_ranks = run_ranks(_all_saves, 4, Path(folder), width, depth, rounds, timeout=1500 * rounds)
+        of_ranks = run_ranks(_all_saves, 4, Path(folder), width, depth, rounds, optim, timeout=1500 * rounds)
     slowest = {layout: np.max([each[layout] for each in of_ranks], axis=0) for layout in (FLAT, MESH)}
     rows = []
     for index, what in enumerate(("saving", "loading")):
@@ -220,20 +221,21 @@ class Stopwatch(ds.Callback):
         self.loading = time.perf_counter() - self._began
 
 
-def _all_saves(folder: Path, width: int, depth: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+def _all_saves(folder: Path, width: int, depth: int, rounds: int, optim: str) -> dict[str, list[tuple[float, float]]]:
     """Seconds of saving and loading, in each round."""
     torch.set_num_threads(1)
     seconds: dict[str, list[tuple[float, float]]] = {FLAT: [], MESH: []}
     for number in range(rounds):
         for layout, measured in seconds.items():
-            measured.append(_saved_and_loaded(folder / f"{layout} {number}", layout, width, depth))
+            measured.append(_saved_and_loaded(folder / f"{layout} {number}", layout, width, depth, optim))
     return seconds
 
 
-def _saved_and_loaded(folder: Path, layout: str, width: int, depth: int) -> tuple[float, float]:
+def _saved_and_loaded(folder: Path, layout: str, width: int, depth: int, optim: str) -> tuple[float, float]:
     """Seconds of the second save, whose buffers and plan exist, and of a resume by another trainer, from the choice of
     the checkpoint until everything is restored."""
     saves, loads = Stopwatch(), Stopwatch()
-    _trainer(folder, layout, (width, depth), Texts(64), 2, [saves], save_steps=1, save_in_background=False).train()
-    _trainer(folder, layout, (width, depth), Texts(64), 3, [loads]).train()
+    given = folder, layout, (width, depth), Texts(64)
+    _trainer(*given, 2, [saves], save_steps=1, save_in_background=False, optim=optim).train()
+    _trainer(*given, 3, [loads], optim=optim).train()
     return saves.saving, loads.loading

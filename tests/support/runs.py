@@ -113,6 +113,8 @@ def busy_trainer(
         "use_cpu": True,
         "disable_tqdm": True,
     }
+    if parallel == "fsdp":  # an operation for all shards, rather than nine for each, which every process plans anew
+        settings["optim"] = "adamw_fused"
     args = ds.TrainingArguments(output_dir, **settings | changes)
     return ds.Trainer(
         model,

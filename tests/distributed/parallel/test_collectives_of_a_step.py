@@ -23,6 +23,7 @@ from support.exchanges import Exchanges
 from support.small import arguments
 
 BATCH, STEPS = 4, 4
+OPTIM = "sgd"  # no optimizer exchanges anything; torch plans each of AdamW's operations on shards first
 PLAIN, RECORD = 2, 3
 """A step that only trains, and one with a record."""
 
@@ -134,7 +135,7 @@ def exchanged(folder: Path, ranks: int) -> dict[str, tuple[Steps, Steps, list[fl
             others = [other() for other in case.others]
             train(folder / name, case.parallel, texts, counting, *others, logging_steps=RECORD, **case.settings)
         if case.by_hand:
-            steps = steps_by_hand(case.by_hand, 16, 2, BATCH, texts, record_every=RECORD)
+            steps = steps_by_hand(case.by_hand, 16, 2, BATCH, texts, RECORD, OPTIM)
             for step in range(1, RECORD + 1):
                 with Exchanges() as exchanges:
                     next(steps)
@@ -144,7 +145,8 @@ def exchanged(folder: Path, ranks: int) -> dict[str, tuple[Steps, Steps, list[fl
 
 
 def train(folder: Path, parallel: Any, texts: Texts, *callbacks: ds.Callback, **settings: Any) -> None:
-    given = {"max_steps": STEPS, "per_device_train_batch_size": BATCH, "max_grad_norm": MAX_GRAD_NORM} | settings
+    given: dict[str, Any] = {"max_steps": STEPS, "per_device_train_batch_size": BATCH, "optim": OPTIM}
+    given |= {"max_grad_norm": MAX_GRAD_NORM} | settings
     trainer = ds.Trainer(
         Transformer(16, 2), arguments(folder, parallel=parallel, **given), train_dataset=texts, callbacks=callbacks
     )

@@ -108,7 +108,7 @@ def test_a_checkpoint_of_any_layout_resumes_under_any_other(tmp_path: Path) -> N
     parts = [
         ["one"],
         ["ddp", "fsdp", "tp", "pp", "tp"],
-        ["pp x tp", "fsdp 4", "pp x ddp", "hsdp", "tp x fsdp", "pp x fsdp", "tp x ddp", "pp x tp"],
+        ["pp x tp", "fsdp 4", "pp x ddp", "hsdp", "tp x fsdp", "pp x fsdp", "tp x ddp"],
         ["tp"],
         ["one"],
     ]
@@ -137,11 +137,10 @@ def test_a_checkpoint_of_any_layout_resumes_under_any_other(tmp_path: Path) -> N
     ]
 
 
-@pytest.mark.parametrize("layout", ["tp", "hsdp", "tp x fsdp", "pp x tp", "pp x fsdp"])
+@pytest.mark.parametrize("layout", ["hsdp", "tp x fsdp", "pp x tp", "pp x fsdp"])
 def test_a_killed_run_resumes_on_its_layout_bit_by_bit(tmp_path: Path, layout: str) -> None:
-    """With dropout: its random numbers are those of the data rank."""
-    momentum = {"optim": "sgd", "optim_args": {"momentum": 0.9}}
-    factory = partial(layouts.trainer, layout=layout, dropout=0.3, save_steps=1, max_steps=4, **momentum)
+    """With dropout: its random numbers are those of the data rank. ``durability`` kills layouts of two ranks."""
+    factory = partial(layouts.trainer, layout=layout, dropout=0.3, save_steps=1, max_steps=4, **layouts.MOMENTUM)
     assert_resume_equivalent(
         factory,
         [FaultPlan(Event.STEP_END, count=3)],
