@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,6 +109,20 @@ def test_a_file_that_was_replaced_is_read_anew_and_one_that_is_gone_is_named(tmp
     path.unlink()
     with pytest.raises(FileNotFoundError, match=r"x\.jsonl"):
         log.metric("loss")
+
+
+def test_what_cannot_be_looked_into_hides_no_log_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = log_in(tmp_path / "a")
+    (run / "logs" / "circle.json").symlink_to("circle.json")
+    state, stat = state_in(run, 10), os.stat
+
+    def denied(path: object, *args: Any, **named: Any) -> os.stat_result:
+        if path == state:  # as if the checkpoint were another user's; root may look into all
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *args, **named)
+
+    monkeypatch.setattr(os, "stat", denied)
+    assert list(ds.open_log(run).metric("loss").values) == [1.0, 1.0]
 
 
 def test_a_folder_without_logs_says_what_was_looked_for(tmp_path: Path) -> None:

@@ -72,6 +72,19 @@ def test_at_its_beginning(tmp_path: Path, disk: Disk) -> None:
     assert trainer(tmp_path).train().reason == "finished"
 
 
+def test_when_a_run_has_gone_back_the_file_that_is_named_is_the_one_that_was_refused(
+    tmp_path: Path, disk: Disk
+) -> None:
+    filling = Listener(
+        {"on_step_end": lambda ctx: disk.fill(ctx) if ctx.state.global_step == 9 else None}, name="fills"
+    )
+    with pytest.raises(SaveFailed, match=r"^[^ ]*/run\.json could not be written: .* resumes from its newest"):
+        rolling(tmp_path, Sniffer(samples_of_step(10)), filling).train()
+    disk.is_full = False
+    sniffer = Sniffer(samples_of_step(10))
+    assert rolling(tmp_path, sniffer, Listener({}, name="fills")).train().reason == "finished"
+
+
 def test_when_a_run_goes_back(tmp_path: Path, disk: Disk) -> None:
     disk.is_full, disk.refused = True, RECOVERIES
     with pytest.raises(

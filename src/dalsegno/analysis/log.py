@@ -46,8 +46,11 @@ def _files_of(folder: Path) -> set[tuple[str, str]]:
     for name in ("", "logs"):
         with suppress(OSError):
             found |= {(name, each.name) for each in os.scandir(folder / name)}
-    checkpoints = [name for place, name in found if not place and name.startswith("checkpoint-")]
-    return found | {(name, "state") for name in checkpoints if (folder / name / "trainer_state.json").exists()}
+    for checkpoint in [name for place, name in found if not place and name.startswith("checkpoint-")]:
+        with suppress(OSError):  # of another user, say
+            (folder / checkpoint / "trainer_state.json").stat()
+            found.add((checkpoint, "state"))
+    return found
 
 
 class TrainingLog:

@@ -89,7 +89,7 @@ class RollbackDecisions:
             lr_factor=float(policy.lr_factor),
             lr_steps=policy.lr_steps,
         )
-        self._write(lambda: self._file.decide(rollback))
+        self._write((self._file.path, lambda: self._file.decide(rollback)))
         self._effects.set([*self._effects.rollbacks, rollback])
         if collectives.rank() == 0:
             text = "step %d: rolling back to step %d, requested by %s: %s"
@@ -104,20 +104,13 @@ class RollbackDecisions:
         done = replace(
             pending, to_step=self._state.global_step, since=self._furthest(self._parts.loader.place), is_done=True
         )
-
-        def write() -> None:
-            self._run_file.roll_back(
-                RolledBack(
-                    timestamp=done.timestamp,
-                    from_step=done.at_step,
-                    to_step=done.to_step,
-                    by=done.by,
-                    reason=done.reason,
-                )
-            )
-            self._file.complete(done)
-
-        self._write(write)
+        line = RolledBack(
+            timestamp=done.timestamp, from_step=done.at_step, to_step=done.to_step, by=done.by, reason=done.reason
+        )
+        self._write(
+            (self._run_file.path, lambda: self._run_file.roll_back(line)),
+            (self._file.path, lambda: self._file.complete(done)),
+        )
         self._effects.set([*earlier, done])
 
     def set_aside(self) -> None:
@@ -129,7 +122,7 @@ class RollbackDecisions:
         """Record that the rollback that was set aside, if any, does not take place."""
         pending, self._set_aside = self._set_aside, None
         if pending is not None:
-            self._write(lambda: self._file.drop(pending, why))
+            self._write((self._file.path, lambda: self._file.drop(pending, why)))
 
     def archive(self, place: Path) -> None:
         """Move the record of an abandoned timeline's rollbacks into the directory ``place``: none is in force."""
@@ -167,10 +160,11 @@ class RollbackDecisions:
         """The furthest of all ranks' places: ranks with a loader of their own may have finished an epoch earlier."""
         return max(collectives.gather(place, "where the data are")) if not self._parts.loader.lockstep else place
 
-    def _write(self, write: Callable[[], None]) -> None:
+    def _write(self, *writes: tuple[Path, Callable[[], None]]) -> None:
         def on_rank_zero() -> None:
-            with expect_room(self._file.path, _NO_WAY_BACK):
-                write()
+            for path, write in writes:
+                with expect_room(path, _NO_WAY_BACK):
+                    write()
 
         collectives.from_rank_zero(on_rank_zero)
 

@@ -93,10 +93,10 @@ def source_of_run(folder: Path, step_key: str | None = None) -> Source | None:
 def _json_files(folder: Path) -> list[Path]:
     try:
         with os.scandir(folder) as entries:
-            names = [each.name for each in entries if Path(each.name).suffix in SUFFIXES and each.is_file()]
+            names = sorted(each.name for each in entries if Path(each.name).suffix in SUFFIXES)
     except OSError:
         return []
-    return [folder / name for name in sorted(names) if not _SIDE_LOG.fullmatch(name)]
+    return [folder / name for name in names if not _SIDE_LOG.fullmatch(name) and (folder / name).is_file()]
 
 
 def _progress(state: Path) -> int:
