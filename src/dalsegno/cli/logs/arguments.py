@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
@@ -169,9 +168,8 @@ class PerRunResults(Generic[T]):
         from multiprocessing import get_context
 
         PerRunResults._forked = self  # forked processes find it here, so that nothing but the results is sent
-        ignore_ctrl_c = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
         processes = min(len(os.sched_getaffinity(0)), PROCESSES)
-        with ProcessPoolExecutor(processes, get_context("fork"), ignore_ctrl_c) as pool:
+        with ProcessPoolExecutor(processes, get_context("fork"), _end_with, (os.getpid(),)) as pool:
             return list(pool.map(_outcome_at, places, chunksize=8))
 
     def _outcome(self, place: int) -> tuple[T | None, str | None]:
@@ -189,3 +187,14 @@ class PerRunResults(Generic[T]):
 
 def _outcome_at(place: int) -> Any:
     return PerRunResults._forked._outcome(place)
+
+
+def _end_with(parent: int) -> None:
+    """In a forked process: end when ``parent`` does, and at once by Ctrl+C, which reaches both."""
+    import ctypes
+
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: else it would wait for work for ever
+    if os.getppid() != parent:
+        os._exit(1)
