@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -355,6 +356,25 @@ def test_files_of_kept_ones_are_not_asked_for_again_and_again(tmp_path: Path, mo
     asked.clear()
     assert [(entry.step, entry.metrics) for entry in entries_in(manager)] == [(1, {}), (2, {"eval_loss": 0.5})]
     assert set(asked) == {"step-00000002", "step-00000010"}
+
+
+def test_a_file_that_disappears_while_it_is_listed_is_missing_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, ask = three_saved(tmp_path), Path.lstat
+    gone = manager.path_of(10) / "shared.json"
+    time.sleep(0.05)  # of a change within the same step of the file system's clock, a folder shows nothing
+
+    def lstat(path: Path) -> os.stat_result:
+        status = ask(path)
+        if path == gone:
+            path.unlink()
+        return status
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "lstat", lstat)
+        assert steps_in(manager) == [1, 2, 10]
+    assert steps_in(manager) == [1, 2]
 
 
 def test_files_of_others_are_not_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -171,14 +171,14 @@ class Summaries:
             if path in former and all(_mark(place) == mark for place, mark in former[path][1].items()):
                 self._known[path] = former[path]
                 continue
-            manifest = path / names.MANIFEST
-            marks = {manifest: _mark(manifest)}  # before it is read: amended meanwhile, it is read again
+            folders = (Path(folder) for folder, _, _ in os.walk(path))
+            # Before it is read: what changes meanwhile is seen the next time.
+            marks = {place: _mark(place) for place in (path / names.MANIFEST, *folders)}
             found = _inspected(path)
             if found.checkpoint is None or found.summary is None:
                 logger.warning("%s is left out: %s", found.path.name, found.problem)
                 continue
-            folders = {(path / name).parent for name in found.checkpoint.manifest.files}
-            self._known[path] = found.summary, marks | {place: _mark(place) for place in (path, *folders)}
+            self._known[path] = found.summary, marks
         return [summary for summary, _ in self._known.values()]
 
 
