@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint.parts import FixedRankNotes, Notes, RankNotes, Saved
 from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState, plan
-from dalsegno.checkpoint.tensor_copies import anonymous
+from dalsegno.checkpoint.staging import anonymous
 from dalsegno.distributed import collectives
 from dalsegno.errors import DalsegnoError
 from dalsegno.stateful.component import Component

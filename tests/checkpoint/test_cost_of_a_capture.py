@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, OptimizerState, read_tensors, tensor_copies
-from dalsegno.checkpoint.tensor_copies import SMALL, HostCopies
+from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, OptimizerState, read_tensors, staging
+from dalsegno.checkpoint.staging import SMALL, HostCopies
 
 TENSORS = 200
 
@@ -75,7 +75,7 @@ def test_a_step_counter_is_looked_at_once() -> None:
 def test_all_tensors_are_copied_whatever_the_number_of_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
-    monkeypatch.setattr(tensor_copies, "thread_count", lambda: threads)
+    monkeypatch.setattr(staging, "thread_count", lambda: threads)
     large = torch.randn(3, 1_500_000)
     model = nn.Module()
     model.register_buffer("large", large)
@@ -84,7 +84,7 @@ def test_all_tensors_are_copied_whatever_the_number_of_threads(
     for number in range(1000):
         model.register_buffer(f"small_{number}", torch.full((number % 5, 2), number, dtype=torch.float64))
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert sum(tensor.nbytes for tensor in expected.values()) > tensor_copies._ALONE_BYTES
+    assert sum(tensor.nbytes for tensor in expected.values()) > staging._ALONE_BYTES
     manager = CheckpointManager(tmp_path)
     save = manager.save_async(1, [ModelState(model)], [])
     for tensor in model.state_dict().values():
@@ -123,8 +123,8 @@ def test_copies_of_any_shape_type_and_stride(forms: list[tuple[list[int], torch.
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_copy_that_fails_raises(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    monkeypatch.setattr(tensor_copies, "thread_count", lambda: threads)
-    monkeypatch.setattr(tensor_copies, "_ALONE_BYTES", 0)
+    monkeypatch.setattr(staging, "thread_count", lambda: threads)
+    monkeypatch.setattr(staging, "_ALONE_BYTES", 0)
     copies = HostCopies()
     copies.add(0, torch.zeros(3), torch.zeros(4))
     with pytest.raises(RuntimeError, match="size"):
@@ -133,13 +133,13 @@ def test_a_copy_that_fails_raises(monkeypatch: pytest.MonkeyPatch, threads: int)
 
 def test_as_many_threads_as_processors_that_the_rank_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = os.sched_getaffinity(0)
-    most = tensor_copies.thread_count()
+    most = staging.thread_count()
     assert 1 <= most <= 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(len(allowed)))
-    assert tensor_copies.thread_count() == 1
+    assert staging.thread_count() == 1
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     try:
         os.sched_setaffinity(0, {min(allowed)})
-        assert tensor_copies.thread_count() == 1
+        assert staging.thread_count() == 1
     finally:
         os.sched_setaffinity(0, allowed)

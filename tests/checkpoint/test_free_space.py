@@ -14,7 +14,7 @@ from torch import nn
 
 import dalsegno as ds
 from checkpoint import jobs
-from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, files
+from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, file_writing
 from dalsegno.system import filesystem, machine
 from dalsegno.testing import run_ranks
 from support.disks import small_disk
@@ -115,7 +115,7 @@ def test_a_save_where_memory_is_short_writes_the_same_files(tmp_path: Path, monk
     there_is_memory, short = (CheckpointManager(tmp_path / each) for each in ("there-is-memory", "short"))
     one = Checkpoint.open(there_is_memory.save(1, [ModelState(model)], []))
     monkeypatch.setattr(machine, "_of_host", lambda: 10 * MB)
-    monkeypatch.setattr(files, "_one_ahead", None)
+    monkeypatch.setattr(file_writing, "_one_ahead", None)
     other = Checkpoint.open(short.save(1, [ModelState(model)], []))
     for name in one.manifest.files:
         assert (one.path / name).read_bytes() == (other.path / name).read_bytes()

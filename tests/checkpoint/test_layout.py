@@ -16,10 +16,10 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from checkpoint.sameness import bits
-from dalsegno.checkpoint.files import PendingFile, StagedFile, StreamedFile
+from dalsegno.checkpoint.file_writing import PendingFile, StagedFile, StreamedFile
 from dalsegno.checkpoint.index import StoredTensor
 from dalsegno.checkpoint.sharding import Box, ListedChunks, StoredChunk
-from dalsegno.checkpoint.tensor_copies import Buffer, Copying
+from dalsegno.checkpoint.staging import Buffer, Copying
 from dalsegno.checkpoint.tensor_files import DTYPES, FileLayout, StoredFile, TensorChunk
 from dalsegno.checkpoint.tensor_reader import ChunkReader
 from dalsegno.errors import DamagedCheckpoint, StateMismatch

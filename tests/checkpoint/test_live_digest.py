@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from checkpoint.frozen import FROZEN, Part
-from dalsegno.checkpoint import files
+from dalsegno.checkpoint import file_writing
 from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk, as_bytes
 
 
 def digest_of(*tensors: torch.Tensor) -> bytes:
     layout = FileLayout.of([TensorChunk.entire(str(number), each) for number, each in enumerate(tensors)])
-    return files.live_digest(layout, tensors)
+    return file_writing.live_digest(layout, tensors)
 
 
 def flip(tensor: torch.Tensor, byte: int, bit: int) -> None:
@@ -34,7 +34,7 @@ def tensors() -> list[torch.Tensor]:
 def test_every_bit_counts(
     tensors: list[torch.Tensor], number: int, place: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_DIGESTED_BYTES", 1 << 16)
+    monkeypatch.setattr(file_writing, "_DIGESTED_BYTES", 1 << 16)
     before = digest_of(*tensors)
     assert digest_of(*(each.clone() for each in tensors)) == before
     flip(tensors[number], int(place * (tensors[number].nbytes - 1)), bit=6)
@@ -53,7 +53,7 @@ def test_strides_do_not_count() -> None:
 
 
 def sums(raw: torch.Tensor) -> bytes:
-    return torch.cat(files._sums(raw), 1).numpy().tobytes()
+    return torch.cat(file_writing._sums(raw), 1).numpy().tobytes()
 
 
 @pytest.mark.parametrize("length", [0, 1, 4, 7, 4 << 16, (4 << 16) + 5, 40 * (4 << 16)])
@@ -84,7 +84,7 @@ def test_rows_that_have_changed_places_are_noticed() -> None:
 
 def test_training_draws_the_same_numbers_all_the_same() -> None:
     state = torch.get_rng_state()
-    files._keys.cache_clear()
+    file_writing._keys.cache_clear()
     sums(torch.ones(8, dtype=torch.uint8))
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -99,14 +99,14 @@ def test_what_this_process_has_saved_is_not_hashed_for_its_file(
 
     part, inodes = Part(tmp_path), []
     with monkeypatch.context() as patched:
-        patched.setattr(files, "record_of", refuse)
+        patched.setattr(file_writing, "record_of", refuse)
         for step in range(1, 6):
             inodes.append((part.save(step) / FROZEN).stat().st_ino)
             if step == 3:
                 part.model[0].weight.data[3, 3] += 1
     assert len({*inodes[:3]}) == len({*inodes[3:]}) == 1 and inodes[0] != inodes[4]
     hashed = []
-    monkeypatch.setattr(files, "record_of", lambda *content: hashed.append(1) or unchanged_record_of(*content))
+    monkeypatch.setattr(file_writing, "record_of", lambda *content: hashed.append(1) or unchanged_record_of(*content))
     other = Part(tmp_path, seed=1)
     other.load()
     for step in (6, 7):
@@ -114,4 +114,4 @@ def test_what_this_process_has_saved_is_not_hashed_for_its_file(
     assert hashed == [1]
 
 
-unchanged_record_of = files.record_of
+unchanged_record_of = file_writing.record_of

@@ -14,8 +14,8 @@ from torch import nn
 
 import dalsegno as ds
 from dalsegno.checkpoint import ModelState, async_save, in_memory, memory_dir
-from dalsegno.checkpoint.files import MappedFile
-from dalsegno.checkpoint.tensor_copies import Copying
+from dalsegno.checkpoint.file_writing import MappedFile
+from dalsegno.checkpoint.staging import Copying
 from dalsegno.cli import main
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from checkpoint import jobs
 from checkpoint.parts import Saved
 from dalsegno.checkpoint import CheckpointManager
-from dalsegno.checkpoint.files import StreamedFile
+from dalsegno.checkpoint.file_writing import StreamedFile
 from dalsegno.checkpoint.sharding import Box
 from dalsegno.checkpoint.tensor_files import FileLayout, StoredFile, TensorChunk
 from dalsegno.system import filesystem

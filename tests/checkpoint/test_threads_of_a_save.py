@@ -17,8 +17,8 @@ import torch
 import xxhash
 from torch import nn
 
-from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, async_save, files, read_tensors
-from dalsegno.checkpoint.files import checksum_beside
+from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, async_save, file_writing, read_tensors
+from dalsegno.checkpoint.file_writing import checksum_beside
 from dalsegno.errors import SaveFailed
 from dalsegno.system import filesystem
 
@@ -176,7 +176,7 @@ def test_the_thread_that_hashes_gives_way_to_training() -> None:
 def test_a_thread_that_gets_no_processor_time_is_relieved(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the lowest priority, a save of 500 MB waited 2 to 5 s for its checksum beside 15 busy processes."""
     is_relieved = threading.Event()
-    monkeypatch.setattr(files, "lower_thread_priority", lambda by: is_relieved.wait(30))
+    monkeypatch.setattr(file_writing, "lower_thread_priority", lambda by: is_relieved.wait(30))
     with checksum_beside(memoryview(bytes([number]) * 5) for number in range(3)) as checksum:
         found = checksum.finish()
         assert not is_relieved.is_set()
@@ -218,7 +218,7 @@ def test_a_block_is_copied_while_the_one_before_is_written_and_replaced_once_it_
     written, copied = 0, 0  # blocks that are being written or are; bytes
     while_third_is_written: list[int] = []
 
-    def copy(place: torch.Tensor, raw: torch.Tensor, copy: Callable[..., None] = files._copy) -> None:
+    def copy(place: torch.Tensor, raw: torch.Tensor, copy: Callable[..., None] = file_writing._copy) -> None:
         nonlocal copied
         copy(place, raw)
         copied += len(raw)
@@ -234,7 +234,7 @@ def test_a_block_is_copied_while_the_one_before_is_written_and_replaced_once_it_
                 time.sleep(0.1)  # for a copy that should not come
                 while_third_is_written.append(copied)
 
-    monkeypatch.setattr(files, "_copy", copy)
+    monkeypatch.setattr(file_writing, "_copy", copy)
     monkeypatch.setattr(filesystem, "watcher", watch)
     path = CheckpointManager(tmp_path).save(1, [eighty_blocks()], [])
     assert while_third_is_written == [4 * PIECE]
@@ -259,7 +259,7 @@ def test_a_stream_that_fails_half_way_leaves_no_thread(
         if operation == "write" and path.name == "shard-00000.safetensors":
             call("write")
 
-    def copy(*arguments: torch.Tensor, copy: Callable[..., None] = files._copy) -> None:
+    def copy(*arguments: torch.Tensor, copy: Callable[..., None] = file_writing._copy) -> None:
         call("copy")
         copy(*arguments)
 
@@ -267,7 +267,7 @@ def test_a_stream_that_fails_half_way_leaves_no_thread(
     manager = CheckpointManager(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(filesystem, "watcher", watch)
-        patched.setattr(files, "_copy", copy)
+        patched.setattr(file_writing, "_copy", copy)
         patched.setattr(
             xxhash, "xxh3_128", lambda: SimpleNamespace(update=lambda block: call("checksum"), hexdigest=lambda: "")
         )

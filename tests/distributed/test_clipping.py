@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from dalsegno.distributed.loss_and_norm import GradientClipping
+from dalsegno.distributed.clip_grad import GradientClipping
 
 
 class Layers(nn.Module):

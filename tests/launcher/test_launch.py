@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import dalsegno as ds
-from dalsegno.launcher import agent
+from dalsegno.launcher import agent, heartbeats
 from dalsegno.logs import Leg, RunFile
 from dalsegno.testing import compare_runs
 from support import launched
@@ -131,10 +131,8 @@ def test_so_is_one_that_hangs_and_its_stacks_are_printed(
     """To the launcher, a thousand seconds pass while it hangs, and none else that would matter."""
     hangs = tmp_path / "hangs"
     both = [hangs / "0", hangs / "1"]
-    clock = SimpleNamespace(
-        monotonic=lambda: time.monotonic() + 1000 * all(each.exists() for each in both), time=time.time
-    )
-    monkeypatch.setattr(agent, "time", clock)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000 * all(each.exists() for each in both))
+    monkeypatch.setattr(heartbeats, "time", clock)
     result = launch(tmp_path / "run", Hang(3, hangs), hang_timeout=500.0, start="fork")
     assert result.global_step == 8
     assert legs(tmp_path / "run")[0].cause == "no step for 500 s after step 3"

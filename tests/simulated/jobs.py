@@ -18,7 +18,7 @@ import durability.device
 from dalsegno import callbacks
 from dalsegno.callbacks import EMA, JsonLogger, NaNChecker
 from dalsegno.callbacks.watchers import slow_rank_detector
-from dalsegno.checkpoint import tensor_copies
+from dalsegno.checkpoint import staging
 from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk
 from dalsegno.data import loader
 from dalsegno.distributed import accelerator
@@ -122,13 +122,11 @@ class Wait(NamedTuple):
 
 
 WAITS = (
-    Wait(tensor_copies.Buffer.wait_for_devices, "arrival.synchronize()", "pass", "saved"),
-    Wait(tensor_copies.Buffer._allocate, "self.wait_for_devices()", "pass", "kept"),
-    Wait(tensor_copies.Copying.wait_for_devices, "buffer.wait_for_devices()", "pass", "saved"),
+    Wait(staging.Buffer.wait_for_devices, "arrival.synchronize()", "pass", "saved"),
+    Wait(staging.Buffer._allocate, "self.wait_for_devices()", "pass", "kept"),
+    Wait(staging.Copying.wait_for_devices, "buffer.wait_for_devices()", "pass", "saved"),
     Wait(accelerator.recorded_events, "event.record(stream)", "pass", "saved"),
-    Wait(
-        tensor_copies.Buffer.copy, "place.copy_(tensor, non_blocking=arrive_late)", "place.copy_(tensor)", "not held up"
-    ),
+    Wait(staging.Buffer.copy, "place.copy_(tensor, non_blocking=arrive_late)", "place.copy_(tensor)", "not held up"),
     Wait(accelerator.LateNumbers.values, "self._event.synchronize()", "pass", "logged"),
     Wait(accelerator.LateNumbers.are_here, "bool(self._event.query())", "True", "quiet"),
     Wait(accelerator.LateNumbers.__init__, "together, non_blocking=True", "together", "quiet"),
@@ -186,7 +184,7 @@ def not_held_up(output_dir: Path) -> None:
 def kept(output_dir: Path) -> None:
     """A buffer keeps its memory until the copies of a save that failed have arrived."""
     plug_in(0)
-    buffer = tensor_copies.Buffer()
+    buffer = staging.Buffer()
     for size in (1 << 12, 1 << 16):
         tensor = torch.ones(size, device=KIND)
         buffer.lay_out(FileLayout.of([TensorChunk.entire("weight", tensor)]))

@@ -8,8 +8,8 @@ at a URL. ``manager`` and ``in_memory``, the checkpoints of a run on disk and in
 engine.
 
 A save: :meth:`CheckpointManager.save_async` → ``snapshot`` encodes the states, and has ``plan`` assign the tensors to
-ranks → ``tensor_copies`` copies them into buffers laid out as the files → ``async_save`` writes ``files`` on a thread,
-and links to those that are unchanged → ``checkpoint_dir`` writes the manifest and publishes by a rename → unkept
+ranks → ``staging`` copies them into buffers laid out as the files → ``async_save`` has ``file_writing`` write them on a
+thread, and link to those that are unchanged → ``checkpoint_dir`` writes the manifest and publishes by a rename → unkept
 checkpoints are deleted.
 
 A load: :meth:`CheckpointManager.find` verifies every byte of the newest checkpoint → :meth:`CheckpointManager.load` →

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dalsegno.checkpoint import checkpoint_dir, names
 from dalsegno.checkpoint.file_reading import FileRecord
-from dalsegno.checkpoint.files import Advance, LinkableFiles
+from dalsegno.checkpoint.file_writing import Advance, LinkableFiles
 from dalsegno.checkpoint.manifest import Manifest
 from dalsegno.checkpoint.snapshot import Snapshot
 from dalsegno.distributed import collectives

@@ -36,7 +36,7 @@ from dalsegno.checkpoint import listing
 from dalsegno.checkpoint.async_save import NewDirectory
 from dalsegno.checkpoint.contract import Captured
 from dalsegno.checkpoint.file_reading import FileRecord
-from dalsegno.checkpoint.files import Advance, LinkableFiles, UnchangedFile, write_hashed
+from dalsegno.checkpoint.file_writing import Advance, LinkableFiles, UnchangedFile, write_hashed
 from dalsegno.checkpoint.index import Index, StoredTensor
 from dalsegno.checkpoint.manifest import Checkpoint, Manifest, is_safe_name
 from dalsegno.checkpoint.names import ADAPTERS, CALLBACKS, MODEL, SETTINGS, checkpoint_path

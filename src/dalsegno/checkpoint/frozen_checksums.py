@@ -22,7 +22,7 @@ from dalsegno.checkpoint import names
 from dalsegno.checkpoint.compatibility import Change
 from dalsegno.checkpoint.contract import Capturable, FrozenNames, ShardedState, Tensors, TensorsByComponent, box_here
 from dalsegno.checkpoint.file_reading import read_json
-from dalsegno.checkpoint.files import checksum_of_bytes, live_digest
+from dalsegno.checkpoint.file_writing import checksum_of_bytes, live_digest
 from dalsegno.checkpoint.index import Index
 from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.checkpoint.model_state import ModelState

@@ -33,7 +33,7 @@ from dalsegno.checkpoint import checkpoint_dir, memory_dir, names
 from dalsegno.checkpoint.async_save import AsyncSave, BufferPrefault, NewDirectory, Records, Report, described
 from dalsegno.checkpoint.contract import ShardedState
 from dalsegno.checkpoint.file_reading import share_of_rank, verify_files
-from dalsegno.checkpoint.files import Advance, LinkableFiles, UnchangedFile
+from dalsegno.checkpoint.file_writing import Advance, LinkableFiles, UnchangedFile
 from dalsegno.checkpoint.frozen_checksums import FrozenChecksums
 from dalsegno.checkpoint.manifest import Checkpoint, Manifest
 from dalsegno.checkpoint.memory_dir import MemoryDir
@@ -41,7 +41,7 @@ from dalsegno.checkpoint.names import MODEL
 from dalsegno.checkpoint.optimizer_state import tensors_per_parameter
 from dalsegno.checkpoint.sidecar import SavedState
 from dalsegno.checkpoint.snapshot import Snapshotter
-from dalsegno.checkpoint.tensor_copies import NoRoom, Slot
+from dalsegno.checkpoint.staging import NoRoom, Slot
 from dalsegno.distributed import collectives
 from dalsegno.distributed.hosts import Hosts, Transfer, transfer
 from dalsegno.distributed.layout import Layout

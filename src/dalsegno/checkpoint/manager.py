@@ -13,7 +13,7 @@ from dalsegno.checkpoint.compatibility import Value
 from dalsegno.checkpoint.contract import ShardedState
 from dalsegno.checkpoint.export import PretrainedDirectory
 from dalsegno.checkpoint.file_reading import share_of_rank
-from dalsegno.checkpoint.files import LinkableFiles
+from dalsegno.checkpoint.file_writing import LinkableFiles
 from dalsegno.checkpoint.frozen_checksums import FrozenChecksums
 from dalsegno.checkpoint.listing import Summaries
 from dalsegno.checkpoint.manifest import Checkpoint

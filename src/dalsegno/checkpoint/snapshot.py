@@ -19,7 +19,7 @@ from dalsegno.checkpoint import names
 from dalsegno.checkpoint import plan as planning
 from dalsegno.checkpoint.contract import Capturable, TensorsByComponent
 from dalsegno.checkpoint.file_reading import FileRecord
-from dalsegno.checkpoint.files import (
+from dalsegno.checkpoint.file_writing import (
     Advance,
     InlineFile,
     LinkableFiles,
@@ -36,7 +36,7 @@ from dalsegno.checkpoint.names import SHARED, rank_sidecar
 from dalsegno.checkpoint.plan import FilePlan, Plan
 from dalsegno.checkpoint.sharding import Box
 from dalsegno.checkpoint.sidecar import Encoded, SavedState, sidecar_arrays, sidecar_json
-from dalsegno.checkpoint.tensor_copies import Buffer, Copying, Layouts, NoRoom, Slot
+from dalsegno.checkpoint.staging import Buffer, Copying, Layouts, NoRoom, Slot
 from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import threading
@@ -34,7 +33,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from dalsegno.launcher.findings import Finding, OutOfMemoryKills, RankError, RestartProgress, judge, publish, published
-from dalsegno.launcher.hangs import DUMP, Heartbeats, print_stacks
+from dalsegno.launcher.heartbeats import DUMP, Heartbeats, print_stacks
 from dalsegno.launcher.options import LaunchOptions
 from dalsegno.launcher.ranks import HEARTBEATS, Ranks, RankStart
 from dalsegno.logs import PreviousLeg
@@ -205,13 +204,9 @@ class RankAgent(SimpleElasticAgent):
 
     def _hung(self) -> Finding | None:
         """A finding if a rank that trains has made no progress for too long. Others may be waiting for it."""
-        if math.isinf(self._options.hang_timeout) or self._beats is None:
-            return None
-        training = [beat for beat in self._beats.read() if beat.time]
-        oldest = min(training, default=None)
-        if oldest is None or time.monotonic() - oldest.time < self._options.hang_timeout:
-            return None
-        return Finding(f"no step for {self._options.hang_timeout:g} s after step {oldest.step}", True, time.time())
+        timeout = self._options.hang_timeout
+        stalled = self._beats.stalled(timeout) if self._beats is not None else None
+        return stalled and Finding(f"no step for {timeout:g} s after step {stalled.step}", True, time.time())
 
     def _end_leg(self, hung: Finding | None) -> None:
         """End the ranks of this leg, find out why it ended, and whether to restart it."""

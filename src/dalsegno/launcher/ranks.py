@@ -27,7 +27,7 @@ from dalsegno.system.machine import set_process_title
 from dalsegno.training.stop_requests import SIGNALS
 
 from .findings import RankError
-from .hangs import HeartbeatCallback, Heartbeats, write_stacks_at_signal
+from .heartbeats import HeartbeatCallback, Heartbeats, write_stacks_at_signal
 from .options import Start
 from .parcel import read_private
 from .targets import Target, from_tree, name_of, write_outcome

@@ -10,6 +10,7 @@ In reading order: no module imports from a line above its own.
     lifecycle                               a run over its legs: lock, restore, start, finish
     session                                 one leg: epochs, steps, begin and end
     step_boundary                           between two steps: log, evaluate, save, stop
+    action_schedule                         when each of these is due
     commands · rollback · step_log · save_coordinator · control_sync
     checkpoint_sources                      where a run's checkpoints are: in memory, on disk, at its URL
     checkpoint_contents                     what a checkpoint contains, and what a resume compares

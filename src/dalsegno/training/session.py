@@ -31,11 +31,12 @@ from dalsegno.events.dispatcher import note_failures, raise_first
 from dalsegno.policies.recovery import Rollback
 from dalsegno.state import NO_REQUESTS, ControlRequests
 
+from .action_schedule import ActionSchedule
 from .checkpoint_sources import CheckpointSources
 from .leg_recorder import LegRecorder
 from .result import TrainResult, reason_of
 from .run_parts import RunParts
-from .step_boundary import ActionSchedule, StepBoundary
+from .step_boundary import StepBoundary
 
 logger = logging.getLogger("dalsegno")
 

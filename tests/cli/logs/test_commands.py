@@ -10,19 +10,15 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import termios
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import dalsegno as ds
-from cli.command import DALSEGNO, cold, dalsegno, environment
+from cli.command import DALSEGNO, dalsegno, environment
 from dalsegno.cli import main
-from dalsegno.cli.logs import arguments
-from dalsegno.cli.logs.arguments import MANY
 from dalsegno.logs import RecordLog
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "logs"
@@ -68,49 +64,6 @@ def test_a_file_of_an_unknown_format_hides_no_other(one_is_bad: Path, capsys: py
     bad, good, _ = json.loads(capsys.readouterr().out)
     assert (bad["state"], good["state"]) == ("unreadable", "unknown")
     assert "not a log that dalsegno can read" in bad["error"]
-
-
-def test_many_runs_are_listed_by_several_processes(
-    one_is_bad: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number in range(MANY):
-        shutil.copytree(GOLDEN / "pair-a", one_is_bad / f"run-{number}")
-    several = cold("logs", "list", str(one_is_bad), folder=one_is_bad)
-    monkeypatch.setattr(arguments, "MANY", 1000)
-    assert main(["logs", "list", str(one_is_bad)]) == several.returncode == 2
-    assert (several.stdout, several.stderr) == capsys.readouterr()
-
-
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_processes_that_read_many_runs_end_with_the_command(how: signal.Signals, tmp_path: Path) -> None:
-    script = (
-        "import os, time\n"
-        "from dalsegno.cli.logs.arguments import MANY, PerRunResults\n"
-        "def read(log):\n"
-        "    os.write(1, b'%d\\n' % os.getpid())\n"
-        "    time.sleep(5)\n"
-        "PerRunResults(range(MANY), read, forks=True)\n"
-    )
-    command = [sys.executable, "-c", script]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-    ) as process:
-        assert process.stdout is not None
-        reader = int(process.stdout.readline())
-        (os.killpg if how is signal.SIGINT else os.kill)(process.pid, how)  # Ctrl+C reaches all
-        assert process.wait(3) == -how
-        ends = time.monotonic() + 3
-        while is_running(reader) and time.monotonic() < ends:
-            time.sleep(0.01)
-        assert not is_running(reader)
-
-
-def is_running(process: int) -> bool:
-    """Whether a process is there, and not only what is left of it until its parent has asked for its status."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_a_damaged_first_line_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

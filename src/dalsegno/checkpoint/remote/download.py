@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dalsegno.checkpoint import checkpoint_dir
-from dalsegno.checkpoint.files import LinkableFiles, UnchangedFile
+from dalsegno.checkpoint.file_writing import LinkableFiles, UnchangedFile
 from dalsegno.checkpoint.manifest import Checkpoint
 from dalsegno.checkpoint.names import CHECKPOINTS, MANIFEST, checkpoint_path, partial_path
 from dalsegno.errors import DamagedCheckpoint

@@ -6,13 +6,10 @@ import argparse
 import os
 import shlex
 import shutil
-import signal
 import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from dalsegno import analysis
 from dalsegno.cli.command import FAILED, METRICS, Arguments, argument, expect_directory_of, flag, option, place, several
@@ -134,67 +131,22 @@ def wanted_editor(arguments: argparse.Namespace) -> list[str]:
 
 T = TypeVar("T")
 
-MANY = 50  # runs, which take longer than to fork processes that read them
-PROCESSES = 8
-
 
 class PerRunResults(Generic[T]):
-    """A function applied to each of several logs; a log that fails does not stop the others.
+    """A function applied to each of several logs; a log that fails does not stop the others."""
 
-    ``forks``: many logs are read by several processes; each of ``logs`` then stays unread in this one.
-    """
-
-    _forked: ClassVar[PerRunResults[Any]]
-
-    def __init__(
-        self, logs: Iterable[analysis.TrainingLog], compute: Callable[[analysis.TrainingLog], T], *, forks: bool = False
-    ) -> None:
-        self._logs = list(logs)
-        self._compute = compute
+    def __init__(self, logs: Iterable[analysis.TrainingLog], compute: Callable[[analysis.TrainingLog], T]) -> None:
         self.found: list[tuple[analysis.TrainingLog, T]] = []
         self.failed: list[tuple[analysis.TrainingLog, str]] = []
         """With the error message."""
-        for log, (result, error) in zip(self._logs, self._outcomes(forks), strict=True):
-            if error is None:
-                self.found.append((log, cast(T, result)))
-            else:
-                self.failed.append((log, error))
-
-    def _outcomes(self, forks: bool) -> Iterable[tuple[T | None, str | None]]:
-        places = range(len(self._logs))
-        if not forks or len(places) < MANY or sys.platform != "linux" or threading.active_count() > 1:
-            return map(self._outcome, places)
-        from concurrent.futures import ProcessPoolExecutor
-        from multiprocessing import get_context
-
-        PerRunResults._forked = self  # forked processes find it here, so that nothing but the results is sent
-        processes = min(len(os.sched_getaffinity(0)), PROCESSES)
-        with ProcessPoolExecutor(processes, get_context("fork"), _end_with, (os.getpid(),)) as pool:
-            return list(pool.map(_outcome_at, places, chunksize=8))
-
-    def _outcome(self, place: int) -> tuple[T | None, str | None]:
-        try:
-            return self._compute(self._logs[place]), None
-        except (DalsegnoError, OSError) as error:
-            return None, str(error)
+        for log in logs:
+            try:
+                self.found.append((log, compute(log)))
+            except (DalsegnoError, OSError) as error:
+                self.failed.append((log, str(error)))
 
     def status(self) -> int:
         """The exit status. Prints the failures on stderr."""
         for log, error in self.failed:
             complain(f"{log.name}: {error}")
         return FAILED if self.failed else 0
-
-
-def _outcome_at(place: int) -> Any:
-    return PerRunResults._forked._outcome(place)
-
-
-def _end_with(parent: int) -> None:
-    """In a forked process: end when ``parent`` does, and at once by Ctrl+C, which reaches both."""
-    import ctypes
-
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: else it would wait for work for ever
-    if os.getppid() != parent:
-        os._exit(1)

@@ -47,7 +47,7 @@ STYLES = {"running": "green", "diverged": "red", "failed": "red", "died": "yello
 def list_runs(arguments: argparse.Namespace) -> int:
     """List the runs in a directory: state, steps, losses, restarts, last change."""
     runs = analysis.open_log(arguments.folder, arguments.step_key)
-    results = PerRunResults(runs, _list_row, forks=True)
+    results = PerRunResults(runs, _list_row)
     row_of = {log.path: row for log, row in results.found}
     row_of |= {log.path: {**_name(log), "state": "unreadable", "error": error} for log, error in results.failed}
     rows = [row_of[log.path] for log in runs]

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from dalsegno.distributed import collectives
-from dalsegno.distributed.loss_and_norm import GradientClipping, StepTotals, totals_of_whole
+from dalsegno.distributed.clip_grad import GradientClipping, StepTotals, totals_of_whole
 from dalsegno.distributed.modes import DDP, FSDP, Mode
 from dalsegno.distributed.sharded_tensors import unexpanded
 from dalsegno.errors import ConfigurationError

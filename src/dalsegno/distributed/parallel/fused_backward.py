@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dalsegno.distributed.clip_grad import StepTotals, totals_of_whole
 from dalsegno.distributed.gradients import GradientNorms
-from dalsegno.distributed.loss_and_norm import StepTotals, totals_of_whole
 from dalsegno.distributed.parallel.base import WithTrainedLoss
 from dalsegno.distributed.sharded_tensors import total_norm
 from dalsegno.errors import ConfigurationError

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from dalsegno.distributed.clip_grad import StageTotals, StepTotals
 from dalsegno.distributed.inference import run_stages_of
 from dalsegno.distributed.layout import data_dimensions
-from dalsegno.distributed.loss_and_norm import StageTotals, StepTotals
 from dalsegno.distributed.modes import FSDP, STAGES, TENSOR, Pipeline, TensorParallel
 from dalsegno.distributed.pipeline.cut import Cut, cut
 from dalsegno.distributed.pipeline.runner import PipelineRunner

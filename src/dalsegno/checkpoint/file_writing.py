@@ -1,4 +1,4 @@
-"""The files of a save, ready to be written: small ones, copied tensors, live tensors. Each is hashed meanwhile."""
+"""Writing the files of a save: small ones, copied tensors, live tensors, unchanged ones. Each is hashed meanwhile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import xxhash
 from dalsegno.checkpoint import checkpoint_dir
 from dalsegno.checkpoint.file_reading import FileRecord, opened, verify_files
 from dalsegno.checkpoint.manifest import Checkpoint
-from dalsegno.checkpoint.tensor_copies import SMALL, Buffer, CopyProgress, anonymous
+from dalsegno.checkpoint.staging import SMALL, Buffer, CopyProgress, anonymous
 from dalsegno.checkpoint.tensor_files import FileLayout, as_bytes
 from dalsegno.errors import DalsegnoError, DamagedCheckpoint, SaveFailed
 from dalsegno.system import filesystem

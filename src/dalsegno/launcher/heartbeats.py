@@ -1,4 +1,4 @@
-"""Hangs: how the launcher sees that a rank makes no progress, and where the rank's threads are then.
+"""Heartbeats: how the launcher sees that a rank makes no progress, and where the rank's threads are then.
 
 A heartbeat writes 16 bytes to shared memory that the launcher reads: no system call, no lock, no collective.
 CLOCK_MONOTONIC is the same in all processes of a host. A hung rank writes the stacks of its threads to a file of its
@@ -53,6 +53,11 @@ class Heartbeats:
 
     def read(self) -> Sequence[Beat]:
         return [Beat(*each) for each in _BEAT.iter_unpack(self._memory[:])]
+
+    def stalled(self, timeout: float) -> Beat | None:
+        """The oldest beat of a rank that trains, if it is older than ``timeout`` seconds."""
+        oldest = min((beat for beat in self.read() if beat.time), default=None)
+        return oldest if oldest is not None and time.monotonic() - oldest.time >= timeout else None
 
 
 class HeartbeatCallback(FlaglessCallback):
