@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dalsegno.events.table import Event
-from dalsegno.logs import ReadReport, read_records
+from dalsegno.logs import ReadReport, RunFile, read_records
 from dalsegno.testing import FaultPlan, check_resume, compare_runs, start_ranks
 from support.runs import busy_fsdp, busy_trainer, forgetful_trainer, frozen_trainer, train_with_a_victim
 
@@ -137,7 +137,7 @@ def test_any_rank_of_ddp(tmp_path: Path, victim: int) -> None:
     plans = [
         FaultPlan(event=Event.AFTER_FORWARD, count=dice.randint(1, 3)),
         FaultPlan(operation="any", path=".partial", count=dice.randint(2, 5)),
-        FaultPlan(event=Event.STEP_BEGIN, count=dice.randint(3, 6)),
+        FaultPlan(event=Event.STEP_BEGIN, count=dice.randint(5, 8)),  # the first checkpoint is published
     ]
     for plan in plans:
         outcomes = start_ranks(train_with_a_victim, 2, tmp_path / "killed", plan, victim).wait()
@@ -146,6 +146,7 @@ def test_any_rank_of_ddp(tmp_path: Path, victim: int) -> None:
     for folder in ("killed", "reference"):
         outcomes = start_ranks(train_with_a_victim, 2, tmp_path / folder, None, victim).wait()
         assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes
+    assert RunFile(tmp_path / "killed").legs()[-1].first_step > 0
     comparison = compare_runs(tmp_path / "reference", tmp_path / "killed")
     assert comparison.identical, f"\n{comparison.table()}"
     assert_no_trace_of_the_kills(tmp_path / "killed")
