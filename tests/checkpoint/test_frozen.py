@@ -13,13 +13,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed.fsdp import fully_shard
 
 import dalsegno as ds
 from checkpoint.frozen import FROZEN, Part, content
 from checkpoint.sameness import assert_same
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, checkpoint_dir, read_tensors
+from dalsegno.checkpoint.file_reading import FileRecord
+from dalsegno.checkpoint.file_writing import LinkableFiles, UnchangedFile
 from dalsegno.cli import main
+from dalsegno.errors import DamagedCheckpoint
 from dalsegno.logs import RunFile
 from dalsegno.system import filesystem
 from dalsegno.testing import TinyRegression, run_ranks
@@ -245,6 +249,31 @@ def test_a_damaged_file_is_not_copied(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "frozen-00000.safetensors: has checksum" in str(failed.failure)
     assert not failed.path.exists()
     expect_saved(part.save(3), content(part))
+
+
+def test_a_copy_that_fails_leaves_no_file_and_blames_its_own_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*paths: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    def refuse(*arguments: Any) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    here, there = tmp_path / "here", tmp_path / "there"
+    filesystem.make_directory(there)
+    filesystem.write_durably(here, b"content")
+    record = FileRecord(7, xxhash.xxh3_128(b"content").hexdigest())
+    copy = UnchangedFile("copy", record, here, LinkableFiles(tmp_path, {"here": record}))
+    monkeypatch.setattr(os, "link", no_links)
+    with monkeypatch.context() as full, pytest.raises(OSError, match="quota") as error:
+        full.setattr(filesystem, "start_writeback", refuse)
+        copy.write_to(there, lambda count: None)
+    assert error.value.filename != str(here)
+    here.write_bytes(b"damaged")
+    with pytest.raises(DamagedCheckpoint, match="here: has checksum"):
+        copy.write_to(there, lambda count: None)
+    assert not list(there.iterdir())
 
 
 def test_a_checkpoint_that_was_removed_is_not_missed(tmp_path: Path) -> None:

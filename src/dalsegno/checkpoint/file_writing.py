@@ -428,11 +428,18 @@ class UnchangedFile:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            with opened(self.source) as descriptor:
-                pieces = iter(lambda: os.read(descriptor, filesystem.DIRECT_PIECE), b"")
-                copied = write_hashed(path, pieces, advance)
-            if copied != self.record:
-                raise DamagedCheckpoint(f"{self.source}: has checksum {copied.xxh3}, not {self.record.xxh3}") from None
+            filesystem.replace_durably_in_pieces(path, self._pieces(advance))
+
+    def _pieces(self, advance: Advance) -> Iterator[bytes]:
+        """Raises after the last one if they are not what ``record`` says: then no copy appears."""
+        checksum = xxhash.xxh3_128()
+        with opened(self.source) as descriptor:
+            while piece := os.read(descriptor, filesystem.DIRECT_PIECE):
+                advance(len(piece))
+                checksum.update(piece)
+                yield piece
+        if checksum.hexdigest() != self.record.xxh3:
+            raise DamagedCheckpoint(f"{self.source}: has checksum {checksum.hexdigest()}, not {self.record.xxh3}")
 
 
 PendingFile = StagedFile | StreamedFile | UnchangedFile
