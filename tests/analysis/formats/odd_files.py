@@ -184,19 +184,6 @@ def _mlflow(path: Path, rows: list[Row]) -> None:
         connection.commit()
 
 
-def _trackio(path: Path, rows: list[Row]) -> None:
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript(
-            "CREATE TABLE configs (a); CREATE TABLE metrics (id, timestamp, run_id, step, metrics)"
-        )
-        for place, row in enumerate(rows):
-            text = _text({field: value for field, value in row.items() if field not in ("time", "step")}, {})
-            time = "2026-01-01T00:00:00" if place % 7 else _cell(row["time"])
-            cells = (place, time, _cell(row["step"]), text.encode() + b"\xff" if "extra" in row and place % 2 else text)
-            connection.execute("INSERT INTO metrics VALUES (?, ?, 'r', ?, ?)", cells)
-        connection.commit()
-
-
 def _mlflow_files(path: Path, rows: list[Row]) -> None:
     path.write_text("")
     (path.parent / "metrics").mkdir()
@@ -215,7 +202,6 @@ FORMATS: dict[str, tuple[str, Writer, Sequence[str]]] = {
     "wandb": ("run-1.wandb", _wandb, (*NUMBERS, *OTHERS)),
     "events": ("events.out.tfevents.1.host", _events, NUMBERS),
     "mlflow": ("mlflow.db", _mlflow, (*NUMBERS, *OTHERS)),
-    "trackio": ("trackio.db", _trackio, (*NUMBERS, *OTHERS)),
     "mlflow-files": ("meta.yaml", _mlflow_files, NUMBERS),
 }
 """Name → (file, its writer, odd values that it can hold)."""

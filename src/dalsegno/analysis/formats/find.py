@@ -54,7 +54,7 @@ def source_of_file(path: Path, step_key: str | None = None) -> Source:
         return JsonLines(path, step_key)
     raise ConfigurationError(
         f"{path}: not a log that dalsegno can read; it reads JSON lines and arrays, trainer_state.json, metrics.csv, "
-        "TensorBoard event files, run-*.wandb, and SQLite databases of MLflow and Trackio"
+        "TensorBoard event files, run-*.wandb, and SQLite databases of MLflow"
     )
 
 

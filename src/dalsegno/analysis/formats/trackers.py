@@ -1,5 +1,4 @@
-"""Runs that trackers have written to disk: W&B's files, the databases and files of MLflow and Trackio, and the
-``metrics.csv`` of Lightning's CSVLogger.
+"""Runs that trackers have written to disk: W&B's files, MLflow's databases and files, and Lightning's ``metrics.csv``.
 
 W&B's file ``run-<id>.wandb`` is LevelDB's log format
 (https://github.com/google/leveldb/blob/main/doc/log_format.md) after a header of seven bytes; its records are protobuf
@@ -192,19 +191,17 @@ def _varint(message: bytes, place: int) -> tuple[int, int]:
 
 SQLITE = b"SQLite format 3\x00"
 
-_MLFLOW_POINTS = """
+_POINTS = """
     SELECT metrics.timestamp, metrics.step, metrics.key, CASE metrics.is_nan WHEN 1 THEN NULL ELSE metrics.value END
     FROM metrics WHERE metrics.run_uuid = ? ORDER BY metrics.timestamp, metrics.step, metrics.rowid
 """
-_MLFLOW_RUNS = "SELECT run_uuid FROM runs WHERE lifecycle_stage = 'active' ORDER BY start_time"
-_TRACKIO_RUNS = "SELECT run_id FROM metrics GROUP BY run_id ORDER BY min(id)"
-_TRACKIO_ROWS = "SELECT timestamp, step, metrics FROM metrics WHERE run_id = ? ORDER BY id"
+_RUNS = "SELECT run_uuid FROM runs WHERE lifecycle_stage = 'active' ORDER BY start_time"
 
 
 class Database(TrackedRun):
-    """The newest run in a database of MLflow's or Trackio's."""
+    """The newest run in a database of MLflow's."""
 
-    program = "MLflow or Trackio"
+    program = "MLflow"
 
     def read(self, skipped: Skipped) -> Iterator[tuple[int, Record]]:
         uri = f"{self.path.absolute().as_uri()}?mode=ro"
@@ -217,37 +214,15 @@ class Database(TrackedRun):
 
     def _records(self, connection: sqlite3.Connection, skipped: Skipped) -> Iterator[Record]:
         tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if {"runs", "metrics", "experiments"} <= tables:
-            runs, read = _MLFLOW_RUNS, _of_mlflow
-        elif {"metrics", "configs"} <= tables:
-            runs, read = _TRACKIO_RUNS, _of_trackio
-        else:
-            raise ConfigurationError(f"{self.path}: neither an MLflow nor a Trackio database")
-        found = [run for (run,) in connection.execute(runs)]
+        if not {"runs", "metrics", "experiments"} <= tables:
+            raise ConfigurationError(f"{self.path}: not a database of MLflow's")
+        found = [run for (run,) in connection.execute(_RUNS)]
         if len(found) > 1:
             skipped.note(f"{len(found) - 1} older runs in the same database", len(found) - 1)
-        if found:
-            yield from read(connection, found[-1], skipped)
-
-
-def _of_mlflow(connection: sqlite3.Connection, run: str, skipped: Skipped) -> Iterator[Record]:
-    points = connection.execute(_MLFLOW_POINTS, (run,))
-    return records_of_points(
-        (time / 1000 if is_number(time) else time, step, str(name), value) for time, step, name, value in points
-    )
-
-
-def _of_trackio(connection: sqlite3.Connection, run: str, skipped: Skipped) -> Iterator[Record]:
-    for time, step, text in connection.execute(_TRACKIO_ROWS, (run,)):
-        try:
-            values = from_json(json.loads(text))
-            numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            skipped.note(f"metrics of step {step}: {error}")
-            continue
-        step = numbers.pop("train/global_step", step)  # of transformers' callback, whose own step counts rows
-        if numbers:  # else a text or a model card
-            yield {"timestamp": time, "global_step": step, **_plain_names(numbers)}
+        points = connection.execute(_POINTS, found[-1:]) if found else []
+        yield from records_of_points(
+            (time / 1000 if is_number(time) else time, step, str(name), value) for time, step, name, value in points
+        )
 
 
 def records_of_points(points: Iterator[tuple[Any, Any, str, Any]]) -> Iterator[Record]:
