@@ -61,12 +61,13 @@ class RecordBlock:
     def numeric(self) -> list[str]:
         """Names that have numbers, in the order of the log."""
         found: dict[str, None] = {}
-        settled: set[tuple[str, ...]] = set()  # names of records, all of which have been found
+        others: dict[tuple[str, ...], list[str]] = {}  # by the names of a record, those without a number so far
         for record in self._records:
-            if (names := tuple(record)) not in settled:
-                found.update({name: None for name, value in record.items() if name not in found and is_number(value)})
-                if all(name in found or name == "kind" for name in names):
-                    settled.add(names)
+            if (looked_at := others.get(names := tuple(record))) is None:
+                looked_at = others[names] = [name for name in names if name != "kind"]
+            if looked_at and (numbers := [name for name in looked_at if is_number(record[name])]):
+                found.update(dict.fromkeys(numbers))
+                others[names] = [name for name in looked_at if name not in found]
         return list(found)
 
     def column(self, name: str) -> Column:
