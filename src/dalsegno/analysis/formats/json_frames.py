@@ -2,12 +2,18 @@
 
 Polars gets a schema of all names seen so far. It rejects values of other types, but silently drops names missing from
 the schema; the number of quotation marks reveals them: two per name and two per string. It also accepts any value as a
-string; the contents reveal that. Parts with unexplained quotation marks (nulls aside), or that Polars rejects (torn
-ones), are left to the caller. So are those with NaN or infinite numbers, which JSON lacks and Polars does not read.
+string; the contents reveal that. Lines with unexplained quotation marks (nulls aside), or that Polars rejects (torn
+ones), are read one by one instead.
+
+Polars cannot read NaN and infinite numbers, which JSON lacks. Placeholder numbers replace them while Polars reads, and
+are then replaced in the numeric columns. If their number differs from those inserted, one is a value of the log itself,
+or within a string or list; such lines are read one by one, too.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,12 +24,12 @@ import polars as pl
 from dalsegno.analysis.blocks import wider
 from dalsegno.logs.reader import without_array
 
-from .source import BOUNDS, EXACT, HEADER, NOT_FINITE, OF_ALL_KINDS, Naming, is_of_evaluation, moment, without_headers
+from .source import BOUNDS, EXACT, HEADER, OF_ALL_KINDS, Naming, is_of_evaluation, moment, without_headers
 
 PART = 1 << 20  # bytes of the parts of a rejected chunk: only the lines of rejected parts are read one by one
 PIECE = 1 << 20  # bytes counted at a time, so that they stay in the processor's cache
 
-NO_TEXT = r"^(?:[-+.0-9eE]+|true|false)$|^[\[{]"
+NO_TEXT = r"^(?:[-+.0-9eE]+|-?Infinity|NaN|true|false)$|^[\[{]"
 """Strings in a Polars column that may have been another JSON value: a number, boolean, list or dict."""
 
 THREADS = 3  # chunks read in parallel: Polars uses all processors only in the middle of a chunk
@@ -35,6 +41,9 @@ Types = Mapping[str, pl.DataType]
 Part = tuple[bytes, pl.DataFrame | None]
 """Complete lines of a log, and their records under dalsegno's names, without headers; None if they must be read one by
 one."""
+
+Counts = Mapping[bytes, int]
+"""Number of placeholders for each word."""
 
 
 def read_frames(chunks: Iterable[bytes], naming: Naming) -> Iterator[Part]:
@@ -71,18 +80,16 @@ def _parts(chunk: bytes, types: Types, naming: Naming) -> tuple[list[Part], Type
 
 
 def _read(lines: bytes, types: Types, naming: Naming) -> tuple[pl.DataFrame | None, Types]:
-    if any(word[:1] in lines and word in lines for word in NOT_FINITE):  # a single byte is found ten times as fast
-        return None, types
-    bare = without_array(lines)
-    frame = _complete(bare, types)
+    bare, placeholders = insert_placeholders(without_array(lines))
+    frame = _complete(bare, types, placeholders)
     if frame is None:
-        bare, _ = without_headers(bare)
+        bare, placeholders = insert_placeholders(without_headers(without_array(lines))[0])
         types = _joined(types, _all_types(bare))
-        frame = _complete(bare, types)
+        frame = _complete(bare, types, placeholders)
     return (None if frame is None else _renamed(frame, naming)), types
 
 
-def _complete(lines: bytes, types: Types) -> pl.DataFrame | None:
+def _complete(lines: bytes, types: Types, placeholders: Counts) -> pl.DataFrame | None:
     """The frame of the lines; None if Polars rejects or drops something."""
     if not types:
         return None
@@ -97,7 +104,7 @@ def _complete(lines: bytes, types: Types) -> pl.DataFrame | None:
     unexplained = count_byte(lines, b'"') - 2 * cells
     if unexplained and unexplained != 2 * _nulls(lines, frame, texts):
         return None
-    return frame
+    return restore_values(frame, lines, placeholders)
 
 
 def _nulls(lines: bytes, frame: pl.DataFrame, texts: list[pl.Series]) -> int:
@@ -171,3 +178,48 @@ def _joined(some: Types, others: Types) -> Types:
     both = {name: wider(some.get(name, kind), kind) for name, kind in others.items()}
     kept = {name: kind for name, kind in some.items() if both.get(name, kind) == kind or kind.is_numeric()}
     return {**kept, **both}
+
+
+_PLACEHOLDERS = {
+    b"-Infinity": (-math.inf, -(2.0**-1001)),
+    b"Infinity": (math.inf, -(2.0**-1002)),
+    b"NaN": (math.nan, -(2.0**-1003)),
+}
+"""Word → (value, placeholder). Placeholders are powers of two, which every reader parses exactly."""
+
+_SPELLED = (b': "%s"', b": %s", b':"%s"', b":%s")
+"""A value behind its name, bare as Python's json writes it or quoted as dalsegno does."""
+_END_OF_NAME = rb'[^"]*"[ \t]*:'
+"""Follows a placeholder in a name. What follows a value is a line's end, or the beginning of a name."""
+
+
+def insert_placeholders(lines: bytes) -> tuple[bytes, Counts]:
+    """Replace non-finite values, in one pass for each way to spell them that occurs."""
+    counts: dict[bytes, int] = {}
+    for word, (_, number) in _PLACEHOLDERS.items():
+        first, place = word.lstrip(b"-")[:1], 0  # a single byte is found ten times as fast
+        while lines.find(first, place) >= 0 and (place := lines.find(word, place)) >= 0:
+            ways = ((way % word, place - way.index(b"%")) for way in _SPELLED)
+            spelled = next((text for text, begin in ways if lines.startswith(text, begin)), None)
+            if spelled is None:
+                place += len(word)
+                continue
+            before, placeholder = len(lines), spelled.replace(b'"', b"").replace(word, repr(number).encode())
+            lines = lines.replace(spelled, placeholder)
+            counts[word] = counts.get(word, 0) + (len(lines) - before) // (len(placeholder) - len(spelled))
+    return lines, counts
+
+
+def restore_values(frame: pl.DataFrame, lines: bytes, counts: Counts) -> pl.DataFrame | None:
+    """The frame of ``lines``, which contain the placeholders, with the original values; None if they are ambiguous."""
+    numbers = [name for name, kind in frame.schema.items() if kind == pl.Float64]
+    texts = [name for name, kind in frame.schema.items() if kind == pl.String]
+    for word, count in counts.items():
+        meant, number = _PLACEHOLDERS[word]
+        in_names = re.search(re.escape(repr(number)).encode() + _END_OF_NAME, lines)
+        in_texts = any(frame[name].str.contains(repr(number), literal=True).any() for name in texts)
+        if in_names or in_texts or sum(int((frame[name] == number).sum()) for name in numbers) != count:
+            return None
+        there = (pl.when(pl.col(name) == number).then(meant).otherwise(pl.col(name)).alias(name) for name in numbers)
+        frame = frame.with_columns(there)
+    return frame

@@ -121,13 +121,8 @@ def read_at_once(lines: bytes, naming: Naming) -> RecordBlock | None:
         return None
     if len(records) != len(ends) or {*map(type, records)} != {dict}:
         return None
-    words = [word for word in NOT_FINITE if word[:1] in lines and word in lines]
-    if sum(map(lines.count, words)) > len(records) // 2:
+    if any(word[:1] in lines and word in lines for word in NOT_FINITE):  # a single byte is found ten times as fast
         records = from_json(records)
-    elif words:
-        places = [each.start() for word in words for each in re.finditer(word, lines)]
-        for number in set(np.searchsorted(ends, places).tolist()):
-            records[number] = from_json(records[number])
     of_headers = Skipped()
     deque(named(enumerate(headers), naming, of_headers), 0)
     if of_headers or (b"[" in lines and not all(map(is_json, chain.from_iterable(map(dict.values, records))))):
