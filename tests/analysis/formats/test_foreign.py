@@ -105,8 +105,9 @@ def test_tensorboard_after_a_restart(tmp_path: Path) -> None:
                 writer.add_scalar("loss", begin + step / 16, step)
                 writer.add_scalar("text/ignored", step, step)
                 writer.add_text("note", "not a number", step)
-    for path, count in zip(sorted(tmp_path.iterdir()), (9, 10), strict=True):  # both legs of one process, in one second
-        path.rename(tmp_path / f"events.out.tfevents.1790000000.host.4711.{count}{path.suffix}")
+    for begin, count in ((1, 9), (5, 10)):  # both legs of one process, in one second
+        (path,) = tmp_path.glob(f"*.{begin}")
+        path.rename(tmp_path / f"events.out.tfevents.1790000000.host.4711.{count}.{begin}")
     log = ds.open_log(tmp_path)
     assert log.metric("loss").steps.tolist() == list(range(1, 12))
     assert log.metric("loss").values.tolist() == [
