@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dalsegno import errors
 from dalsegno.distributed import accelerator
@@ -385,14 +384,18 @@ class BackgroundGroup:
         group = self._live()
         gathered: list[Any] | None = [None] * world_size() if rank() == 0 else None
         dist.gather_object(value, gathered, dst=0, group=group)
-        box: list[Any] = [None]
-        if gathered is not None:
-            box = [judge(gathered)]
-            _set_pg_timeout(_ANSWER_TIMEOUT, group)
-        dist.broadcast_object_list(box, src=0, group=group)
-        if gathered is not None:
-            _set_pg_timeout(_TIMEOUT, group)
-        return box[0]  # type: ignore[no-any-return]
+        answer = b"" if gathered is None else pickle.dumps(judge(gathered))
+        length = torch.tensor([len(answer)])
+        self._answer(length)
+        data = torch.frombuffer(bytearray(answer.ljust(int(length))), dtype=torch.uint8)
+        self._answer(data)
+        return pickle.loads(data.numpy().tobytes())  # type: ignore[no-any-return]
+
+    def _answer(self, tensor: torch.Tensor) -> None:
+        """Broadcast rank 0's values."""
+        options = dist.BroadcastOptions()
+        options.timeout = _ANSWER_TIMEOUT if rank() == 0 else _TIMEOUT
+        self._live().broadcast([tensor], options).wait()
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
         """Send a CPU tensor to the rank ``target``, which must call :meth:`receive` for it."""
