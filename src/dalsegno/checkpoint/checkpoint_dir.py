@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dalsegno.checkpoint import names
 from dalsegno.checkpoint.manifest import Checkpoint, Manifest
-from dalsegno.errors import DamagedCheckpoint, SaveFailed
+from dalsegno.errors import ConfigurationError, DamagedCheckpoint, SaveFailed
 from dalsegno.system import filesystem
 
 logger = logging.getLogger("dalsegno")
@@ -22,8 +22,15 @@ logger = logging.getLogger("dalsegno")
 
 def published(directory: Path, after: int = -1, until: int | None = None) -> dict[int, Path]:
     """Published checkpoints by step, the newest first, verified or not: of steps greater than ``after``, up to
-    ``until`` (None: all)."""
-    found = {step: path for path in _children(directory) if (step := names.step_of(path)) is not None and path.is_dir()}
+    ``until`` (None: all). Raises ConfigurationError for a folder of a step by another name than that step has."""
+    found: dict[int, Path] = {}
+    for path in _children(directory):
+        if (step := names.step_of(path)) is not None and path.is_dir():
+            if path.name != (own := names.checkpoint_path(directory, step).name):
+                raise ConfigurationError(
+                    f"{path}: the folder of step {step} is {own}; rename this one to that, or move it elsewhere"
+                )
+            found[step] = path
     within = [step for step in found if after < step and (until is None or step <= until)]
     return {step: found[step] for step in sorted(within, reverse=True)}
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from dalsegno.checkpoint import CheckpointManager, ModelState
 from dalsegno.cli import main
+from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.component import Component
 from dalsegno.system.lock import DirectoryLock
 from support.runs import busy_trainer
@@ -117,6 +118,19 @@ def test_the_best_listed_was_evaluated_best_of_those_on_disk(
         metrics = {"eval_loss": loss, "eval_accuracy": accuracy}
         manager.save(step, [ModelState(torch.nn.Linear(1, 1))], [settings], metrics=metrics, is_best=step == 2)
     assert [row["step"] for row in checkpoints.json("list", tmp_path) if row["best"]] == [best]
+
+
+def test_a_folder_of_a_step_by_another_name_is_not_hidden(run: Path, checkpoints: Command) -> None:
+    other = run / "checkpoints/step-0000000006"
+    shutil.copytree(checkpoint_of(run, 6), other)
+    checkpoints("list", run, status=2)
+    refusal = f"{other}: the folder of step 6 is step-00000006; rename this one to that, or move it elsewhere"
+    assert refusal in checkpoints.errors
+    with pytest.raises(ConfigurationError) as raised:
+        busy_trainer(run, max_steps=9).train()
+    assert str(raised.value) == refusal
+    other.rename(run / "elsewhere")
+    assert [row["step"] for row in checkpoints.json("list", run)] == [4, 6, 8]
 
 
 def test_list_marks_what_is_not_whole(run: Path, checkpoints: Command) -> None:
