@@ -9,6 +9,7 @@ import enum
 import logging
 import os
 import stat
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -159,7 +160,7 @@ def _size_problem(checkpoint: Checkpoint) -> str | None:
 
 class Summaries:
     """Summaries of the valid checkpoints in a directory, which is listed again and again. A checkpoint is read again
-    once its manifest or one of its folders has changed: files appear and disappear there by that."""
+    once its manifest or one of its folders has changed, or may have: files appear and disappear there by that."""
 
     def __init__(self) -> None:
         self._known: dict[Path, tuple[CheckpointSummary, _Marks]] = {}
@@ -168,7 +169,7 @@ class Summaries:
         """Oldest first. Logs and skips checkpoints that are not valid."""
         former, self._known = self._known, {}
         for path in reversed(checkpoint_dir.published(directory).values()):
-            if path in former and all(_mark(place) == mark for place, mark in former[path][1].items()):
+            if path in former and all(mark and _mark(place) == mark for place, mark in former[path][1].items()):
                 self._known[path] = former[path]
                 continue
             folders = (Path(folder) for folder, _, _ in os.walk(path))
@@ -182,17 +183,21 @@ class Summaries:
         return [summary for summary, _ in self._known.values()]
 
 
-_Marks = Mapping[Path, tuple[int, int] | None]
+_Marks = Mapping[Path, int | None]
+
+_TICK = 10_000_000
+"""Nanoseconds at most from one tick of the clock of local file systems to the next."""
 
 
-def _mark(place: Path) -> tuple[int, int] | None:
-    """Inode of a file or folder, and when it has changed, in nanoseconds: a file that replaces another one is another
-    inode, however short after it."""
+def _mark(place: Path) -> int | None:
+    """When a file or folder has changed, in nanoseconds. None if it is gone, or has changed within this tick of the
+    clock, in which a further change would bear the same time."""
+    settled = time.time_ns() - _TICK
     try:
-        status = place.stat()
+        changed = place.stat().st_ctime_ns
     except OSError:
         return None
-    return status.st_ino, status.st_ctime_ns
+    return changed if changed <= settled else None
 
 
 Inodes = Mapping[tuple[int, int], int]
