@@ -88,6 +88,21 @@ def test_one_log_that_cannot_be_read_hides_no_other(
     assert "train.jsonl: cannot be read: " in locked
 
 
+def test_without_a_run_the_newest_that_can_be_read_is_taken(
+    one_is_bad: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(one_is_bad)
+    os.utime("good/logs/train.jsonl", (1e9, 1e9))
+    for command in (["summary"], ["plot", "--terminal"]):
+        assert main(["logs", *command]) == 0
+        output = capsys.readouterr()
+        assert "good" in output.out and "bad" not in output.out
+        bad, locked = sorted(output.err.splitlines())
+        assert locked.startswith("dalsegno: locked: ") and bad.startswith("dalsegno: bad: ")
+    shutil.rmtree("good")
+    assert error(capsys, "summary").count("dalsegno: ") == 1
+
+
 def test_a_log_that_cannot_be_read_is_no_traceback(one_is_bad: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["show"], ["tail"], ["export", "--to", "csv"]):
         assert "train.jsonl: cannot be read: " in error(capsys, *words, str(one_is_bad / "locked"))

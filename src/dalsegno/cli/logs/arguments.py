@@ -44,7 +44,12 @@ Has = Callable[["analysis.TrainingLog"], bool]
 """Whether a run has what a command shows."""
 
 
-def given_runs(arguments: argparse.Namespace, has: Has = lambda log: True) -> list[analysis.TrainingLog]:
+def _is_readable(log: analysis.TrainingLog) -> bool:
+    next(log.records(), None)
+    return True
+
+
+def given_runs(arguments: argparse.Namespace, has: Has = _is_readable) -> list[analysis.TrainingLog]:
     """The runs of an optional ``RUN``; without it the newest that has what is shown. Raises NotFound without a run."""
     if arguments.runs:
         return analysis.open_logs(arguments.runs, arguments.step_key)
@@ -58,9 +63,21 @@ def given_run(arguments: argparse.Namespace, has: Has) -> analysis.TrainingLog:
 
 
 def _newest_run(step_key: str | None, has: Has) -> analysis.TrainingLog:
-    """The run below the current directory whose log has changed last, of those that have it; of all if none has."""
+    """The run below the current directory whose log has changed last, of those that have it; of all if none has. Says
+    which logs before it cannot be read."""
     logs = sorted(analysis.open_logs(["."], step_key), key=lambda log: log.source.path.stat().st_mtime_ns, reverse=True)
-    return next(filter(has, logs), logs[0])
+    unread = []
+    for log in logs:
+        try:
+            if has(log):
+                break
+        except (DalsegnoError, OSError) as error:
+            unread.append(f"{log.name}: {error}")
+    else:
+        return logs[0]
+    for each in unread:
+        complain(each)
+    return log
 
 
 def metric_names(default: str = "all") -> Arguments:
