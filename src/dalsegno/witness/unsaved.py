@@ -34,6 +34,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dalsegno.data import NOT_EXACT
 from dalsegno.data.digests import LARGE, add_batch
 from dalsegno.data.generators import OBJECTS, Generator, is_shared, state_of
+from dalsegno.errors import first_few
 from dalsegno.events.adapters import CallbackAdapter
 from dalsegno.events.callback import Callback
 from dalsegno.stateful.component import TensorHolder, is_stateful
@@ -104,8 +105,8 @@ class Unsaved:
             self._known |= {way: value for way, value in self._values().items() if way in self._known or "[" in way}
             self._is_first_step = False
 
-    def names(self) -> str:
-        """What training has changed since the first step; empty if nothing."""
+    def names(self) -> list[str]:
+        """What training has changed since the first step."""
         began, known = time.perf_counter(), self._known
         if values := {way: each for way, each in self._values().items() if way in known or "[" in way}:
             lost = [way for way, each in values.items() if way in known and self._is_lost(way, known[way], each)]
@@ -114,8 +115,7 @@ class Unsaved:
         self._looks += 1
         self._last = time.perf_counter()
         self._cost = self._last - began
-        found = sorted(self._names)
-        return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if found[5:] else "")
+        return sorted(self._names)
 
     def warn(self) -> None:
         """At a save. Looks at the first three in any case, then so that it takes no more than 0.3 % of the time."""
@@ -127,7 +127,7 @@ class Unsaved:
             logger.warning(
                 "a resumed run may differ from an uninterrupted one: training has changed %s, which no checkpoint "
                 "contains. %s",
-                names,
+                first_few(names, 5),
                 self._advice(),
                 extra={NOT_EXACT: True},
             )

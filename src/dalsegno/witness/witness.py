@@ -28,6 +28,7 @@ import torch
 
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.sharded_tensors import local_part
+from dalsegno.errors import first_few
 from dalsegno.logs import RecordLog
 from dalsegno.logs.repeats import RecordDifference
 from dalsegno.logs.values import Record, decode, encode
@@ -327,8 +328,9 @@ class Witness:
         last = min(finished, self._end)
         self._check_records(last)
         mine = None if self._difference is None else asdict(self._difference)
-        everywhere = collectives.gather((mine, self._without_effect), "whether the repeated steps are equal")
-        found = [ResumeProof(**proof) for proof, _ in everywhere if proof is not None]
+        known = mine, self._without_effect, self._unsaved_names()
+        everywhere = collectives.gather(known, "whether the repeated steps are equal")
+        found = [ResumeProof(**proof) for proof, _, _ in everywhere if proof is not None]
         self._end = None
         self._expected.clear()
         self._advance(last)
@@ -346,21 +348,22 @@ class Witness:
             proof = ResumeProof(verdict="not proven", why="neither the loss nor the gradients of a step are known")
         else:
             every = max(1, round((last - self._begin) / max(self._compared, 1)))
-            why = ", ".join(dict.fromkeys(each for _, found in everywhere for each in found)) or None
+            why = ", ".join(dict.fromkeys(each for _, found, _ in everywhere for each in found)) or None
+            unsaved = sorted({each for _, _, names in everywhere for each in names})
             proof = ResumeProof(
                 verdict="exact",
                 first_step=self._begin + 1,
                 last_step=last,
                 every=every,
                 why=why,
-                unsaved=self._unsaved_names(),
+                unsaved=first_few(unsaved, 5) or None,
             )
         if collectives.rank() == 0:
             self._log(proof)
         self._report(proof)
 
-    def _unsaved_names(self) -> str | None:
-        return None if self._unsaved is None else self._unsaved.names() or None
+    def _unsaved_names(self) -> list[str]:
+        return [] if self._unsaved is None else self._unsaved.names()
 
     def _log(self, proof: ResumeProof) -> None:
         level = logging.WARNING if proof.verdict == "differs" else logging.INFO
@@ -419,7 +422,7 @@ class Witness:
             differs_at=step,
             what=what,
             why=why,
-            unsaved=self._unsaved_names(),
+            unsaved=first_few(self._unsaved_names(), 5) or None,
         )
         if self._on_resume == "stop" and not reasons:
             self._rows = None  # the next leg compares again
