@@ -20,7 +20,7 @@ class UnknownName(ConfigurationError, TypeError):
     def __init__(self, what: str, name: str, known: Iterable[str], answers: Mapping[str, str] | None = None) -> None:
         """``answers`` maps other words, such as those of other libraries, to known names or to advice."""
         known = sorted(known)
-        answer = (answers or {}).get(name) or nearest(name, known)
+        answer = (answers or {}).get(str(name)) or nearest(str(name), known)
         if answer is None:
             answer = f"known: {', '.join(known) or 'none'}"
         elif answer in known:
@@ -33,7 +33,7 @@ def expect_known(
 ) -> None:
     """Raises UnknownName for the first of ``names`` that is not ``known``."""
     for name in names:
-        if name not in known:
+        if name not in [*known]:
             raise UnknownName(what, name, known, answers)
 
 

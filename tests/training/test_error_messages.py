@@ -402,6 +402,12 @@ def adamw() -> torch.optim.Optimizer:
     return torch.optim.AdamW(TinyRegression().parameters())
 
 
+def own_loop(tmp_path: Path, **parts: Any) -> ds.Run:
+    model = TinyRegression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ds.Run(arguments(tmp_path, max_steps=1), **{"model": model, "optimizer": optimizer, "loader": [], **parts})
+
+
 EVERYDAY: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "an optimizer's class": (
         lambda path: trained(path, optimizer=torch.optim.AdamW),
@@ -483,6 +489,26 @@ EVERYDAY: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         ConfigurationError,
         "optimizer=None: your loop steps it, so pass the one that you have built, or a list of several",
     ),
+    "a metric for an evaluation in an own loop": (
+        lambda path: own_loop(path, evaluate={"eval_loss": 1.0}),
+        ConfigurationError,
+        r"evaluate=\{'eval_loss': 1.0\}; needs a function",
+    ),
+    "a list for the state of an own loop": (
+        lambda path: own_loop(path, state=[1]),
+        ConfigurationError,
+        r"state=\[1\]; needs a dict of the objects to save, by name",
+    ),
+    "a name for the loader of an own loop": (
+        lambda path: own_loop(path, loader="imdb"),
+        ConfigurationError,
+        "a str is not a loader; pass an object that yields batches, such as a DataLoader",
+    ),
+    "a file for the folder of an own loop": (
+        lambda path: own_loop(Path(__file__)),
+        ConfigurationError,
+        "test_error_messages.py is not a folder that can be written to",
+    ),
     "a schedule's name": (
         lambda path: trained(path, lr_scheduler="cosine"),
         ConfigurationError,
@@ -521,6 +547,41 @@ EVERYDAY: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         "the set 'void': the dataset has length 0",
     ),
     "a path for logs": (lambda path: ds.open_logs(str(path / "none")), ds.NotFound, "none: no such file or folder"),
+    "no path for a log": (
+        lambda _: ds.open_log(None),
+        ConfigurationError,
+        r"^open_log\(path=None\): needs str \| os.PathLike",
+    ),  # type: ignore[arg-type]
+    "a number for a checkpoint": (
+        lambda path: ds.export_model(7, path),  # type: ignore[arg-type]
+        ConfigurationError,
+        r"^export_model\(checkpoint=7\): needs str \| pathlib.Path",
+    ),
+    "a name for a curve": (
+        lambda _: ds.find_spikes("loss"),  # type: ignore[arg-type]
+        ConfigurationError,
+        r"^find_spikes\(series='loss'\): needs dalsegno.analysis.series.Series",
+    ),
+    "a number for a record": (
+        lambda path: small_trainer(path).log(7),  # type: ignore[arg-type]
+        ConfigurationError,
+        r"^log\(metrics=7\): needs collections.abc.MutableMapping",
+    ),
+    "a list for weights": (
+        lambda _: ds.Mixture({"a": tiny_regression_data(4)}, [1.0]),  # type: ignore[arg-type]
+        ConfigurationError,
+        r"^Mixture\(weights=a list of 1\): needs collections.abc.Mapping",
+    ),
+    "a flag for changes": (
+        lambda path: small_trainer(path).train(allow_changes=True),  # type: ignore[arg-type]
+        ConfigurationError,
+        r"^allow_changes=True; needs names, as \('model',\)",
+    ),
+    "nothing to predict": (
+        lambda path: small_trainer(path).predict(None),
+        ConfigurationError,
+        "^None has no samples to evaluate; pass a dataset, or a dict of several",
+    ),
     "fit": (at("fit"), AttributeError, r"'fit'; use trainer.train\(\)"),
     "save_model": (at("save_model"), AttributeError, "use dalsegno.export_model"),
     "the trainer's step": (at("global_step"), AttributeError, "use trainer.state.global_step"),

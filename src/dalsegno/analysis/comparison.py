@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs import is_wall_clock
+from dalsegno.stateful.annotations import check_types
 
 from .series import Series, mean, smooth
 
@@ -54,6 +55,7 @@ class RecordDifference:
     """``"first"`` or ``"second"`` if the other log lacks the record."""
 
 
+@check_types
 def diff_records(first: Iterable[Record], second: Iterable[Record]) -> Iterator[RecordDifference]:
     """The differences between two logs, in the order of steps. Memory holds the records of one step.
 
@@ -180,6 +182,7 @@ def align(first: Series, second: Series) -> tuple[Steps, Floats, Floats, bool]:
     return sparser, np.interp(sparser, steps_a, a), np.interp(sparser, steps_b, b), True
 
 
+@check_types
 def compare_series(first: Series, second: Series, *, window: int | None = None, sigmas: float = 4.0) -> Comparison:
     """Compare one metric of two runs.
 

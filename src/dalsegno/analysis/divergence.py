@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.stateful import schema
+from dalsegno.stateful.annotations import check_types
 
 if TYPE_CHECKING:  # the detector itself needs no NumPy
     import numpy as np
@@ -229,6 +230,7 @@ class Detection:
         return None if self.judged else f"nothing to judge: {self.observations} records, all within the warm-up"
 
 
+@check_types
 def detect_divergence(series: Series, settings: DetectorSettings | None = None) -> Detection:
     """Feed a series to a detector as ``DivergenceDetector`` would have."""
     settings = settings or DetectorSettings()
@@ -271,6 +273,7 @@ class Candidate:
         return self.missed + self.false_alarms
 
 
+@check_types
 def sweep_settings(good: Sequence[Series], bad: Sequence[Series], *, mode: Mode = "min") -> list[Candidate]:
     """The best settings: fewest errors first, then the widest margin, then the earliest firing.
 

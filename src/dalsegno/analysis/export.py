@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal, get_args
+from typing import BinaryIO, Literal
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs.reader import JSON_ARRAY
 from dalsegno.logs.values import Record, encode, is_number
+from dalsegno.stateful.annotations import check_types
 from dalsegno.system import filesystem
 from dalsegno.system.imports import require_extra
 
@@ -17,10 +18,9 @@ from .log import TrainingLog
 
 Target = Literal["csv", "parquet", "json", "tensorboard"]
 
-TARGETS = get_args(Target)
 
-
-def export_log(log: TrainingLog, to: Target, path: Path | BinaryIO) -> None:
+@check_types
+def export_log(log: TrainingLog, to: Target, path: str | Path | BinaryIO) -> None:
     """Write the records of a log.
 
     Args:
@@ -32,8 +32,7 @@ def export_log(log: TrainingLog, to: Target, path: Path | BinaryIO) -> None:
         ConfigurationError: for an unknown format, a directory with event files, or if what writes it is not installed:
             Polars for ``csv`` and ``parquet``, or tensorboard.
     """
-    if to not in TARGETS:
-        raise ConfigurationError(f"to is {to!r}; allowed: {', '.join(TARGETS)}")
+    path = Path(path) if isinstance(path, str) else path
     if to in ("csv", "parquet"):
         require_extra("analysis", "polars", f"writing {to}")
     if to == "tensorboard":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from dalsegno.errors import ConfigurationError, NotFound, UnknownName
 from dalsegno.logs.values import Record
+from dalsegno.stateful.annotations import check_types
 from dalsegno.system.imports import require_extra
 
 from .blocks import concatenate
@@ -27,6 +28,7 @@ DEPTH = 4  # levels of directories below the given one that are searched for run
 NOT_RUNS = {"checkpoints", "rewound", "logs", "witness"}
 
 
+@check_types
 def open_log(path: str | os.PathLike[str], step_key: str | None = None) -> TrainingLog:
     """Open the log at ``path``: a run directory, a log file, or a directory of runs, which gives a :class:`RunFolder`.
 
@@ -50,6 +52,7 @@ def open_log(path: str | os.PathLike[str], step_key: str | None = None) -> Train
     return runs[0] if runs[0].path == path else RunFolder(path, runs)
 
 
+@check_types
 def open_logs(
     paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], step_key: str | None = None
 ) -> list[TrainingLog]:

@@ -15,6 +15,7 @@ import numpy as np
 from dalsegno.errors import UnknownName
 from dalsegno.logs import Leg, RunFile
 from dalsegno.logs.values import Record
+from dalsegno.stateful.annotations import check_types
 from dalsegno.system.imports import require_extra
 
 from .blocks import KINDS, concatenate, read_columns
@@ -114,6 +115,7 @@ class TrainingLog:
             break
         return {}
 
+    @check_types
     def records(self, kind: str | None = None) -> Iterator[Record]:
         """Yield the records of one kind (``train``, ``eval``, ``final``, ``user``), or all; never the header.
 
@@ -130,6 +132,7 @@ class TrainingLog:
         self._read([])
         return [name for name in self._columns.names if name not in BOOKKEEPING]
 
+    @check_types
     def metric(self, name: str, kind: str | None = None) -> Series:
         """One metric, in the records of one kind or in all.
 
@@ -137,6 +140,7 @@ class TrainingLog:
         """
         return self.series([name], kind)[name]
 
+    @check_types
     def series(self, names: Iterable[str], kind: str | None = None) -> dict[str, Series]:
         """As :meth:`metric`, for several metrics in one pass over the file."""
         names = list(names)
@@ -209,6 +213,7 @@ class TrainingLog:
             brief=brief,
         )
 
+    @check_types
     def parameters(self, metric: str) -> ParameterSeries:
         """``grad_norm``, ``norm`` or ``spectral_norm`` of each parameter, from this log itself or those beside it.
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dalsegno.errors import ConfigurationError
+from dalsegno.stateful.annotations import check_types
 
 from .divergence import Mode
 from .series import Series
@@ -39,6 +40,7 @@ class Spike:
     """Whether the next record is within the noise before the spike."""
 
 
+@check_types
 def find_spikes(
     series: Series,
     *,

@@ -152,9 +152,9 @@ def reasons_to_differ(saved: Mapping[str, Value], now: Mapping[str, Value]) -> l
     return [each.headline for each in compare(saved, now) if not _NOT_FELT.fullmatch(each.setting)]
 
 
-def check_allowed(names: str | Collection[str]) -> frozenset[str]:
+def check_allowed(names: Iterable[str]) -> frozenset[str]:
     """``allow_changes=`` as a set. Raises UnknownName for a name not in :data:`REFUSED`."""
-    allowed = frozenset([names] if isinstance(names, str) else names)
+    allowed = frozenset(names)
     for name in allowed:
         if name not in REFUSED:
             raise UnknownName("change in allow_changes", name, REFUSED)

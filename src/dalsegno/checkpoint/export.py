@@ -44,6 +44,7 @@ from dalsegno.checkpoint.sidecar import SavedStates
 from dalsegno.checkpoint.tensor_files import SAFETENSORS_NAMES, FileLayout, TensorChunk, byte_count, name_of
 from dalsegno.checkpoint.tensor_reader import ChunkReader
 from dalsegno.errors import CannotSave, ConfigurationError, DamagedCheckpoint, NotFound, UnknownName
+from dalsegno.stateful.annotations import check_types
 from dalsegno.stateful.component import class_name_of
 from dalsegno.system import filesystem
 from dalsegno.system.machine import free_disk
@@ -106,6 +107,7 @@ class Exported:
     adapters: Collection[str] = ()
 
 
+@check_types
 def export_model(
     checkpoint: str | Path,
     folder: str | Path,
@@ -175,6 +177,7 @@ def export_model(
     )
 
 
+@check_types
 def export_adapters(
     checkpoint: str | Path, folder: str | Path, *, average: str | None = None, best: bool = False
 ) -> Exported:

@@ -19,6 +19,7 @@ from dalsegno.errors import ConfigurationError, DalsegnoError, UnknownName
 from dalsegno.events.adapters import adapt
 from dalsegno.events.callback import Callback
 from dalsegno.events.registration import check_callbacks
+from dalsegno.stateful.annotations import check_types
 
 _OWN_KEYS = ("use", "enabled", "name", "dialect")
 _TAKEN_BY_CONSTRUCTORS = ("name", "dialect")
@@ -70,6 +71,7 @@ class Disabled(Callback):
         self.name = key
 
 
+@check_types
 def load_callbacks(source: Source | Sequence[Mapping[str, Any] | str]) -> list[Callback]:
     """Build the callbacks under ``callbacks`` in a TOML, YAML or JSON file, or of a list of such entries.
 

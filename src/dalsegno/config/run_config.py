@@ -20,6 +20,7 @@ from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import TrainBeginContext
 from dalsegno.logs import RunFile
 from dalsegno.logs.values import to_json
+from dalsegno.stateful.annotations import check_types
 from dalsegno.system import filesystem
 
 logger = logging.getLogger("dalsegno")
@@ -131,6 +132,7 @@ class RunConfig:
     _build: Factory
 
     @classmethod
+    @check_types
     def read(cls, source: Source, overrides: Iterable[str] = ()) -> RunConfig:
         """Read a TOML, YAML or JSON file or a dict; ``overrides`` are ``key=value``, as for ``--set``.
 

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dalsegno.distributed.rng import MIXTURE, SAMPLE, WORD, mix
 from dalsegno.errors import ConfigurationError, StateMismatch, UnknownName
+from dalsegno.stateful.annotations import check_types
 from dalsegno.stateful.schema import Count, check
 
 from .generators import OwnStates
@@ -24,7 +25,6 @@ from .permutation import permute, uniform
 
 logger = logging.getLogger("dalsegno")
 
-_STOPS = ("first_exhausted", "all_exhausted")
 _BLOCK = 1024
 """Numbers that are drawn at once: NumPy's cost per call is that of hundreds of them."""
 
@@ -70,6 +70,7 @@ class Mixture(IterableDataset[Any]):
         UnknownName: for an unknown strategy, or a weight without a dataset.
     """
 
+    @check_types
     def __init__(
         self,
         datasets: Mapping[str, Any],
@@ -78,8 +79,6 @@ class Mixture(IterableDataset[Any]):
         seed: int = 0,
         stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted",
     ) -> None:
-        if stopping_strategy not in _STOPS:
-            raise UnknownName("Mixture: stopping_strategy", stopping_strategy, _STOPS)
         _check_datasets(datasets)
         self.datasets, self.weights = dict(datasets), _checked_weights(datasets, weights)
         self.seed, self.stopping_strategy = seed, stopping_strategy

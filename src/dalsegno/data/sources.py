@@ -247,8 +247,10 @@ def _map_length(source: Any) -> int:
 
 
 def _iterable(loader: Any) -> Iterable[Any]:
-    if not isinstance(loader, Iterable):
-        raise ConfigurationError(f"a {type(loader).__name__} is not a loader: it cannot be iterated")
+    if isinstance(loader, (str, bytes)) or not isinstance(loader, Iterable):
+        raise ConfigurationError(
+            f"a {type(loader).__name__} is not a loader; pass an object that yields batches, such as a DataLoader"
+        )
     return loader
 
 

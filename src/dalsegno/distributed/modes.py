@@ -55,7 +55,8 @@ class FSDP(Mode):
 
     def __post_init__(self) -> None:
         if self.units is not None:
-            units = self.units if isinstance(self.units, str) else tuple(self.units)
+            listed = self.units if isinstance(self.units, Iterable) else ()
+            units = listed if isinstance(listed, str) else tuple(listed)
             if not units or not all(isinstance(each, str) for each in units):
                 raise ConfigurationError(f"units={self.units!r}; needs names of modules, such as 'layers.*'")
             object.__setattr__(self, "units", units)
@@ -129,7 +130,8 @@ class Pipeline(Mode):
 
     def __post_init__(self) -> None:
         if not (isinstance(self.stages, int) or callable(self.stages)):
-            several = () if isinstance(self.stages, str) else tuple(self.stages)
+            is_list = isinstance(self.stages, Iterable) and not isinstance(self.stages, str)
+            several = tuple(self.stages) if is_list else ()
             nested = tuple(each if isinstance(each, str) else tuple(each) for each in several)
             object.__setattr__(self, "stages", nested)
         if not callable(self.stages) and self.count < 2:

@@ -27,6 +27,7 @@ from weakref import WeakValueDictionary
 
 from dalsegno.errors import ConfigurationError, UnknownDialect, UnknownName
 from dalsegno.state import Handler
+from dalsegno.stateful.annotations import check_types
 from dalsegno.stateful.component import State, Stateful
 
 from .callback import Answer, Binder, Callback, Construction, refusal
@@ -39,8 +40,9 @@ _STATE_ATTRIBUTES = (
 )
 
 
+@check_types
 def adapt(
-    callback: object, dialect: str | None = None, *, name: str | None = None, state: Sequence[str] = ()
+    callback: object, dialect: str | None = None, *, name: str | None = None, state: str | Sequence[str] = ()
 ) -> Callback:
     """Adapt a callback that was written for another library.
 

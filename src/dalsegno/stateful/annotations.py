@@ -10,17 +10,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, MutableSequence, Sequence, Set
 from inspect import Parameter
-from typing import Annotated, Any, ForwardRef, Literal, NotRequired, TypeVar, Union, get_args, get_origin
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Annotated, Any, ForwardRef, Literal, NotRequired, ParamSpec, TypeVar, Union, get_args, get_origin
 
-from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.errors import ConfigurationError, UnknownName, expect_known
 
 Form = Any
 """A type annotation."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class ConstructorSignature:
@@ -290,6 +296,53 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
         except (NameError, AttributeError, TypeError, SyntaxError):
             continue
     return resolved
+
+
+def check_types(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a public function: refuse an argument that its annotation excludes, by its type or as an unknown name.
+    Does not look into containers."""
+    signature, hints = inspect.signature(function), functools.cache(lambda: hints_of(function))
+    called = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+    @functools.wraps(function)
+    def call(*args: P.args, **named: P.kwargs) -> T:
+        for name, value in signature.bind(*args, **named).arguments.items():
+            form = plain(hints().get(name, Any))
+            origin: Any = get_origin(form)
+            if origin is Literal and isinstance(value, str):
+                expect_known(f"{name} of {called}", [value], get_args(form))
+            if not _is_of(form, value):
+                wanted = inspect.formatannotation(form)
+                raise ConfigurationError(f"{called}({name}={short_repr(value)}): needs {wanted}")
+        return function(*args, **named)
+
+    return call
+
+
+_WIDER: dict[Any, tuple[Any, Any]] = {
+    int: (bool, Integral),
+    float: (bool, Real),
+    Path: ((), os.PathLike),
+    **dict.fromkeys((Sequence, list, tuple), ((str, bytes, Mapping), Iterable)),
+    Iterable: ((str, bytes), Iterable),
+}
+"""Types that stand for wider ones: what is refused, and what is accepted."""
+
+
+def _is_of(form: Form, value: object) -> bool:
+    form = plain(form)
+    kind: Any = get_origin(form) or form
+    inner = get_args(form)
+    if kind is Annotated:
+        return _is_of(inner[0], value)
+    if kind in (Union, types.UnionType):
+        return any(_is_of(each, value) for each in inner)
+    if kind is Literal:
+        return any(type(value) is type(each) and value == each for each in inner)
+    refused, accepted = _WIDER.get(kind, ((), kind))
+    if not isinstance(accepted, type) or accepted.__module__ == "typing":  # Any, BinaryIO
+        return True
+    return isinstance(value, accepted) and not isinstance(value, refused)
 
 
 _LONGEST_SHOWN = 60  # characters

@@ -59,14 +59,21 @@ class ResumeOptions:
             raise ConfigurationError(
                 f"resume_from_checkpoint={self.origin!r}: there is no such path; pass True for the newest checkpoint"
             )
-        object.__setattr__(self, "allow_changes", check_allowed(self.allow_changes))
-        names = [self.load_components] if isinstance(self.load_components, str) else list(self.load_components)
+        object.__setattr__(self, "allow_changes", check_allowed(_names("allow_changes", self.allow_changes)))
+        names = _names("load_components", self.load_components)
         object.__setattr__(self, "load_components", names)
         if names and isinstance(self.origin, bool):
             raise ConfigurationError(
                 f"load_components={names}: pass resume_from_checkpoint= the path of a checkpoint, or of a folder of "
                 f"safetensors; it is {self.origin}"
             )
+
+
+def _names(argument: str, given: object) -> list[str]:
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, Collection) or not all(isinstance(each, str) for each in names):
+        raise ConfigurationError(f"{argument}={given!r}; needs names, as ('model',)")
+    return list(names)
 
 
 class _Choice(TypedDict):

@@ -33,6 +33,8 @@ from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import EvaluateContext
 from dalsegno.stateful.schema import Must, check, check_like
 
+from .optimizers import unwrapped_optimizer
+
 
 def check_scalable(optimizer: Optimizer, schedulers: Sequence[Any]) -> None:
     """Raises ConfigurationError if there is no learning rate to change, or a schedule computes its rates from something
@@ -132,7 +134,7 @@ def build_schedulers(given: Any, optimizer: Optimizer, args: TrainingArguments, 
         return [scheduler_from_args(optimizer, args, partial(planned_steps, args, loader))]
     schedulers = several(given)
     for scheduler in schedulers:
-        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        if unwrapped_optimizer(getattr(scheduler, "optimizer", optimizer)) is not optimizer:
             raise ConfigurationError("lr_scheduler: it is built on another optimizer than the one that is given")
     return schedulers
 

@@ -22,12 +22,13 @@ from dalsegno.data import NOT_EXACT, TrainingData
 from dalsegno.data.generators import OwnStates
 from dalsegno.data.step_batch import LossWeight, agreed_position
 from dalsegno.distributed import collectives
-from dalsegno.distributed.sharded_tensors import are_finite
+from dalsegno.distributed.sharded_tensors import are_finite, check_materialized
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, Locked, NotFound, first_few
 from dalsegno.events.callback import Callback
 from dalsegno.logs import RecordLog, RunFile
 from dalsegno.policies.recovery import Rollback
 from dalsegno.state import TrainerControl, TrainerState
+from dalsegno.stateful.annotations import check_types
 from dalsegno.stateful.component import Stateful, is_stateful, stateful_behind
 from dalsegno.system import filesystem
 from dalsegno.system.lock import DirectoryLock, is_visible
@@ -412,9 +413,14 @@ def locked_run_dir(args: TrainingArguments) -> Iterator[None]:
         lock.release()
 
 
-def check_writable(directory: Path) -> None:
-    """Raises ConfigurationError if the directory could not be created or written to: now, not at the first
-    checkpoint."""
+def check_given(args: TrainingArguments, model: nn.Module, **functions: object) -> None:
+    """Raises ConfigurationError for what a Trainer and a Run are both given and cannot work with: functions, each None
+    or to be called; a model without weights; a directory that could not be created or written to."""
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise ConfigurationError(f"{name}={function!r}; needs a function")
+    check_materialized(model)
+    directory = args.directory
     existing = next(path for path in [directory, *directory.absolute().parents] if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigurationError(f"output_dir={str(directory)!r}: {existing} is not a folder that can be written to")
@@ -464,6 +470,7 @@ class OfRun:
         """Keys of the callbacks that a command has switched off."""
         return self._parts.dispatcher.switched_off
 
+    @check_types
     def log(self, metrics: MutableMapping[str, Any], kind: str = "user") -> None:
         """Log a record of your own, of any kind. To be called on all ranks, with the same values."""
         self._parts.dispatcher.fire_record(dict(metrics), kind)

@@ -31,8 +31,20 @@ def takes_adam_settings(args: TrainingArguments) -> bool:
     return args.optim in _TAKE_ADAM_SETTINGS
 
 
-def expect_optimizer(optimizer: object) -> None:
-    """Raises ConfigurationError for an object that only behaves like an optimizer: its state cannot be saved."""
+def unwrapped_optimizer(optimizer: object) -> object:
+    """Return the optimizer inside a wrapper that keeps nothing itself, as Accelerate's, whose hooks never run."""
+    while isinstance(optimizer, Optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, Optimizer) or inner.state is not getattr(optimizer, "state", None):
+            break
+        optimizer = inner
+    return optimizer
+
+
+def expect_optimizer(optimizer: object) -> Optimizer:
+    """Return the optimizer, unwrapped. Raises ConfigurationError for an object that only behaves like one: its state
+    cannot be saved."""
+    optimizer = unwrapped_optimizer(optimizer)
     if isinstance(optimizer, type):
         raise ConfigurationError(
             f"optimizer: {optimizer.__name__} is a class; give an instance: {optimizer.__name__}(model.parameters(), …)"
@@ -47,6 +59,7 @@ def expect_optimizer(optimizer: object) -> None:
             f"optimizer: a {type(optimizer).__name__} is not a torch.optim.Optimizer, so its state cannot be saved; "
             "derive it from Optimizer, with what it keeps in its self.state, its groups or its state_dict"
         )
+    return optimizer
 
 
 def optimizer_from_args(modules: Iterable[nn.Module], args: TrainingArguments) -> Optimizer:

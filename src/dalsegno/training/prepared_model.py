@@ -75,7 +75,7 @@ def prepare_model(
     if optimizer is None:
         optimizer = optimizer_from_args([model] if loss_module is None else [model, loss_module], args)
     else:
-        expect_optimizer(optimizer)
+        optimizer = expect_optimizer(optimizer)
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ConfigurationError(

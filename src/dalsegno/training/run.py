@@ -48,7 +48,7 @@ from dalsegno.data import TrainingData, resumable_loader
 from dalsegno.data.step_batch import StepBatch
 from dalsegno.distributed.layout import layout_of_own_loop
 from dalsegno.distributed.parallel.ddp import rebuilds_buckets
-from dalsegno.distributed.sharded_tensors import check_materialized, device_of
+from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.registration import instances
 from dalsegno.events.table import Event
@@ -58,9 +58,9 @@ from .checkpoint_contents import UserSupplied
 from .chosen_start import ResumeOptions
 from .evaluation import UserEvaluation
 from .learning_rate import copied, several
-from .lifecycle import OfRun, RunLifecycle
+from .lifecycle import OfRun, RunLifecycle, check_given
 from .loop_checks import LoopChecks, warn_of_the_forgotten
-from .optimizers import expect_optimizer
+from .optimizers import expect_optimizer, unwrapped_optimizer
 from .result import TrainResult
 from .run_parts import Comparison, RunParts
 from .session import Session
@@ -141,19 +141,25 @@ class Run(OfRun):
         if not (isinstance(model, nn.Module) and isinstance(args, TrainingArguments)):
             given = f"Run({type(args).__name__}, model={type(model).__name__}, …)"
             raise ConfigurationError(f"{given}; it takes TrainingArguments, and the model, a torch.nn.Module")
-        check_materialized(model)
+        if not isinstance(state, Mapping | None):
+            raise ConfigurationError(f"state={state!r}; needs a dict of the objects to save, by name")
+        check_given(args, model, evaluate=evaluate)
         self.args = args
         self._model = model
         self._options = ResumeOptions(
             resume_from_checkpoint, strict, strict_callbacks, allow_changes, load_components, continue_stopped
         )
-        optimizers = several(optimizer)
+        optimizers = [unwrapped_optimizer(each) for each in several(optimizer)]
         if not optimizers:
             raise ConfigurationError(
                 f"optimizer={optimizer}: your loop steps it, so pass the one that you have built, or a list of several"
             )
-        self._optimizer = optimizers[0]
-        expect_optimizer(self._optimizer)
+        self._optimizer = expect_optimizer(optimizers[0])
+        if not hasattr(self._optimizer, "_optimizer_step_pre_hooks"):
+            raise ConfigurationError(
+                f"optimizer: {type(self._optimizer).__name__} has no hooks, by which a run sees its steps; call "
+                "super().__init__(parameters, defaults) in its constructor"
+            )
         self._others = {name: Variables(each) if type(each) is dict else each for name, each in (state or {}).items()}
         for number, each in enumerate(optimizers[1:], 1):
             if self._others.setdefault(name := f"optimizer_{number}", each) is not each:

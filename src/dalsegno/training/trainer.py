@@ -29,7 +29,6 @@ from dalsegno.distributed.modes import STAGES, modes_of, parts_of_batch
 from dalsegno.distributed.parallel import FusedBackward, Pipelined
 from dalsegno.distributed.parallel.base import autocast_dtype
 from dalsegno.distributed.parallel.torchrun import init_distributed
-from dalsegno.distributed.sharded_tensors import check_materialized
 from dalsegno.errors import ConfigurationError, expect_known
 from dalsegno.events.callback import Callback
 from dalsegno.events.registration import check_callbacks, instances
@@ -44,7 +43,7 @@ from .checkpoint_contents import UserSupplied
 from .chosen_start import ResumeOptions
 from .evaluation import LossEvaluation, joined_outputs
 from .learning_rate import PlateauStep, build_schedulers
-from .lifecycle import OfRun, RunLifecycle, check_writable
+from .lifecycle import OfRun, RunLifecycle, check_given
 from .prepared_model import PreparedModel, prepare_model
 from .result import Prediction, TrainResult
 from .run_parts import Comparison, RunParts
@@ -118,7 +117,7 @@ class Trainer(OfRun):
         processing_class: Any = None,
     ) -> None:
         callbacks = instances(callbacks)
-        _check_arguments(model, args, callbacks, loss_fn, loss_weight, data_collator)
+        _check_arguments(model, args, callbacks, loss_fn=loss_fn, loss_weight=loss_weight, data_collator=data_collator)
         self.model, self.args, self._collator = model, args, data_collator or PaddedRows(processing_class)
         device = init_distributed(args.use_cpu)
         layout = build_layout(args.parallel, device)
@@ -224,7 +223,10 @@ class Trainer(OfRun):
         return evaluations.evaluate([self._evaluation(*each) for each in self._sets_of(eval_dataset)])
 
     def _sets_of(self, dataset: Any) -> list[EvaluationSet]:
-        return evaluation_sets_from_args(self.args, self._parts.layout, dataset, None, self._collator)
+        sets = evaluation_sets_from_args(self.args, self._parts.layout, dataset, None, self._collator)
+        if not sets:
+            raise ConfigurationError(f"{dataset!r} has no samples to evaluate; pass a dataset, or a dict of several")
+        return sets
 
     @short_traceback
     def predict(self, test_dataset: Any, *, outputs: bool = False) -> Prediction:
@@ -271,18 +273,14 @@ class Trainer(OfRun):
         return inspect.unwrap(self._parts.callbacks.remove(callback))  # type: ignore[arg-type]
 
 
-def _check_arguments(model: object, args: object, callbacks: Sequence[object], *functions: object) -> None:
+def _check_arguments(model: object, args: object, callbacks: Sequence[object], **functions: object) -> None:
     if not (isinstance(model, nn.Module) and isinstance(args, TrainingArguments)):
         raise ConfigurationError(
             f"Trainer({type(model).__name__}, {type(args).__name__}, …); it takes the model, a torch.nn.Module, "
             "and TrainingArguments, in this order"
         )
-    for name, function in zip(("loss_fn", "loss_weight", "data_collator"), functions, strict=True):
-        if function is not None and not callable(function):
-            raise ConfigurationError(f"{name}={function!r}; needs a function")
     check_callbacks(callbacks)
-    check_materialized(model)
-    check_writable(args.directory)
+    check_given(args, model, **functions)
 
 
 def _check_best(args: TrainingArguments, sets: Sequence[str]) -> None:

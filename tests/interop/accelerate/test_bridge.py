@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator
 
 from dalsegno.callbacks import JsonLogger
 from dalsegno.interop.accelerate import UNSUPPORTED_EVENTS
@@ -14,6 +16,7 @@ from dalsegno.testing import run_ranks
 from interop.accelerate.bridged import bridge, loop, loop_on_a_rank
 from interop.bridges import Left, Verdict, leave, records
 from support.listeners import Journal, Listener
+from support.own_loops import OwnLoop
 from support.threads import one_thread
 
 
@@ -123,3 +126,22 @@ def test_batches_that_are_not_skipped(tmp_path: Path, on_resume: str, caplog: py
     assert "accelerator.skip_first_batches" in verdict.proof.why
     assert (verdict.reason, verdict.ended_at) == (("aborted", 5) if on_resume == "stop" else ("finished", 8))
     assert ("not resumed exactly" in caplog.text) == (on_resume != "ignore")
+
+
+class Prepared(OwnLoop):
+    def __init__(self, output_dir: Path, *callbacks: Any, **settings: object) -> None:
+        super().__init__(output_dir, *callbacks, **settings)
+        self.optimizer = Accelerator(cpu=True).prepare(self.optimizer)
+
+
+def test_a_loop_without_the_bridge_may_step_a_prepared_optimizer(tmp_path: Path) -> None:
+    """``ds.Run`` fires events, saves and restores as with the optimizer inside."""
+    weights, seen = [], list[Any]()
+    for kind in (OwnLoop, Prepared):
+        for steps in (12, 20):
+            seen.clear()
+            loop = kind(tmp_path / kind.__name__, Listener({"on_optimizer_step": seen.append}), max_steps=steps)
+            loop.train()
+        assert len(seen) == 8
+        weights.append(loop.model.state_dict())
+    torch.testing.assert_close(*weights, rtol=0, atol=0)

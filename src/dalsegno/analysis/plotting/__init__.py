@@ -36,7 +36,7 @@ class View:
     def __post_init__(self) -> None:
         if self.x not in X_AXES:
             raise ConfigurationError(f"x is {self.x!r}; allowed: {', '.join(map(repr, X_AXES))}")
-        if self.smooth is not None and self.smooth < 1:
+        if self.smooth is not None and (not isinstance(self.smooth, int) or self.smooth < 1):
             raise ConfigurationError(f"smooth is {self.smooth!r}; allowed: a number of records, at least 1 (1: none)")
         for name, limits in (("xlim", self.xlim), ("ylim", self.ylim)):
             ends = [end for end in limits or () if end is not None]

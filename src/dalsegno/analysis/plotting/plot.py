@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from dalsegno.analysis.series import ParameterSeries
 from dalsegno.errors import ConfigurationError, NotFound
+from dalsegno.stateful.annotations import check_types
 from dalsegno.system.imports import require_extra
 
 from . import Limits, View
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from .figure import Picture
 
 
+@check_types
 def plot_logs(
     logs: Sequence[Log], metrics: Sequence[str] | None = None, view: View | None = None, *, compare: bool = False
 ) -> Picture:
@@ -80,6 +82,7 @@ def matching(series: ParameterSeries, pattern: str | None) -> ParameterSeries:
     )
 
 
+@check_types
 def plot_heatmap(
     series: ParameterSeries,
     pattern: str | None = None,

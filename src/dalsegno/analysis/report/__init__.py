@@ -26,6 +26,7 @@ from dalsegno.analysis.series import WHERE, ParameterSeries
 from dalsegno.analysis.webpage import inlined
 from dalsegno.errors import ConfigurationError, NotFound
 from dalsegno.logs.values import to_json
+from dalsegno.stateful.annotations import check_types
 from dalsegno.system import filesystem
 
 from . import tables
@@ -37,6 +38,7 @@ POINTS = 200_000
 MOST_HEATMAPS = 8
 
 
+@check_types
 def write_report(
     logs: Sequence[TrainingLog] | str | os.PathLike[str],
     path: str | os.PathLike[str],

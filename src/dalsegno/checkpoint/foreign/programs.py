@@ -31,6 +31,7 @@ from dalsegno.checkpoint.tensor_reader import read_tensors
 from dalsegno.data.loader import IMPORTED
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, DalsegnoError, NotFound, StateMismatch, UnknownName
+from dalsegno.stateful.annotations import check_types
 from dalsegno.stateful.component import State
 from dalsegno.system import filesystem
 from dalsegno.system.lock import DirectoryLock
@@ -83,6 +84,7 @@ class Imported:
 
 
 @collectives.alone()
+@check_types
 def import_checkpoint(
     source: str | Path,
     output_dir: str | Path,
@@ -365,6 +367,7 @@ class ExportedRun:
 
 
 @collectives.alone()
+@check_types
 def export_checkpoint(
     checkpoint: str | Path,
     target: str | Path,
