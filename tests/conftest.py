@@ -159,6 +159,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
         from support import loopback, rehearsal
 
         loopback.begin_at_own_port()
+        rehearsal.seed_without_stacks()
         rehearsal.rehearse()
     gc.collect()
     gc.freeze()

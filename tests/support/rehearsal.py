@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dalsegno as ds
 from dalsegno.testing import TinyRegression, tiny_regression_data
+
+
+def seed_without_stacks() -> None:
+    """``torch.manual_seed`` formats its caller's stack for each kind of accelerator, in case that one fails later."""
+    for kind in (torch.cuda, torch.xpu, torch.mtia):
+        kind.traceback = SimpleNamespace(format_stack=list)  # type: ignore[attr-defined]
 
 
 def rehearse() -> None:
