@@ -43,9 +43,11 @@ def test_a_capture_of_what_is_planned_calls_few_functions_per_tensor(tmp_path: P
     was checked as one read from a disk."""
     model = nn.ParameterList([nn.Parameter(torch.randn(3, 4)) for _ in range(TENSORS)])
     manager, state = CheckpointManager(tmp_path), ModelState(model)
-    manager.save(1, [state], [])
+    manager.save_async(1, [state], [])
+    manager.settle()
     calls = calls_of(lambda: manager.save_async(2, [state], []))
     manager.settle()
+    assert calls["machine.py:available_memory"] == 0, "the buffers are there"
     assert manager.path_of(2).is_dir()
     per_tensor = {name: number / TENSORS for name, number in calls.items() if number >= TENSORS}
     assert sum(per_tensor.values()) <= 14, per_tensor

@@ -19,6 +19,8 @@ class Event(Enum):
     context: type[Context]
     fires: str
 
+    __hash__ = object.__hash__  # members are single objects; Enum's own is Python code
+
     INIT_END = "on_init_end", Context, "trainer built, nothing loaded"
     BEFORE_LOAD = (
         "on_before_load",

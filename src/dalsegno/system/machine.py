@@ -142,7 +142,7 @@ _SHARE = 0.9
 
 def has_memory_for(count: int) -> bool:
     """Whether this rank may allocate ``count`` more bytes. True if the available memory is unknown."""
-    available = available_memory()
+    available = available_memory() if count else None  # nothing is needed once the buffers of a former save are there
     return available is None or count <= _SHARE * available
 
 
