@@ -88,17 +88,15 @@ def probe(data: Any, num_workers: int = 0, collate: Callable[[list[Any]], Any] |
         return ProbeResult()
     places = [*_places(map(len, parts))]
     dataset = _Probe(data, collate)
-    probes = DataLoader(
-        dataset,
-        sampler=places * PASSES,
-        batch_size=None,
-        num_workers=min(num_workers, 1),
-        generator=torch.Generator(),  # else a number would be drawn from the global generator
-    )
+    order = places * PASSES
+    looks: Iterable[Any] = map(dataset.__getitem__, order)
+    if num_workers:
+        generator = torch.Generator()  # else a number would be drawn from the global generator
+        looks = DataLoader(dataset, None, sampler=order, num_workers=1, generator=generator)
     try:
         with preserved_generators():
             began, seen = time.monotonic(), []
-            for look in probes:
+            for look in looks:
                 seen.append(look)
                 if time.monotonic() - began > PROBE_TIMEOUT_S:
                     return ProbeResult()
@@ -108,9 +106,8 @@ def probe(data: Any, num_workers: int = 0, collate: Callable[[list[Any]], Any] |
         dataset.restore()
     last, before = seen[-len(places) :], seen[-2 * len(places) : -len(places)]
     draws = any(drew for *_, drew in seen)
-    if last != before:
-        return ProbeResult(None, False, draws)
-    return ProbeResult([list(look[:3]) for look in last], True, draws)
+    repeats = last == before
+    return ProbeResult([list(look[:3]) for look in last] if repeats else None, repeats, draws)
 
 
 def _places(lengths: Iterable[int]) -> Iterator[int]:
@@ -148,14 +145,16 @@ class _Probe(Dataset[tuple[str, float, float, str, bool]]):
         self._collate = collate
         self._own = OwnStates(dataset=data, collate_fn=collate)
         self._before = self._own.state_dict()
+        self._untouched: tuple[Any, ...] = ()
 
     def __getitem__(self, index: int) -> tuple[str, float, float, str, bool]:
         self.restore()
         seed_generators(0)
-        untouched = self._generators()
+        if self._before or not self._untouched:  # else the process's alone, seeded alike before each read
+            self._untouched = self._generators()
         sample = self._data[index]
-        batch = "" if self._collate is None else self._collated(sample)
-        drew = untouched != self._generators()
+        batch = self._collated(sample)
+        drew = self._untouched != self._generators()
         if get_worker_info() is None:  # a generator that a worker creates is not reachable from a checkpoint
             self._before = {**self._own.state_dict(), **self._before}
         return *_summary(sample), batch, drew
@@ -171,23 +170,21 @@ class _Probe(Dataset[tuple[str, float, float, str, bool]]):
         return states["python"], digest([states["numpy"], states["torch"], {way: own[way] for way in self._before}])
 
     def _collated(self, sample: Any) -> str:
-        assert self._collate is not None
         try:
-            return digest(self._collate([sample]))
+            return digest(None if self._collate is None else self._collate([sample]))
         except Exception:  # it may need more than one sample
             return ""
 
 
 def _summary(sample: Any) -> tuple[str, float, float]:
-    text, floats = xxhash.xxh3_64(), [0.0, 0.0, 0.0]
+    text, floats = xxhash.xxh3_64(), np.zeros(3)
     for part in parts_of(sample):
         if isinstance(part, np.ndarray):
             finite = part[np.isfinite(part)].astype(np.float64)
-            for number, more in enumerate((finite.size, finite.sum(), np.square(finite).sum())):
-                floats[number] += float(more)
+            floats += (finite.size, finite.sum(), np.square(finite).sum())
         else:
             text.update(part)
-    count, total, squares = floats
+    count, total, squares = floats.tolist()
     return text.hexdigest(), total / max(count, 1.0), squares / max(count, 1.0)
 
 

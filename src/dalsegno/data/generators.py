@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from dalsegno.distributed import accelerator
 from dalsegno.distributed.rng import GeneratorStates
 from dalsegno.errors import StateMismatch
-from dalsegno.stateful.component import Stateful, is_stateful, stateful_behind
+from dalsegno.stateful.component import Stateful, is_stateful, own_attributes, stateful_behind
 
 from .digests import digest
 from .loader import CountingCollate
@@ -171,12 +171,8 @@ def _parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
-    try:
-        own = object.__getattribute__(thing, "__dict__")
-    except AttributeError:
-        own = {}
-    if isinstance(own, dict):
-        yield from ((f".{name}", value) for name, value in list(own.items()))
+    own = own_attributes(thing)
+    yield from ((f".{name}", value) for name, value in list(own.items()))
     for name, value in [item for kind in type(thing).__mro__ for item in vars(kind).items()]:
         if name.startswith("__"):  # those of a function lead to its module, and so to all that a script has
             continue

@@ -63,8 +63,19 @@ class Stateful(Protocol):
 
 
 def is_stateful(thing: object) -> TypeGuard[Stateful]:
-    """As ``isinstance(thing, Stateful)`` in Python 3.12 and later, which reads no property: for walks over objects."""
-    return all(inspect.getattr_static(thing, name, None) is not None for name in ("state_dict", "load_state_dict"))
+    """Whether an object has both methods. Reads no property and calls nothing: for walks over objects."""
+    places = [own_attributes(thing), *map(vars, type(thing).__mro__)]  # inspect.getattr_static takes 15 times as long
+    found = (next((each[name] for each in places if name in each), None) for name in ("state_dict", "load_state_dict"))
+    return all(value is not None for value in found)
+
+
+def own_attributes(thing: object) -> dict[str, Any]:
+    """The attributes of an object itself, without asking its class for them."""
+    try:
+        own = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return {}
+    return own if isinstance(own, dict) else {}
 
 
 def stateful_behind(function: object) -> Stateful | None:
@@ -74,7 +85,7 @@ def stateful_behind(function: object) -> Stateful | None:
     while isinstance(owner, partial | MethodType):
         owner = owner.func if isinstance(owner, partial) else owner.__self__
     is_model = owner is not function and hasattr(owner, "named_parameters")
-    return owner if is_stateful(owner) and not isinstance(owner, type) and not is_model else None
+    return owner if is_stateful(owner) and not is_model else None
 
 
 @runtime_checkable

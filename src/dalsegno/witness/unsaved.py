@@ -37,7 +37,7 @@ from dalsegno.data.generators import OBJECTS, Generator, is_shared, state_of
 from dalsegno.errors import first_few
 from dalsegno.events.adapters import CallbackAdapter
 from dalsegno.events.callback import Callback
-from dalsegno.stateful.component import TensorHolder, is_stateful
+from dalsegno.stateful.component import TensorHolder, is_stateful, own_attributes
 
 logger = logging.getLogger("dalsegno")
 
@@ -238,7 +238,7 @@ class _Walk:
         elif kind is _USERS:
             yield from _attributes(way, thing)
         elif "." not in way and kind is not types.ModuleType:  # such as a callback around functions of the user's
-            yield from ((way, each) for each in _functions_in(_held(thing).values()))
+            yield from ((way, each) for each in _functions_in(list(own_attributes(thing).values())))
 
     def _of_module(self, way: str, module: nn.Module) -> Iterator[tuple[str, object]]:
         held, is_saved = vars(module), id(module) in self._saved
@@ -335,7 +335,7 @@ def _attributes(way: str, thing: object) -> Iterator[tuple[str, object]]:
     """Also those that the class has a value for, which the first change replaces in the object."""
     kinds = [kind for kind in reversed(type(thing).__mro__) if _is_users(kind.__module__)]
     held = {name: value for kind in kinds for name, value in _members(kind) if _kind(value) is _PLAIN}
-    held |= _held(thing)
+    held |= own_attributes(thing)
     theirs = _of_libraries(type(thing))  # type: ignore[arg-type]
     if not _sets_again(type(thing)):
         yield from ((f"{way}.{name}", value) for name, value in held.items() if name not in theirs)
@@ -353,15 +353,6 @@ def _of_libraries(kind: type) -> frozenset[str]:
 def _sets_again(kind: type) -> bool:
     """Whether a resume sets again what depends on the epoch, or each evaluation what it counts."""
     return hasattr(kind, "set_epoch") or (hasattr(kind, "reset") and hasattr(kind, "compute"))
-
-
-def _held(thing: object) -> dict[str, Any]:
-    """The attributes, without asking the class for them."""
-    try:
-        held = object.__getattribute__(thing, "__dict__")
-    except AttributeError:
-        return {}
-    return dict(held) if isinstance(held, dict) else {}
 
 
 def _members(kind: type) -> Iterator[tuple[str, object]]:
