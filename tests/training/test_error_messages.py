@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -565,7 +566,7 @@ EVERYDAY: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "a number for a record": (
         lambda path: small_trainer(path).log(7),  # type: ignore[arg-type]
         ConfigurationError,
-        r"^log\(metrics=7\): needs collections.abc.MutableMapping",
+        r"^log\(metrics=7\): needs collections.abc.Mapping",
     ),
     "a list for weights": (
         lambda _: ds.Mixture({"a": tiny_regression_data(4)}, [1.0]),  # type: ignore[arg-type]
@@ -624,13 +625,14 @@ def test_what_is_often_got_wrong_in_the_first_week(tmp_path: Path, name: str) ->
 
 
 def test_what_is_often_tried_in_the_first_week_and_works(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A set given to evaluate(), one path for a report, the home directory; a schedule of evaluations without a set."""
+    """A set given to evaluate(), a read-only record, one path for a report; a schedule of evaluations without a set."""
     trainer = small_trainer(
         tmp_path / "run", JsonLogger(), GradNormLogger(), max_steps=1, logging_steps=1, eval_steps=1
     )
     trainer.train()
     said = "GradNormLogger does nothing, evaluations (Every(steps=1)) are not made: there is no"
     assert [each for each in caplog.messages if each.startswith(said)]
+    in_a_step(tmp_path / "log", lambda ctx: ctx.trainer.log(MappingProxyType({"note": 1})))
     assert trainer.evaluate({"web": tiny_regression_data(4)}).keys() >= {"eval_web_loss"}
     assert ds.write_report(tmp_path / "run", tmp_path / "report.html").stat().st_size
     assert [log.name for log in ds.open_logs(str(tmp_path / "run"))] == ["run"]

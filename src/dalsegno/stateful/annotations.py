@@ -320,6 +320,7 @@ def check_types(function: Callable[P, T]) -> Callable[P, T]:
 
 
 _WIDER: dict[Any, tuple[Any, Any]] = {
+    bool: ((str, bytes), object),
     int: (bool, Integral),
     float: (bool, Real),
     Path: ((), os.PathLike),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -471,7 +471,7 @@ class OfRun:
         return self._parts.dispatcher.switched_off
 
     @check_types
-    def log(self, metrics: MutableMapping[str, Any], kind: str = "user") -> None:
+    def log(self, metrics: Mapping[str, Any], kind: str = "user") -> None:
         """Log a record of your own, of any kind. To be called on all ranks, with the same values."""
         self._parts.dispatcher.fire_record(dict(metrics), kind)
 

@@ -27,7 +27,7 @@ With several batches in a step (``gradient_accumulation_steps``), the run marks 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
@@ -360,7 +360,7 @@ class Run(OfRun):
             f"run.step_end({name}=…): {shown}; needs one number: a tensor of one element, or a float"
         )
 
-    def log(self, metrics: MutableMapping[str, Any], kind: str = "user") -> None:
+    def log(self, metrics: Mapping[str, Any], kind: str = "user") -> None:
         """Log a record of your own, of any kind. To be called on all ranks, with the same values."""
         if self._session is not None:
             self._checks.note_log()
