@@ -301,17 +301,18 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 def check_types(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a public function: refuse an argument that its annotation excludes, by its type or as an unknown name.
     Does not look into containers."""
-    signature, hints = inspect.signature(function), functools.cache(lambda: hints_of(function))
+    signature = inspect.signature(function)
+    tests = functools.cache(lambda: {name: _fits(form) for name, form in hints_of(function).items()})
     called = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
     @functools.wraps(function)
     def call(*args: P.args, **named: P.kwargs) -> T:
         for name, value in signature.bind(*args, **named).arguments.items():
-            form = plain(hints().get(name, Any))
-            origin: Any = get_origin(form)
-            if origin is Literal and isinstance(value, str):
-                expect_known(f"{name} of {called}", [value], get_args(form))
-            if not _is_of(form, value):
+            if name in tests() and not tests()[name](value):
+                form = plain(hints_of(function)[name])
+                origin: Any = get_origin(form)
+                if origin is Literal and isinstance(value, str):
+                    expect_known(f"{name} of {called}", [value], get_args(form))
                 wanted = inspect.formatannotation(form)
                 raise ConfigurationError(f"{called}({name}={short_repr(value)}): needs {wanted}")
         return function(*args, **named)
@@ -330,20 +331,21 @@ _WIDER: dict[Any, tuple[Any, Any]] = {
 """Types that stand for wider ones: what is refused, and what is accepted."""
 
 
-def _is_of(form: Form, value: object) -> bool:
+def _fits(form: Form) -> Callable[[object], bool]:
     form = plain(form)
     kind: Any = get_origin(form) or form
     inner = get_args(form)
     if kind is Annotated:
-        return _is_of(inner[0], value)
+        return _fits(inner[0])
     if kind in (Union, types.UnionType):
-        return any(_is_of(each, value) for each in inner)
+        members = [*map(_fits, inner)]
+        return lambda value: any(fits(value) for fits in members)
     if kind is Literal:
-        return any(type(value) is type(each) and value == each for each in inner)
+        return lambda value: any(type(value) is type(each) and value == each for each in inner)
     refused, accepted = _WIDER.get(kind, ((), kind))
     if not isinstance(accepted, type) or accepted.__module__ == "typing":  # Any, BinaryIO
-        return True
-    return isinstance(value, accepted) and not isinstance(value, refused)
+        return lambda value: True
+    return lambda value: isinstance(value, accepted) and not isinstance(value, refused)
 
 
 _LONGEST_SHOWN = 60  # characters
