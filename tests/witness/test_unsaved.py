@@ -512,6 +512,28 @@ def test_a_variable_that_the_loop_sets_is_not_named(tmp_path: Path, caplog: pyte
     assert warned(caplog) == []
 
 
+# -- what each leg sets anew -------------------------------------------------------------------------------------------
+
+
+class Distance(ds.Callback):
+    """From the weights with which training began."""
+
+    def on_train_begin(self, ctx: ds.TrainBeginContext) -> None:
+        self.first = [weight.detach().clone() for weight in ctx.model.parameters()]
+        self.zeros, self.began = torch.zeros(3), time.time()
+
+
+def test_what_a_leg_begins_with_otherwise_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        trainer(tmp_path, Distance(), Crash(7)).train()
+    trainer(tmp_path, Distance()).train()
+    assert warned(caplog) == []
+    run = RunFile(tmp_path).load()
+    proof = run.legs[-1].resumed if run is not None else None
+    assert proof is not None
+    assert (proof.verdict, proof.why) == ("exact", "Distance.first was another as the leg began")
+
+
 # -- how it is looked at ----------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 """Rows of a witness: what they contain of a step, and where they are.
 
 A row is a JSON line for a step that was recorded. Its digests are of what goes into the step, and of its gradients;
-computing them waits for no device. One more row has the settings of a leg.
+computing them waits for no device. One more row has what a leg began with.
 
 ::
 
@@ -34,8 +34,9 @@ from dalsegno.system import filesystem
 WITNESS = "witness"
 """Name of the directory, in that of the run."""
 
-SETTINGS = "settings"
-"""Key of the row with the settings of the leg that wrote the rows after it."""
+SETTINGS, UNSAVED = "settings", "unsaved"
+"""Keys of the row of the leg that wrote the rows after it: its settings, and digests of what no checkpoint contains, as
+it began."""
 
 _NAME = re.compile(r"step-(\d{8,})\.rank-(\d{5,})\.jsonl")
 
@@ -49,20 +50,20 @@ class WitnessRows:
         self._descriptor: int | None = None
         self._path: Path | None = None
 
-    def read(self, after: int) -> tuple[dict[int, Record], list[Mapping[str, Any]]]:
-        """Read the rows of steps after ``after``, by step, and the settings of the legs that wrote them."""
+    def read(self, after: int) -> tuple[dict[int, Record], list[Record]]:
+        """Read the rows of steps after ``after``, by step, and those of the legs that wrote them."""
         rows: dict[int, Record] = {}
-        used: list[Mapping[str, Any]] = []
-        settings: Mapping[str, Any] | None = None
+        legs: list[Record] = []
+        leg: Record | None = None
         for _, path in self._files():
             for row in _lines(path):
                 if "global_step" not in row:
-                    settings = row[SETTINGS]
+                    leg = row
                 elif row["global_step"] > after:
                     rows[row["global_step"]] = row
-                    if settings is not None and settings not in used:
-                        used.append(settings)
-        return rows, used
+                    if leg is not None and leg not in legs:
+                        legs.append(leg)
+        return rows, legs
 
     def begin(self, step: int) -> None:
         """Write the rows that follow to the file of the steps after ``step``."""

@@ -93,10 +93,12 @@ class Unsaved:
         self._is_first_step = True
         self._cost, self._last = 0.0, time.perf_counter()  # seconds that a look takes; when the last one ended
 
-    def begin(self) -> None:
-        """What is there before the leg's first step is the script's."""
+    def begin(self) -> dict[str, str]:
+        """What is there before the leg's first step is the script's. Returns digests of its tensors, arrays and
+        generators, except those on a device: each leg should begin with the same."""
         self._known, self._looks, self._said, self._names = self._values(), 0, 0, set()
         self._is_first_step = True
+        return {way: each.contents for way, each in self._known.items() if isinstance(each, _Digest) and each.is_read}
 
     def end_first_step(self) -> None:
         """What the leg's first step sets, the next leg's sets again; what changes after it, too, is found then. New
@@ -179,6 +181,8 @@ class _Digest(NamedTuple):
     """Of a tensor, an array, a generator."""
 
     contents: str
+    is_read: bool
+    """Not if it is on a device: then it tells of changes, not of the contents."""
 
 
 _Variable = tuple[int, str]
@@ -427,7 +431,7 @@ def _digest(value: Any) -> _Digest:
     add_batch(hashed, value, on_device=elsewhere)
     for each in elsewhere:  # reading it would wait for the device
         hashed.update(f"{each.data_ptr()} {each._version}".encode())
-    return _Digest(hashed.hexdigest())
+    return _Digest(hashed.hexdigest(), not elsewhere)
 
 
 def _is_of_a_step(thing: Any) -> bool:

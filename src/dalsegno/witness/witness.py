@@ -34,7 +34,7 @@ from dalsegno.logs.repeats import RecordDifference
 from dalsegno.logs.values import Record, decode, encode
 from dalsegno.state import CAUSES, ResumeProof
 
-from .rows import GENERATORS, SETTINGS, BatchDigest, WitnessRows, generator_digests, gradient_sum
+from .rows import GENERATORS, SETTINGS, UNSAVED, BatchDigest, WitnessRows, generator_digests, gradient_sum
 from .unsaved import FIRST, SHARE, Unsaved
 
 logger = logging.getLogger("dalsegno")
@@ -86,8 +86,8 @@ class Witness:
     def _reset(self, step: int) -> None:
         self._begin = step  # the leg's first step follows it
         self._checkpoint = step
-        self._settings: Mapping[str, Any] | None = None
-        self._owes_settings = True  # the first row of a file follows them
+        self._leg: Record | None = None  # what rank 0 records of this leg
+        self._owes_leg = True  # the first row of a file follows it
         self._reasons: list[str] = []
         self._expected: dict[int, Record] = {}
         self._waiting: deque[int] = deque()  # steps of these that are not compared yet
@@ -95,6 +95,7 @@ class Witness:
         self._has_records = False  # which repeated steps write again
         self._compared = 0  # steps
         self._equal_until = step  # last step that was compared, and equal
+        self._others: list[str] = []  # what no checkpoint contains, and this leg began with otherwise, in words
         self._without_effect: dict[str, None] = {}  # what differs, in words
         self._difference: ResumeProof | None = None
         self._row: Record | None = None
@@ -131,15 +132,16 @@ class Witness:
             unsaved: what no checkpoint contains.
         """
         self._report, self._unsaved = report, unsaved
-        unsaved.begin()
+        begun = unsaved.begin()
         rank, world_size = collectives.rank(), collectives.world_size()
         rows = self._rows = WitnessRows(self._output_dir, rank)
         self._reset(step)
-        self._settings = decode(encode(settings)) if rank == 0 else None
+        self._leg = decode(encode({SETTINGS: settings, UNSAVED: begun})) if rank == 0 else None
         if not is_resumed:
             self._try(lambda rows: rows.cut(step + 1))
-        expected, used = rows.read(step) if is_resumed else ({}, [])
-        explained = [explain(each) for each in used]
+        expected, legs = rows.read(step) if is_resumed else ({}, [])
+        explained = [explain(each[SETTINGS]) for each in legs]
+        self._others = [f"{name} was another as the leg began" for name in _others(begun, legs)]
         reasons = list(dict.fromkeys(reason for each in explained for reason in each or ()))
         newest = max(expected, default=step)
         last = step if None in explained else newest
@@ -186,9 +188,9 @@ class Witness:
         """After ``finished`` steps the leg returns to the checkpoint of ``step``: what it makes from there on repeats
         nothing. Collective."""
         self.conclude(finished)
-        settings = self._settings
+        leg = self._leg
         self._reset(step)
-        self._settings = settings
+        self._leg = leg
         RecordLog.stop_comparing(self._output_dir)
         self._try(lambda rows: rows.cut(step + 1))
         self._open(step)
@@ -210,7 +212,7 @@ class Witness:
         return self._end is not None
 
     def _open(self, step: int) -> None:
-        self._owes_settings = True
+        self._owes_leg = True
         if self._rows is not None:
             self._rows.begin(step)
 
@@ -303,9 +305,9 @@ class Witness:
     def _write(self, row: Record) -> None:
         if self._rows is None:
             return
-        if self._owes_settings and self._settings is not None:
-            self._try(lambda rows: rows.append({SETTINGS: self._settings}))
-        self._owes_settings = False
+        if self._owes_leg and (leg := self._leg) is not None:
+            self._try(lambda rows: rows.append(leg))
+        self._owes_leg = False
         self._try(lambda rows: rows.append(row))
         self._written += 1
 
@@ -328,7 +330,7 @@ class Witness:
         last = min(finished, self._end)
         self._check_records(last)
         mine = None if self._difference is None else asdict(self._difference)
-        known = mine, self._without_effect, self._unsaved_names()
+        known = mine, [*self._others, *self._without_effect], self._unsaved_names()
         everywhere = collectives.gather(known, "whether the repeated steps are equal")
         found = [ResumeProof(**proof) for proof, _, _ in everywhere if proof is not None]
         self._end = None
@@ -412,7 +414,7 @@ class Witness:
         is_deterministic = kind == "cpu" or torch.are_deterministic_algorithms_enabled()
         if what in ("loss", "gradients", "gradient norm", "record") and not is_deterministic:
             reasons = [*reasons, f"{kind} without torch.use_deterministic_algorithms(True) rounds as it happens to"]
-        why = "; ".join(reasons) or cause
+        why = "; ".join([*(reasons or [cause]), *self._others])
         if collectives.world_size() > 1:
             why = f"on rank {collectives.rank()}, {why}"
         self._difference = ResumeProof(
@@ -431,6 +433,12 @@ class Witness:
             self._open(self._checkpoint)
         self._log(self._difference)
         self._report(self._difference)
+
+
+def _others(begun: Mapping[str, str], legs: Sequence[Record]) -> list[str]:
+    """What this leg began with otherwise than one before it; of a container, its name."""
+    before: set[tuple[str, str]] = {each for leg in legs for each in leg.get(UNSAVED, {}).items()}
+    return sorted({name.partition("[")[0] for name, was in before if begun.get(name, was) != was})
 
 
 def _of_this_rank(number: torch.Tensor | float) -> torch.Tensor | float:
