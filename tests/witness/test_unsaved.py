@@ -11,6 +11,9 @@ import time
 import tracemalloc
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +76,26 @@ class Patience(ds.Callback):
         self.bad += 1
 
 
+class Phase(Enum):
+    FIRST = 1
+    SECOND = 2
+
+
+@dataclass(slots=True)
+class Slot:
+    count: int = 0
+
+
+class OddKinds(ds.Callback):
+    def __init__(self) -> None:
+        self.slot, self.seen, self.money, self.phase = Slot(), frozenset[int](), Decimal(0), Phase.FIRST
+
+    def on_step_end(self, ctx: ds.StepEndContext) -> None:
+        if ctx.step > 2:
+            self.slot.count, self.seen = ctx.step, self.seen | {ctx.step}
+            self.money, self.phase = self.money + 1, Phase.SECOND
+
+
 class Switched(ds.Callback):
     has_switched = False
 
@@ -90,6 +113,10 @@ def average(output_dir: Path) -> ds.Trainer:
 
 def patience(output_dir: Path) -> ds.Trainer:
     return trainer(output_dir, Patience())
+
+
+def odd_kinds(output_dir: Path) -> ds.Trainer:
+    return trainer(output_dir, OddKinds())
 
 
 def switched(output_dir: Path) -> ds.Trainer:
@@ -231,6 +258,7 @@ def counting_dataset(output_dir: Path) -> ds.Trainer:
     [
         (average, "Average.shadow"),
         (patience, "Patience.bad"),
+        (odd_kinds, "OddKinds.money, OddKinds.phase, OddKinds.seen, OddKinds.slot.count"),
         (switched, "Switched.has_switched"),
         (class_attribute, "Curriculum.epochs"),
         (function_callback, "collect(): losses"),
@@ -266,6 +294,22 @@ def test_a_verdict_names_what_it_does_not_prove(tmp_path: Path) -> None:
         "resumed exactly: steps 5 to 7 repeated bit for bit; the later steps are not proven, since training changes "
         "Average.shadow, Patience.bad, which no checkpoint contains"
     )
+
+
+def test_a_verdict_names_what_the_leg_before_was_warned_of(tmp_path: Path) -> None:
+    class Seldom(ds.Callback):
+        last = 0.0
+
+        def on_step_end(self, ctx: ds.StepEndContext) -> None:
+            if ctx.step == 3:
+                self.last = float(ctx.loss)
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        trainer(tmp_path, Seldom(), Crash(7)).train()
+    again = trainer(tmp_path, Seldom())
+    again.train()
+    assert again.state.resume_proof is not None
+    assert again.state.resume_proof.unsaved == "Seldom.last"
 
 
 def test_a_difference_is_said_with_what_may_cause_it(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from dalsegno.distributed import accelerator
 from dalsegno.distributed.rng import GeneratorStates
 from dalsegno.errors import StateMismatch
-from dalsegno.stateful.component import Stateful, is_stateful, own_attributes, stateful_behind
+from dalsegno.stateful.component import Stateful, held_attributes, is_stateful, stateful_behind
 
 from .digests import digest
 from .loader import CountingCollate
@@ -171,17 +171,10 @@ def _parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
-    own = own_attributes(thing)
-    yield from ((f".{name}", value) for name, value in list(own.items()))
+    held = held_attributes(thing)
+    yield from ((f".{name}", value) for name, value in held.items())
     for name, value in [item for kind in type(thing).__mro__ for item in vars(kind).items()]:
-        if name.startswith("__"):  # those of a function lead to its module, and so to all that a script has
-            continue
-        if isinstance(value, types.MemberDescriptorType):  # a slot
-            try:
-                yield f".{name}", value.__get__(thing)
-            except AttributeError:  # empty
-                continue
-        elif name not in own:
+        if not (name in held or name.startswith("__")):
             yield f".{name}", value
 
 

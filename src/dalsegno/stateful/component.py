@@ -35,9 +35,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
+from types import MemberDescriptorType, MethodType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, cast, runtime_checkable
 
 from dalsegno.errors import ConfigurationError, StateMismatch
@@ -76,6 +77,16 @@ def own_attributes(thing: object) -> dict[str, Any]:
     except AttributeError:
         return {}
     return own if isinstance(own, dict) else {}
+
+
+def held_attributes(thing: object) -> dict[str, Any]:
+    """As :func:`own_attributes`, and those in slots."""
+    held = dict(own_attributes(thing))
+    for name, slot in [each for kind in type(thing).__mro__ for each in vars(kind).items()]:
+        if type(slot) is MemberDescriptorType and not name.startswith("__"):  # as a function's globals are
+            with suppress(AttributeError):  # empty
+                held[name] = slot.__get__(thing)
+    return held
 
 
 def stateful_behind(function: object) -> Stateful | None:

@@ -34,9 +34,9 @@ from dalsegno.system import filesystem
 WITNESS = "witness"
 """Name of the directory, in that of the run."""
 
-SETTINGS, UNSAVED = "settings", "unsaved"
-"""Keys of the row of the leg that wrote the rows after it: its settings, and digests of what no checkpoint contains, as
-it began."""
+SETTINGS, BEGUN, CHANGED = "settings", "begun", "changed"
+"""Keys of the row of the leg that wrote the rows after it: its settings; of what no checkpoint contains, digests as the
+leg began, and names of what it has changed."""
 
 _NAME = re.compile(r"step-(\d{8,})\.rank-(\d{5,})\.jsonl")
 

@@ -20,6 +20,9 @@ import time
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from datetime import timedelta
+from decimal import Decimal
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -37,7 +40,7 @@ from dalsegno.data.generators import OBJECTS, Generator, is_shared, state_of
 from dalsegno.errors import first_few
 from dalsegno.events.adapters import CallbackAdapter
 from dalsegno.events.callback import Callback
-from dalsegno.stateful.component import TensorHolder, is_stateful, own_attributes
+from dalsegno.stateful.component import TensorHolder, held_attributes, is_stateful, own_attributes
 
 logger = logging.getLogger("dalsegno")
 
@@ -53,7 +56,7 @@ ITEMS = 64
 _LONGEST = 300
 """Letters of a path that is followed."""
 
-_PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None), Enum, Decimal, timedelta, frozenset)
 _CONTENTS = (torch.Tensor, np.ndarray, itertools.count, *get_args(Generator))
 _CONTAINERS = (dict, list, tuple, set, deque)
 _USERS = (Optimizer, LRScheduler, types.SimpleNamespace)
@@ -100,6 +103,15 @@ class Unsaved:
         self._is_first_step = True
         return {way: each.contents for way, each in self._known.items() if isinstance(each, _Digest) and each.is_read}
 
+    def expect(self, names: Iterable[str]) -> None:
+        """What a leg before this one has changed: this one need not find it again, unless it is saved now."""
+        self._names |= {way.partition("[")[0] for way in self._known} & {*names}
+        self._said = len(self._names)
+
+    def found(self) -> list[str]:
+        """What the last look knew."""
+        return sorted(self._names)
+
     def end_first_step(self) -> None:
         """What the leg's first step sets, the next leg's sets again; what changes after it, too, is found then. New
         attributes are made by each leg, items may be of a state."""
@@ -117,7 +129,7 @@ class Unsaved:
         self._looks += 1
         self._last = time.perf_counter()
         self._cost = self._last - began
-        return sorted(self._names)
+        return self.found()
 
     def warn(self) -> None:
         """At a save. Looks at the first three in any case, then so that it takes no more than 0.3 % of the time."""
@@ -339,7 +351,7 @@ def _attributes(way: str, thing: object) -> Iterator[tuple[str, object]]:
     """Also those that the class has a value for, which the first change replaces in the object."""
     kinds = [kind for kind in reversed(type(thing).__mro__) if _is_users(kind.__module__)]
     held = {name: value for kind in kinds for name, value in _members(kind) if _kind(value) is _PLAIN}
-    held |= own_attributes(thing)
+    held |= held_attributes(thing)
     theirs = _of_libraries(type(thing))  # type: ignore[arg-type]
     if not _sets_again(type(thing)):
         yield from ((f"{way}.{name}", value) for name, value in held.items() if name not in theirs)

@@ -34,7 +34,7 @@ from dalsegno.logs.repeats import RecordDifference
 from dalsegno.logs.values import Record, decode, encode
 from dalsegno.state import CAUSES, ResumeProof
 
-from .rows import GENERATORS, SETTINGS, UNSAVED, BatchDigest, WitnessRows, generator_digests, gradient_sum
+from .rows import BEGUN, CHANGED, GENERATORS, SETTINGS, BatchDigest, WitnessRows, generator_digests, gradient_sum
 from .unsaved import FIRST, SHARE, Unsaved
 
 logger = logging.getLogger("dalsegno")
@@ -136,12 +136,13 @@ class Witness:
         rank, world_size = collectives.rank(), collectives.world_size()
         rows = self._rows = WitnessRows(self._output_dir, rank)
         self._reset(step)
-        self._leg = decode(encode({SETTINGS: settings, UNSAVED: begun})) if rank == 0 else None
+        self._leg = decode(encode({SETTINGS: settings, BEGUN: begun})) if rank == 0 else None
         if not is_resumed:
             self._try(lambda rows: rows.cut(step + 1))
         expected, legs = rows.read(step) if is_resumed else ({}, [])
         explained = [explain(each[SETTINGS]) for each in legs]
         self._others = [f"{name} was another as the leg began" for name in _others(begun, legs)]
+        unsaved.expect(name for leg in legs for name in leg.get(CHANGED, ()))
         reasons = list(dict.fromkeys(reason for each in explained for reason in each or ()))
         newest = max(expected, default=step)
         last = step if None in explained else newest
@@ -305,7 +306,8 @@ class Witness:
     def _write(self, row: Record) -> None:
         if self._rows is None:
             return
-        if self._owes_leg and (leg := self._leg) is not None:
+        if self._owes_leg and self._leg is not None and self._unsaved is not None:
+            leg = self._leg | {CHANGED: self._unsaved.found()}
             self._try(lambda rows: rows.append(leg))
         self._owes_leg = False
         self._try(lambda rows: rows.append(row))
@@ -437,7 +439,7 @@ class Witness:
 
 def _others(begun: Mapping[str, str], legs: Sequence[Record]) -> list[str]:
     """What this leg began with otherwise than one before it; of a container, its name."""
-    before: set[tuple[str, str]] = {each for leg in legs for each in leg.get(UNSAVED, {}).items()}
+    before: set[tuple[str, str]] = {each for leg in legs for each in leg.get(BEGUN, {}).items()}
     return sorted({name.partition("[")[0] for name, was in before if begun.get(name, was) != was})
 
 
