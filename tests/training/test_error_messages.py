@@ -583,6 +583,17 @@ EVERYDAY: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         ConfigurationError,
         "^None has no samples to evaluate; pass a dataset, or a dict of several",
     ),
+    "overridden methods of Hugging Face's Trainer": (
+        lambda _: type("Weighted", (ds.Trainer,), dict.fromkeys(["compute_loss", "evaluate", "mine"], len)),
+        ConfigurationError,
+        r"^class Weighted: training never .* use instead\n  of compute_loss\(\): loss_fn=, .*\n  of evaluate\(\): .*",
+    ),
+    "a handler that a mixin gives the trainer": (
+        lambda _: type("Mine", (type("Mixin", (), {"on_step_end": len}), ds.Trainer), {}),
+        ConfigurationError,
+        r"^class Mine: .*\n  of on_step_end\(\): the same method of a callback in callbacks=\[",
+    ),
+    "compute_loss": (at("compute_loss"), AttributeError, "'compute_loss'; use loss_fn=, a function"),
     "fit": (at("fit"), AttributeError, r"'fit'; use trainer.train\(\)"),
     "save_model": (at("save_model"), AttributeError, "use dalsegno.export_model"),
     "the trainer's step": (at("global_step"), AttributeError, "use trainer.state.global_step"),

@@ -90,6 +90,16 @@ class Trainer(OfRun):
 
     __signature__ = ConstructorSignature()
 
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        unused = _NEVER_CALLED | {event.handler: "the same method of a callback in callbacks=[…]" for event in Event}
+        overridden = [name for name in unused if getattr(cls, name, None) is not getattr(Trainer, name, None)]
+        if overridden:
+            raise ConfigurationError(
+                f"class {cls.__name__}: training never calls these methods of a Trainer's subclass; use instead\n"
+                + "\n".join(f"  of {name}(): {unused[name]}" for name in overridden)
+            )
+
     def __new__(cls, *args: Any, **named: Any) -> Trainer:
         known = [*inspect.signature(cls).parameters]
         if not {*named} <= {*known}:
@@ -319,7 +329,34 @@ def _build_parts(
     )
 
 
-_ELSEWHERE = {
+_BUILT_LOADER = "train_dataloader= or eval_dataloader=, a loader that you build; or data_collator="
+_BUILT_OPTIMIZER = "optimizer=, which you build on the model"
+_BUILT_SCHEDULE = "lr_scheduler=, which you build on the optimizer; or the settings learning_rate, lr_scheduler_type, …"
+_METRICS = "callbacks=[ModelEvalMetrics(…)] for metrics, on_prediction_step or on_evaluate of a callback"
+_ON_SAVE = "on_save of a callback, which gets the checkpoint's path"
+_OWN_STEP = "loss_fn=, a callback (on_before_forward, on_before_backward, …), or a loop of your own around dalsegno.Run"
+
+_NEVER_CALLED = {
+    "compute_loss": "loss_fn=, a function of the model's outputs and the batch",
+    **dict.fromkeys(["training_step", "get_batch_samples", "compute_loss_context_manager"], _OWN_STEP),
+    **dict.fromkeys(["_prepare_inputs", "_prepare_input"], "data_collator=, or on_before_forward of a callback"),
+    "create_optimizer": _BUILT_OPTIMIZER,
+    "get_optimizer_cls_and_kwargs": _BUILT_OPTIMIZER,
+    "get_decay_parameter_names": _BUILT_OPTIMIZER,
+    "create_scheduler": _BUILT_SCHEDULE,
+    "create_optimizer_and_scheduler": f"{_BUILT_OPTIMIZER}; {_BUILT_SCHEDULE}",
+    **dict.fromkeys(["get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"], _BUILT_LOADER),
+    **dict.fromkeys(["_get_train_sampler", "_get_eval_sampler"], _BUILT_LOADER),
+    **dict.fromkeys(["evaluate", "evaluation_loop", "prediction_step", "validation_step"], _METRICS),
+    "log": "on_log_step of a callback, which may add to every record",
+    **dict.fromkeys(["save", "save_model", "_save", "_save_checkpoint"], _ON_SAVE),
+    "stop": "on_train_end of a callback, which gets the reason",
+    "_load_from_checkpoint": "on_load of a callback, or its load_state_dict",
+    "_load_best_model": "on_train_end of a callback",
+}
+"""Methods that another library's loop calls, or that the user calls in this one, and what to use instead."""
+
+_ELSEWHERE = _NEVER_CALLED | {
     "fit": "trainer.train()",
     "resume": "trainer.train(), which resumes by itself",
     "test": "trainer.predict(dataset)",
