@@ -41,7 +41,7 @@ MOST_FILES = {
     "stateful": 4,
     "system": 13,
     "testing": 7,
-    "training": 32,
+    "training": 33,
     "web": 5,
     "witness": 4,
 }

@@ -208,8 +208,10 @@ def test_a_conjugate_and_its_base_are_stored_by_their_values() -> None:
     assert_same(through_json(tree), tree)
 
 
-def test_an_ordered_dict_comes_back_as_one() -> None:
+def test_an_ordered_dict_and_a_deque_come_back_as_such() -> None:
     assert_same(through_json(collections.OrderedDict(b=1, a=2)), collections.OrderedDict(b=1, a=2))
+    recent = through_json(collections.deque([1, (2, 3)], maxlen=2))
+    assert recent == collections.deque([1, (2, 3)]) and recent.maxlen == 2
 
 
 def test_a_json_that_people_can_read() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -345,21 +347,53 @@ def test_state_of_the_users_own_is_saved_by_name(tmp_path: Path) -> None:
     assert train(9).total == 9
 
 
-def test_variables_of_the_loop_in_a_dict_are_saved(tmp_path: Path) -> None:
+def test_variables_of_the_loop_are_saved_and_loaded_into_the_objects_that_it_knows(tmp_path: Path) -> None:
     def train(steps: int) -> dict[str, Any]:
-        loop, kept = OwnLoop(tmp_path, max_steps=steps), {"losses": [], "hidden": torch.zeros(2), "best": None}
-        with loop.run({"kept": kept}) as run:
+        loop, losses, recent, sums = OwnLoop(tmp_path, max_steps=steps), [], deque(maxlen=3), {"all": 0.0}
+        table, pair, mean = np.zeros(20), ([0], "a"), torch.zeros(2)
+        kept = {"losses": losses, "hidden": torch.zeros(2), "best": None, "sums": sums, "mean": mean, "pair": pair}
+        kept |= {"twin": None, "table": table, "tail": table[5:], "longer": torch.zeros(1), "old": losses}
+        with loop.run({"kept": kept, "recent": recent}) as run:
             for batch in run.batches():
                 loss = loop.update(batch)
-                kept["losses"].append(loss.item())
-                kept["hidden"] = kept["hidden"] + 1
-                kept["best"] = min(kept["losses"])
+                losses.append(loss.item())
+                recent.append(loss.item())
+                sums["all"] += loss.item()
+                table[len(losses)] = loss.item()
+                pair[0][0] += 1
+                mean.add_(1)
+                kept["hidden"] = kept["twin"] = kept["hidden"] + 1
+                kept["best"] = min(losses)
+                kept["longer"] = torch.zeros(len(losses))
+                kept["old"] = []
                 run.step_end(loss=loss)
-        return kept
+        assert kept["losses"] is losses and kept["sums"] is sums and kept["table"] is table and kept["mean"] is mean
+        return kept | {"recent": recent}
 
     first, second = train(5), train(9)
     assert len(second["losses"]) == 9 and second["losses"][:5] == first["losses"]
     assert second["hidden"].tolist() == [9.0, 9.0] and second["best"] == min(second["losses"])
+    assert [*second["recent"]] == second["losses"][-3:]
+    assert second["sums"] == {"all": sum(second["losses"])}
+    assert second["table"][1:10].tolist() == second["losses"] and second["tail"][:5].tolist() == second["losses"][4:]
+    assert second["pair"] == ([9], "a") and second["mean"].tolist() == [9.0, 9.0]
+    assert second["twin"] is second["hidden"] and len(second["longer"]) == 9 and second["old"] == []
+
+
+def test_what_shares_memory_at_a_save_does_so_after_a_resume(tmp_path: Path) -> None:
+    def train(steps: int) -> dict[str, Any]:
+        loop, kept = OwnLoop(tmp_path, max_steps=steps), {"now": torch.zeros(2), "all": []}
+        with loop.run({"kept": kept}) as run:
+            for batch in run.batches():
+                kept["now"] += 1
+                if run.state.global_step % 2 == 0:
+                    kept["now"] = kept["now"].clone()
+                    kept["all"].append(kept["now"])
+                run.step_end(loss=loop.update(batch))
+        return kept
+
+    train(5)
+    assert [each[0].item() for each in train(8)["all"]] == [3.0, 5.0, 7.0, 8.0]
 
 
 @pytest.mark.parametrize("due", [{"save_steps": 13}, {"save_strategy": "epoch"}], ids=["at the step", "at the epoch"])

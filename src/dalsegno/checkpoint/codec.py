@@ -15,7 +15,7 @@ import math
 import re
 import struct
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,8 +37,8 @@ DEEPEST = 100
 """Levels of nesting. A deeper state, or one that contains itself, is refused."""
 
 _ALLOWED = (
-    "a state may contain dict and OrderedDict (with str or int keys), list, tuple, str, bytes, bool, int, float, None, "
-    "numpy scalars and arrays, torch tensors, torch.Size, torch.dtype and torch.device"
+    "a state may contain dict, OrderedDict and Counter (with str or int keys), list, deque, tuple, str, bytes, bool, "
+    "int, float, None, numpy scalars and arrays, torch tensors, torch.Size, torch.dtype and torch.device"
 )
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufcmM]\d{1,2}(\[\d{0,9}[a-zA-Z]{1,2}\])?")
 
@@ -202,6 +202,7 @@ _ENCODERS: dict[type, Callable[[Any, str, _Found, int], Json]] = {
     OrderedDict: lambda value, *place: {"$ordered": _encode_dict(value, *place)},
     Counter: lambda value, *place: {"$counter": _encode_dict(dict(value), *place)},  # MultiStepLR's milestones are one
     list: _encode_list,
+    deque: lambda value, *place: {"$deque": _encode_list([*value], *place), "maxlen": value.maxlen},
     tuple: lambda value, *place: {"$tuple": _encode_list(list(value), *place)},
     torch.Size: _encode_size,
     torch.dtype: lambda value, *_: {"$dtype": name_of(value)},
@@ -337,6 +338,7 @@ _DECODERS: dict[str, Callable[[Any, _Stored, str, int], State]] = {
     "$dict": _decode_dict,
     "$ordered": lambda json, *place: OrderedDict(_decode_as(dict, json["$ordered"], *place)),
     "$counter": lambda json, *place: Counter(_decode_as(dict, json["$counter"], *place)),
+    "$deque": lambda json, *place: deque(_decode_as(list, json["$deque"], *place), json["maxlen"]),
     "$tuple": lambda json, *place: tuple(_decode_as(list, json["$tuple"], *place)),
     "$size": lambda json, *_: torch.Size(_shape(json["$size"])),
     "$dtype": _decode_dtype,

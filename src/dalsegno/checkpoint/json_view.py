@@ -164,6 +164,7 @@ _SHOWN: dict[str, Callable[[Any], Json]] = {
     "$tuple": lambda json: json_view(json["$tuple"]),
     "$ordered": lambda json: json_view(json["$ordered"]),
     "$counter": lambda json: json_view(json["$counter"]),
+    "$deque": lambda json: json_view(json["$deque"]),
     "$size": lambda json: json["$size"],
     "$dtype": lambda json: json["$dtype"],
     "$device": lambda json: json["$device"],

@@ -18,4 +18,5 @@ In reading order: no module imports from a line above its own.
     evaluation · prepared_model · train_step
     run_parts                               what all of these share
     module_flags · mean_loss · rollback_effects · learning_rate · optimizers · muon · stop_requests · full_disk · result
+    variables
 """

@@ -52,6 +52,7 @@ from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.registration import instances
 from dalsegno.events.table import Event
+from dalsegno.stateful.component import is_stateful
 from dalsegno.system.tracebacks import short_traceback
 
 from .checkpoint_contents import UserSupplied
@@ -64,6 +65,7 @@ from .optimizers import expect_optimizer, unwrapped_optimizer
 from .result import TrainResult
 from .run_parts import Comparison, RunParts
 from .session import Session
+from .variables import CONTAINERS, Variables
 
 logger = logging.getLogger("dalsegno")
 
@@ -105,7 +107,8 @@ class Run(OfRun):
         callbacks: as for the Trainer.
         evaluate: called on all ranks when an evaluation is due; returns metrics of all ranks: ``{"eval_loss": 0.7}``.
         state: further objects with ``state_dict`` and ``load_state_dict``, such as a ``GradScaler``, by names that are
-            not reserved; or dicts of values, in which the loop keeps what outlives a step.
+            not reserved; or dicts, lists and deques, in which the loop keeps what outlives a step. What is loaded is
+            put into these, and into lists, dicts, arrays and tensors in them, unless their shape is another.
         resume_from_checkpoint: as in ``Trainer.train``, like the next five.
         strict: whether a damaged newest checkpoint raises.
         strict_callbacks: whether a saved callback that is missing here, or the reverse, raises.
@@ -160,7 +163,10 @@ class Run(OfRun):
                 f"optimizer: {type(self._optimizer).__name__} has no hooks, by which a run sees its steps; call "
                 "super().__init__(parameters, defaults) in its constructor"
             )
-        self._others = {name: Variables(each) if type(each) is dict else each for name, each in (state or {}).items()}
+        self._others = {
+            name: Variables(each) if isinstance(each, CONTAINERS) and not is_stateful(each) else each
+            for name, each in (state or {}).items()
+        }
         for number, each in enumerate(optimizers[1:], 1):
             if self._others.setdefault(name := f"optimizer_{number}", each) is not each:
                 raise ConfigurationError(f"state={{{name!r}: …}}: choose another name; the optimizers' list takes it")
@@ -386,17 +392,3 @@ class Run(OfRun):
 
     def _after_any_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._checks.note_update(optimizer, in_step=self._step_batch is not None)
-
-
-class Variables:
-    """The values in a dict of the user's, as an object with a state."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values = values
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self._values)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._values.clear()
-        self._values.update(state)
