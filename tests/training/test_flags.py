@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,13 +98,23 @@ def test_what_a_rollback_goes_back_to(tmp_path: Path) -> None:
 
 
 class OwnFlagged(OwnLoop):
-    """Puts the model into training mode before its loop, as scripts do, and evaluates in the other mode."""
+    """Puts the model into training mode before its loop, as scripts do, and evaluates in the other mode. Trains a
+    second one, which counts its calls and has a buffer that is not saved."""
 
     def __init__(self, output_dir: Path, *callbacks: ds.Callback, **settings: object) -> None:
         super().__init__(output_dir, *callbacks, **settings)
         self.model: Any = Flagged()
-        self.optimizer: Any = torch.optim.Adam(self.model.parameters(), lr=1e-2)
+        self.second = Flagged()
+        self.second.growth = 1.1
+        self.optimizer: Any = torch.optim.Adam([*self.model.parameters(), *self.second.parameters()], lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [10, 20])
+
+    def run(self, state: Mapping[str, Any] | None = None) -> ds.Run:
+        return super().run({"second": self.second})
+
+    def update(self, batch: dict[str, Tensor]) -> Tensor:
+        self.second(**batch).backward()
+        return super().update(batch)
 
     def train(self) -> ds.TrainResult | None:
         with self.run() as run:

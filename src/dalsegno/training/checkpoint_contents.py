@@ -83,6 +83,7 @@ class CheckpointContents:
         self._optimizer = OptimizerState(parts.model, parts.optimizer, parts.loss_fn, names)
         own |= {f"{_SCHEDULER}{index}": each for index, each in enumerate(parts.schedulers)}
         self._targets = {**own, **others}
+        parts.flags.add(others)
 
     def sharded(self) -> list[ShardedState]:
         """State that is sharded over the ranks."""

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dalsegno.checkpoint import unwrapped
 from dalsegno.checkpoint.tensor_files import as_bytes, is_plain
 from dalsegno.data import NOT_EXACT
 from dalsegno.distributed import collectives
@@ -45,7 +46,8 @@ Reading = dict[str, Values]
 
 
 class Flags:
-    """Flags of a run's optimizer and its modules, which are given by the name that their paths begin with.
+    """Flags of a run's optimizer and its modules, and of further ones that are saved: by the name that their paths
+    begin with.
 
     What a module sets by itself in a leg's first step, such as ``is_initialized``, it sets again in the next leg's, so
     it is not saved; numbers are. The attributes of a module that has also made or replaced what cannot be saved, such
@@ -58,13 +60,16 @@ class Flags:
     reshard_note = "those of the first rank"
 
     def __init__(self, modules: Mapping[str, nn.Module], optimizer: Optimizer) -> None:
-        self._modules = modules
-        self._optimizer = optimizer
+        self._roots: dict[str, object] = {**modules, "optimizer": optimizer}
         self._places: dict[str, _Place] = {}
         self._built: Reading = {}  # of what the training has changed: the value before
         self._caches: set[tuple[str, str]] = set()  # what modules make in each leg, and keep
         self._loaded: Reading = {}
         self._warned = False
+
+    def add(self, others: Mapping[str, object]) -> None:
+        """Modules and optimizers among ``others``, which a checkpoint contains, have flags, too."""
+        self._roots |= {name: unwrapped(each) if isinstance(each, nn.Module) else each for name, each in others.items()}
 
     # -- what the training changes ----------------------------------------------------------------------------------
 
@@ -170,11 +175,13 @@ class Flags:
     # -- the objects ------------------------------------------------------------------------------------------------
 
     def _holders(self) -> Iterator[tuple[str, nn.Module | Optimizer]]:
-        for root, model in self._modules.items():
-            for name, module in model.named_modules():
-                yield strip_wrappers(f"{root}.{name}.").rstrip("."), module
-        if not type(self._optimizer).__module__.startswith("torch.optim."):  # those keep all in groups and state
-            yield "optimizer", self._optimizer
+        seen: set[nn.Module] = set()
+        for root, thing in self._roots.items():
+            if isinstance(thing, nn.Module):
+                for name, module in thing.named_modules(seen):
+                    yield strip_wrappers(f"{root}.{name}.").rstrip("."), module
+            elif isinstance(thing, Optimizer) and not type(thing).__module__.startswith("torch.optim."):
+                yield root, thing  # torch's own keep all in groups and state
 
     def _changed(self) -> list[tuple[str, Values, Values]]:
         """Paths whose flags differ from those at the last call, with the former and the present ones."""
