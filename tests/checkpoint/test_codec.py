@@ -248,6 +248,7 @@ Pair = collections.namedtuple("Pair", "a b")
         ([Color.RED], r"callbacks\.MyCb\[0\]: cannot save a Color; save its \.name or \.value"),
         ([Level.HIGH], r"callbacks\.MyCb\[0\]: cannot save a Level"),
         ([collections.defaultdict(int)], r"cannot save a defaultdict; .*dict\(it\)"),
+        ([np.random.default_rng(0)], r"cannot save a Generator; save its state, .*bit_generator\.state"),
         ([Pair(1, 2)], r"cannot save a Pair; .*tuple\(it\)"),
         ([len], r"callbacks\.MyCb\[0\]: cannot save a builtin_function_or_method; code is never saved"),
         ({(1, 2): 3}, r"callbacks\.MyCb: cannot save a dict with the key \(1, 2\), a tuple"),

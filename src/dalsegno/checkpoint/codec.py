@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import enum
 import math
+import random
 import re
 import struct
 import sys
@@ -221,6 +222,11 @@ def _refusal(value: object, where: str) -> str:
         hint = "save its .name or .value; "
     elif isinstance(value, set | frozenset):
         hint = "save sorted(it); "
+    elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState | torch.Generator):
+        hint = (
+            "save its state, and set it in load_state_dict of an object that holds the generator: getstate() and "
+            "setstate() of random's, bit_generator.state of NumPy's, get_state() and set_state() of torch's; "
+        )
     elif isinstance(value, dict | list | tuple | str | int | float):
         base = next(kind for kind in (dict, list, tuple, str, int, float) if isinstance(value, kind))
         hint = f"it would be loaded as a {base.__name__}, so save {base.__name__}(it); "

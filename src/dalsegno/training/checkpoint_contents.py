@@ -145,8 +145,9 @@ def _check_state(others: Mapping[str, object], *, reserved: Sequence[str]) -> No
             )
         if not isinstance(thing, Stateful):
             raise ConfigurationError(
-                f"state={{{name!r}: …}}: a {type(thing).__name__} has no state_dict and load_state_dict, so there is "
-                "nothing to save"
+                f"state={{{name!r}: …}}: a {type(thing).__name__} has no state_dict and load_state_dict, so it could "
+                "not be restored; give the object's class both, or keep a value in a dict that the loop reads: "
+                f"state={{'kept': {{{name!r}: …}}}}"
             )
 
 

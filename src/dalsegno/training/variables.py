@@ -55,14 +55,13 @@ class _Refill:
     def into(self, here: Any, loaded: Any, way: _Way) -> Any:
         """The object that has the loaded value: ``here``, if that fits, else ``loaded``."""
         if isinstance(loaded, tuple):
-            before = here if type(here) is type(loaded) and len(here) == len(loaded) else loaded
-            values = [self.into(*pair, (*way, at)) for at, pair in enumerate(zip(before, loaded, strict=True))]
-            return type(loaded)(values)
+            pairs = zip(here, loaded, strict=True) if _is_as_long(here, loaded) else zip(loaded, loaded, strict=True)
+            return type(loaded)([self.into(*pair, (*way, at)) for at, pair in enumerate(pairs)])
         if isinstance(loaded, torch.Tensor | np.ndarray):
             # Values that share memory, here or there, keep doing so, or begin or cease to.
             if not _takes(here, loaded) or self._shared_here.get(way) != self._shared.get(way):
                 return loaded
-            if isinstance(here, torch.Tensor):
+            if isinstance(loaded, torch.Tensor):
                 here.detach().copy_(loaded)
             else:
                 here[...] = loaded
@@ -79,6 +78,10 @@ class _Refill:
         else:
             here.extend(values.values())
         return here
+
+
+def _is_as_long(here: object, loaded: tuple[Any, ...]) -> bool:
+    return isinstance(here, tuple) and type(here) is type(loaded) and len(here) == len(loaded)
 
 
 def _takes(here: object, loaded: torch.Tensor | np.ndarray[Any, Any]) -> bool:
@@ -105,7 +108,7 @@ def _takes(here: object, loaded: torch.Tensor | np.ndarray[Any, Any]) -> bool:
 def _shared_memory(values: Any) -> dict[_Way, set[tuple[_Way, int]]]:
     """Of each tensor or array that shares memory with others: the ways to all of them, and where they begin in it."""
     found = dict(_memories(values, (), 0))
-    ways, shared = [*found], {}
+    ways, shared = [*found], dict[_Way, set[tuple[_Way, int]]]()
     for each in overlaps([*found.values()]):
         group = {(ways[number], offset) for number, offset in zip(each.numbers, each.offsets, strict=True)}
         shared |= {way: group for way, _ in group}
