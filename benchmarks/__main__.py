@@ -22,6 +22,7 @@ from .row import Row, table
 NAMES = (
     "events",
     "loop",
+    "long_run",
     "dialects",
     "imports",
     "save",

@@ -37,8 +37,7 @@ PARTS = {
     "killed": "",
     "python": "start of Python",
     "torch": "import torch",
-    "dalsegno": "import dalsegno, its trainer",
-    "built": "build model, optimizer and trainer",
+    "built": "import dalsegno; build model, optimizer and trainer",
     "found": "lock the run, find and verify the checkpoint",
     "loaded": "read the checkpoint",
     "begun": "prepare the leg",
@@ -59,8 +58,6 @@ import dalsegno as ds
 from dalsegno.checkpoint import memory_dir
 from dalsegno.testing import TinyRegression, tiny_regression_data
 
-ds.Trainer
-moments["dalsegno"] = time.monotonic()
 FOLDER, WIDTH, IN_MEMORY = Path(sys.argv[1]).resolve(), int(sys.argv[2]), sys.argv[3] == "memory"
 RUN = FOLDER / "run"
 
@@ -123,7 +120,7 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, TensorDataset
 
-moments["torch"] = moments["dalsegno"] = time.monotonic()
+moments["torch"] = time.monotonic()
 FOLDER, WIDTH, FILE = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 torch.manual_seed(0)
 layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))

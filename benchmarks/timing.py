@@ -38,11 +38,16 @@ def in_turns(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[s
     order = list(measures)
     for name in order if rounds > 1 else ():
         measures[name]()
-    for _ in range(rounds):
-        for name in order:
-            gc.collect()
-            results[name].append(measures[name]())
-        order.reverse()
+    gc.collect()
+    gc.freeze()  # so that a collection looks only through what was made since
+    try:
+        for _ in range(rounds):
+            for name in order:
+                gc.collect()
+                results[name].append(measures[name]())
+            order.reverse()
+    finally:
+        gc.unfreeze()
     return results
 
 
