@@ -179,6 +179,27 @@ def test_a_longer_schedule_is_followed_from_the_first_step(tmp_path: Path, in_on
     assert watched.rates[4:] == pytest.approx([0.01 * left / 8 for left in (4, 3, 2, 1)])
 
 
+@pytest.mark.parametrize("change", [{"per_device_train_batch_size": 8}, {"gradient_accumulation_steps": 2}])
+def test_a_run_of_epochs_is_planned_anew_from_where_its_batches_change(tmp_path: Path, change: dict[str, int]) -> None:
+    """Of 20 samples an epoch, 7 steps have read 28: of the second epoch 12 are left, then 2 whole epochs."""
+    planned = []
+
+    def leg_until(last: int, **settings: Any) -> Watched:
+        watched = Watched()
+        stop = Listener({"on_step_end": lambda ctx: ctx.control.stop("for now") if ctx.step == last else None})
+        given = {"model": Line(), "max_steps": -1, "num_train_epochs": 4, "save_steps": 50, **settings}
+        trainer = small_trainer(tmp_path, watched, stop, **given)
+        planned.append((trainer.train().global_step, trainer.state.max_steps))
+        return watched
+
+    leg_until(7)
+    changed, resumed = leg_until(10, **change), leg_until(-1, **change)
+    assert planned == [(7, 20), (10, 15), (15, 15)]
+    assert changed.rates + resumed.rates == pytest.approx([0.01 * left / 15 for left in range(8, 0, -1)])
+    assert changed.verdicts()["max_steps of the schedule"] == ("warning", "20", "15")
+    assert not resumed.report.changes
+
+
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 

@@ -102,7 +102,7 @@ RULES: dict[str, Rule] = {
     "optimizer": Rule("error", "starts without state, at the learning rate that it was built with"),
     # what makes the run differ from one that was never interrupted
     "samples per step": Rule(
-        "warning", "gradients are means over more or fewer samples; the learning rate is unchanged"
+        "warning", "gradients are means over more or fewer samples; learning_rate= is not scaled with them"
     ),
     "seed": Rule("warning", "random generators and the order of a map dataset continue from the saved seed"),
     "data_seed": Rule("warning", "the order of a map dataset continues from the saved seed"),

@@ -21,12 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from dalsegno.checkpoint import CALLBACKS, LOSS, SETTINGS, ModelState, OptimizerState, ShardedState
-from dalsegno.checkpoint.compatibility import END_OF_SCHEDULE, SCHEDULE, Change, reasons_to_differ
+from dalsegno.checkpoint import CALLBACKS, LOSS, SETTINGS, LoadReport, ModelState, OptimizerState, ShardedState
+from dalsegno.checkpoint.compatibility import END_OF_SCHEDULE, SCHEDULE, compare, reasons_to_differ
 from dalsegno.checkpoint.export import expect_pretrained, peft_configurations, pretrained_files
 from dalsegno.checkpoint.names import ADAPTERS
 from dalsegno.data import NOT_EXACT, TrainingData
 from dalsegno.data.digests import digest
+from dalsegno.data.step_batch import agreed_position
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import environment_of
 from dalsegno.distributed.modes import modes_of
@@ -37,8 +38,9 @@ from dalsegno.errors import CannotSave, ConfigurationError, UnknownName, first_f
 from dalsegno.events.callback import components_of
 from dalsegno.logs.values import decode, encode
 from dalsegno.stateful.component import Component, Stateful
+from dalsegno.stateful.schema import Count, check
 
-from .learning_rate import InitialHyperparameters, form_check, has_end, planned_steps
+from .learning_rate import InitialHyperparameters, form_check, has_end
 from .module_flags import sum_of_bytes
 from .optimizers import takes_adam_settings
 from .run_parts import Comparison, RunParts
@@ -287,6 +289,16 @@ _NOT_RECORDED = {
 }
 """Settings without an effect on the result; and the length of the run, which is recorded under another name."""
 
+_SINCE = "steps planned since"
+"""``StepPlan.since``, if it is not the start of the run."""
+_PLANNED_BY = {
+    "samples per step",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "gradient_accumulation_schedule",
+}
+"""Settings of which an epoch's number of steps depends."""
+
 
 @dataclass(frozen=True, slots=True)
 class UserSupplied:
@@ -316,6 +328,7 @@ class RecordedSettings:
         self._order = _order(parts)
         self._fingerprint: dict[str, Any] | None = None
         self._planned_steps = -1
+        self._saved_end: Any = None  # END_OF_SCHEDULE in the checkpoint that was loaded
 
     def begin_session(self) -> None:
         """Fingerprint the training data, once in this process. Collective: raises ConfigurationError if the ranks have
@@ -328,7 +341,7 @@ class RecordedSettings:
 
     def plan_steps(self) -> None:
         """Set ``state.max_steps``, and apply a changed end of the schedule."""
-        former, self._planned_steps = self._planned_steps, planned_steps(self._args, self._loader)
+        former, self._planned_steps = self._planned_steps, self._parts.plan()
         self._parts.state.max_steps = self._planned_steps
         if former not in (-1, self._planned_steps) and not self._supplied.schedule:
             self.initial.reapply_schedule()
@@ -338,8 +351,22 @@ class RecordedSettings:
         """Whether ``learning_rate`` has an effect; otherwise the user's optimizer and schedule determine the rate."""
         return self._has_effect("learning_rate")
 
-    def apply_overrides(self, changes: Iterable[Change]) -> None:
-        """Set the hyperparameters that the user has changed since the save: loading the optimizer restored the old."""
+    def before_load(self) -> dict[str, Any]:
+        """What is compared with the checkpoint's settings before a load; the rest depends on what is loaded."""
+        return {name: value for name, value in self.state_dict().items() if name not in (END_OF_SCHEDULE, _SINCE)}
+
+    def apply_overrides(self, report: LoadReport) -> None:
+        """After a load: plan the steps that are left, and set the hyperparameters that the user has changed since the
+        save; loading the optimizer restored the old. Collective."""
+        parts = self._parts
+        if collectives.all_reduce_max(
+            [any(change.setting in _PLANNED_BY for change in report.changes)], "whether steps read other samples"
+        )[0]:
+            parts.plan.since = (parts.state.global_step, agreed_position(parts.loader, parts.layout))
+        end = END_OF_SCHEDULE
+        report.changes.extend(compare({end: self._saved_end}, {end: self._recorded().get(end, self._saved_end)}))
+        parts.state.max_steps = parts.plan()
+        changes = report.changes
         if self.initial.follow_groups() and self._supplied.schedule and collectives.rank() == 0:
             logger.warning(
                 "lr_scheduler: the checkpoint has a parameter group that the training has added, and no functions; its "
@@ -368,11 +395,13 @@ class RecordedSettings:
         args, supplied = self._args, self._supplied
         values = {name: value for name, value in args.to_dict().items() if self._has_effect(name)}
         if not supplied.schedule and has_end(args):
-            values[END_OF_SCHEDULE] = planned_steps(args, self._loader)
+            values[END_OF_SCHEDULE] = self._parts.plan()
         elif args.max_steps > 0:
             values["max_steps"] = args.max_steps
         else:
             values["num_train_epochs"] = args.num_train_epochs
+        if self._parts.plan.since != (0, 0.0):
+            values[_SINCE] = [*self._parts.plan.since]
         if supplied.schedule:
             values["lr_scheduler"] = self._schedulers
         if supplied.optimizer or supplied.schedule:
@@ -389,7 +418,10 @@ class RecordedSettings:
         return values
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Does nothing: the saved settings are compared before anything is loaded."""
+        """Load what the steps that are left are planned from; all else was compared before anything was loaded."""
+        step, position = check(tuple(state.get(_SINCE, (0, 0.0))), tuple[Count, float], f"settings.{_SINCE}")
+        self._parts.plan.since = step, position
+        self._saved_end = state.get(END_OF_SCHEDULE)
 
     def _has_effect(self, name: str) -> bool:
         supplied = self._supplied

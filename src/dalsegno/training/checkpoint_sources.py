@@ -226,7 +226,7 @@ class CheckpointSources:
             self._contents.sharded(),
             self._contents.components(),
             strict_callbacks=strict_callbacks,
-            settings=self._settings.state_dict(),
+            settings=self._settings.before_load(),
             allowed=allowed,
             adapt=adapt,
         )
@@ -240,7 +240,7 @@ class CheckpointSources:
         report.notes.extend(notes)
         if notes and parts.state.is_world_process_zero:
             logger.warning("the checkpoint is imported:\n  %s", "\n  ".join(notes))
-        self._settings.apply_overrides(report.changes)
+        self._settings.apply_overrides(report)
         parts.state.num_input_tokens_seen = parts.metrics.tokens_seen()
         return report
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -122,7 +121,7 @@ def _is_composite(scheduler: Any) -> bool:
     return isinstance(scheduler, SequentialLR | ChainedScheduler)
 
 
-def build_schedulers(given: Any, optimizer: Optimizer, args: TrainingArguments, loader: ResumableLoader) -> list[Any]:
+def build_schedulers(given: Any, optimizer: Optimizer, args: TrainingArguments, plan: StepPlan) -> list[Any]:
     """The learning rate schedules that the user passes, one or several; None: the one from ``args``."""
     if given is None:
         if any(group["lr"] is None for group in optimizer.param_groups):
@@ -131,7 +130,7 @@ def build_schedulers(given: Any, optimizer: Optimizer, args: TrainingArguments, 
                 "is nothing that a schedule could change; give an lr_scheduler= that only reports it, as transformers' "
                 "AdafactorSchedule(optimizer), or build the optimizer with a learning rate"
             )
-        return [scheduler_from_args(optimizer, args, partial(planned_steps, args, loader))]
+        return [scheduler_from_args(optimizer, args, plan)]
     schedulers = several(given)
     for scheduler in schedulers:
         if unwrapped_optimizer(getattr(scheduler, "optimizer", optimizer)) is not optimizer:
@@ -191,22 +190,44 @@ def _decayed(shape: str, left: float, done: float, options: Mapping[str, Any]) -
     return 1 - math.sqrt(done) if shape == "1-sqrt" else left
 
 
-def planned_steps(args: TrainingArguments, loader: ResumableLoader) -> int:
-    """Steps of the whole run; -1 if ``max_steps`` is not set and the length of the data is unknown."""
-    if args.max_steps > 0:
-        return args.max_steps
-    microbatches = loader.microbatches_per_epoch()
-    if microbatches is None:
-        return -1
-    accumulation, epochs, step = args.accumulation, 0, 0
-    while step < accumulation.last_change and epochs + 1 <= args.num_train_epochs:
-        step += accumulation.steps_to_consume(microbatches, step)
-        epochs += 1
-    if step < accumulation.last_change:
-        left = math.ceil(args.num_train_epochs * microbatches) - epochs * microbatches
-        return step + accumulation.steps_to_consume(left, step)
-    each = accumulation.steps_to_consume(microbatches, step)  # of all later epochs
-    return step + math.ceil(args.num_train_epochs * each) - epochs * each
+class StepPlan:
+    """Called: the steps of the whole run; -1 if ``max_steps`` is not set and the length of the data is unknown.
+
+    Epochs are counted from the start of the run, or from where a leg last changed what one step reads.
+    """
+
+    def __init__(self, args: TrainingArguments, loader: ResumableLoader) -> None:
+        self._args, self._loader = args, loader
+        self.since: tuple[int, float] = (0, 0.0)
+        """Finished steps, and the position in epochs, from which on steps read as many samples as now."""
+
+    def __call__(self) -> int:
+        args, accumulation = self._args, self._args.accumulation
+        if args.max_steps > 0:
+            return args.max_steps
+        microbatches = self._loader.microbatches_per_epoch()
+        if microbatches is None:
+            return -1
+        step, position = self.since
+        epochs = math.ceil(position)
+        if epochs > position:
+            rest = min(epochs, args.num_train_epochs) - position
+            step += accumulation.steps_to_consume(math.ceil(round(rest * self._batches(microbatches), 6)), step)
+        if epochs >= args.num_train_epochs:
+            return step
+        while step < accumulation.last_change and epochs + 1 <= args.num_train_epochs:
+            step += accumulation.steps_to_consume(microbatches, step)
+            epochs += 1
+        if step < accumulation.last_change:
+            left = math.ceil(args.num_train_epochs * microbatches) - epochs * microbatches
+            return step + accumulation.steps_to_consume(left, step)
+        each = accumulation.steps_to_consume(microbatches, step)  # of all later epochs
+        return step + math.ceil(args.num_train_epochs * each) - epochs * each
+
+    def _batches(self, microbatches: int) -> float:
+        """Micro-batches of an epoch, the last one as the part of a whole one that it is, if that is known."""
+        samples, each = self._loader.samples_per_epoch(), self._loader.samples_per_microbatch()
+        return samples / each if samples and each else microbatches
 
 
 class PlateauStep(Callback):

@@ -39,7 +39,6 @@ from .checkpoint_sources import CheckpointSources
 from .chosen_start import ChosenStart, ResumeOptions
 from .commands import CommandExecutor
 from .evaluation import Evaluation, expect_evaluations
-from .learning_rate import planned_steps
 from .leg_recorder import LastLeg, LegRecorder
 from .result import TrainResult
 from .rollback import RollbackDecisions
@@ -143,7 +142,7 @@ class RunLifecycle:
         parts.callbacks.rebind()
         expect_evaluations(parts.args, parts.callbacks.bound, has_sets=self.boundary.evaluations.has_sets)
         parts.control.clear()
-        parts.state.max_steps = planned_steps(parts.args, parts.loader)  # for on_before_load; commands may change it
+        parts.state.max_steps = parts.plan()  # for on_before_load; commands may change it
         parts.state.num_train_epochs = parts.args.num_train_epochs
         self._settings.begin_session()
         path = self._restored(options)

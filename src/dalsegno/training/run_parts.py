@@ -28,6 +28,7 @@ from dalsegno.state import TrainerControl, TrainerState
 from dalsegno.stateful.component import TensorHolder
 from dalsegno.witness import Witness
 
+from .learning_rate import StepPlan
 from .mean_loss import MetricAccumulator
 from .module_flags import Flags
 from .rollback_effects import RollbackEffects
@@ -57,6 +58,7 @@ class RunParts:
         optimizer: Optimizer,
         schedulers: Sequence[Any],
         loader: ResumableLoader,
+        plan: StepPlan | None = None,
         callbacks: Iterable[object],
         core: Sequence[Callback] = (),
         trainer: Any,
@@ -72,6 +74,7 @@ class RunParts:
             model: the user's own module, without DDP's or the compiler's wrapper; on its device already, and sharded if
                 it is to be.
             loss_fn: the loss function, if it is a module.
+            plan: that the default schedule uses.
             core: the engine's own callbacks; they are called first.
             unsupported_events: events that this loop cannot fire, each with the reason and the remedy.
             comparison: when the ranks' copies of the model are compared.
@@ -85,6 +88,7 @@ class RunParts:
         self.optimizer = optimizer
         self.schedulers = schedulers
         self.loader = loader
+        self.plan = plan or StepPlan(args, loader)
         self.processing_class = processing_class
         self.comparison = comparison
         self.state = TrainerState(

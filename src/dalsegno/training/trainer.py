@@ -42,7 +42,7 @@ from . import loop
 from .checkpoint_contents import UserSupplied
 from .chosen_start import ResumeOptions
 from .evaluation import LossEvaluation, joined_outputs
-from .learning_rate import PlateauStep, build_schedulers
+from .learning_rate import PlateauStep, StepPlan, build_schedulers
 from .lifecycle import OfRun, RunLifecycle, check_given
 from .prepared_model import PreparedModel, prepare_model
 from .result import Prediction, TrainResult
@@ -135,14 +135,15 @@ class Trainer(OfRun):
         prepared = prepare_model(model, loss_fn, optimizer, args, device, layout)
         sets = evaluation_sets_from_args(args, layout, eval_dataset, eval_dataloader, self._collator)
         _check_best(args, [each.name for each in sets])
-        schedulers = build_schedulers(lr_scheduler, prepared.optimizer, args, loader)
+        plan = StepPlan(args, loader)
+        schedulers = build_schedulers(lr_scheduler, prepared.optimizer, args, plan)
         context_fields = {
             "processing_class": processing_class,
             "train_dataloader": loader if train_dataloader is None else train_dataloader,
             "eval_dataloader": eval_batches(sets, device) if eval_dataloader is None else eval_dataloader,
             "trainer": self,
         }
-        self._parts = _build_parts(args, prepared, schedulers, loader, callbacks, context_fields)
+        self._parts = _build_parts(args, prepared, schedulers, loader, plan, callbacks, context_fields)
         functions = {"loss_fn": None if prepared.loss_module else loss_fn, "loss_weight": loss_weight}
         handed_in = {name: each for name in functions if (each := stateful_behind(functions[name])) is not None}
         self._train_step, self._evaluation = build_step(self._parts, prepared, loss_weight, [*handed_in.values()])
@@ -308,6 +309,7 @@ def _build_parts(
     prepared: PreparedModel,
     schedulers: Sequence[Any],
     loader: ResumableLoader,
+    plan: StepPlan,
     callbacks: Sequence[object],
     context_fields: Mapping[str, Any],
 ) -> RunParts:
@@ -321,6 +323,7 @@ def _build_parts(
         optimizer=prepared.optimizer,
         schedulers=schedulers,
         loader=loader,
+        plan=plan,
         callbacks=callbacks,
         core=[PlateauStep(schedulers, args.best_metric_name)] if has_plateau else [],
         **context_fields,
