@@ -108,7 +108,7 @@ def _check(arguments: argparse.Namespace, trains: Checked, folder: Path, say: Ca
         rows = [{**asdict(row), "identical": row.identical} for row in comparison.rows]
         print_json({"identical": comparison.identical, "rows": rows})
     else:
-        print(f"\n{comparison.table()}\n\n{'Nothing differs.' if comparison.identical else 'THE RUNS DIFFER.'}")
+        print(f"\n{comparison.table()}\n\n{_NOTHING if comparison.identical else 'THE RUNS DIFFER.'}")
     return 0 if comparison.identical else 1
 
 
@@ -142,7 +142,13 @@ def _as_text(trials: Sequence[Trial]) -> str:
         if trial.words:
             lines.append(f"           {trial.words}")
     exact = all(trial.verdict == "exact" for trial in trials)
-    return "\n".join([*lines, "", "Nothing differs." if exact else "NOT EVERYTHING IS EXACT."])
+    return "\n".join([*lines, "", "Nothing differs at these places." if exact else "NOT EVERYTHING IS EXACT."])
+
+
+_NOTHING = (
+    "Nothing differs after these kills. Kills at other steps may show a difference: --thorough tries every epoch,\n"
+    "--seed N other random steps, --kill-at those that you name."
+)
 
 
 class Checked:
