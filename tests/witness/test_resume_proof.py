@@ -23,6 +23,7 @@ from dalsegno.state import CAUSES, ResumeProof
 from dalsegno.system.exit_status import ExitStatus
 from dalsegno.testing import FaultPlan, compare_runs, run_ranks, start_ranks
 from support.crash import Crash
+from support.held_saves import hold_save
 from support.listeners import Listener
 from support.rolling import Sniffer, rolling, samples_of_step
 from support.small import small_trainer
@@ -82,6 +83,23 @@ def test_steps_that_are_repeated_bit_for_bit(tmp_path: Path, caplog: pytest.LogC
     assert json.loads((tmp_path / "run.json").read_text())["legs"][1]["resumed"]["verdict"] == "exact"
     (log,) = ds.open_log(tmp_path)
     assert [log.lineage()[0].redone, log.restarts()[0].redone] == [3, 3], "the log of the leg before ends at step 6"
+
+
+def test_records_of_a_late_on_save_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first leg the disk holds the save of step 4 until step 6; the second leg fires its on_save at once."""
+    note = Listener({"on_save": lambda ctx: ctx.trainer.log({"saved": ctx.step})}, name="note")
+
+    def build(output_dir: Path, *callbacks: Any) -> ds.Trainer:
+        return trainer(output_dir, note, *callbacks, logging_steps=1, on_resume="stop", save_in_background=True)
+
+    with monkeypatch.context() as patch:
+        hold = hold_save(patch, 4, until=6)
+        crash(lambda *given: build(*given, hold), tmp_path)
+    last = build(tmp_path)
+    last.train()
+    assert proof_of(last).line == "resumed exactly: steps 5 to 7 repeated bit for bit"
+    (log,) = ds.open_log(tmp_path)
+    assert [record["saved"] for record in log.records() if record["kind"] == "save"] == [4, 8, 10]
 
 
 def test_a_leg_that_does_not_resume_has_no_proof(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import polars as pl
 
 
-KINDS = ("train", "eval", "final", "user", "sync")
+KINDS = ("train", "eval", "final", "user", "sync", "save")
 """Kinds of records, the header aside. Columns store the index; any other kind has index ``len(KINDS)``."""
 
 _PLACES = {kind: place for place, kind in enumerate(KINDS)}

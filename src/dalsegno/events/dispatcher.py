@@ -10,7 +10,8 @@ The loop checks the list before it fires, so that an event without handlers cost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
@@ -123,6 +124,7 @@ class Dispatcher:
         """Keys of callbacks that are switched off."""
         self._idle: set[tuple[str, Event]] = set()  # keys and events
         self._handled: set[Event] = set()  # on any rank
+        self._user_kind = "user"  # of records that the user logs
         self.callbacks: list[Callback] = []
         self.gathered: list[Gathered] = []
         """What handlers of a training record need of every rank."""
@@ -213,12 +215,23 @@ class Dispatcher:
         Tensors of one element become numbers. Raises CannotSave for a larger one; the message names who may have
         logged it.
         """
+        kind = self._user_kind if kind == "user" else kind
         for channel in (self.log_step, self.log):
             channel.fire_with(logs, kind, evaluated_weights)
             for name, value in logs.items():
                 if isinstance(value, torch.Tensor):
                     authors = ", ".join(dict.fromkeys(map(owner_of, channel)))
                     logs[name] = number_in_record(name, value, f"one of: {authors}" if authors else "the program")
+
+    @contextmanager
+    def fires_late(self) -> Iterator[None]:
+        """While on_save fires, at a step that depends on the disk: records of the user's own are of the kind "save",
+        which a resumed run need not repeat."""
+        self._user_kind = "save"
+        try:
+            yield
+        finally:
+            self._user_kind = "user"
 
     def leave_out_idle(self) -> None:
         """Call no handlers that have nothing to do in this leg, until callbacks are set again. To be called after

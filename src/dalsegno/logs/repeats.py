@@ -1,6 +1,7 @@
 """Repeats: compares the records that a resumed leg writes with those of the leg before, which were cut off the log.
 
-A metric of the user's own that sounds like a time, a speed or a use of memory is left out.
+Left out are metrics of the user's own that sound like a time, a speed or a use of memory; and records logged while
+on_save fired, since the disk decides when that is.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Repeats:
 
     def compare(self, line: bytes) -> None:
         """Compare the next record of the log, as encoded."""
-        if self._lines is None:
+        if self._lines is None or _is_of_a_save(line):
             return
         before = next(self._lines, None)
         if before is None:
@@ -84,8 +85,15 @@ def _comparable(record: Mapping[str, Any]) -> dict[str, Any]:
 def _records(archived: Path) -> Iterator[bytes]:
     with archived.open("rb") as file:
         for line in file:
-            if record := strip_line(line):
+            if (record := strip_line(line)) and not _is_of_a_save(record):
                 yield record
+
+
+def _is_of_a_save(line: bytes) -> bool:
+    try:
+        return b'"save"' in line and decode(line).get("kind") == "save"
+    except (ValueError, AttributeError):  # the leg was killed while it wrote this
+        return False
 
 
 def _last_step(archived: Path) -> int:

@@ -261,7 +261,8 @@ class SaveCoordinator:
         if saved:
             state = self._state if self._state.global_step == save.step else self._captured_state
             saved.fill(state, save.path, save.step, save.is_best)
-            with self._parts.random_state.kept():  # the step at which it fires depends on the disk
+            # The step at which it fires depends on the disk.
+            with self._parts.random_state.kept(), self._parts.dispatcher.fires_late():
                 saved.fire()
 
     def finish(self) -> None:

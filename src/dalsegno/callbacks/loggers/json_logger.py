@@ -121,9 +121,10 @@ class JsonLogger(RecordCallback):
     """Logs training, evaluations and the run's end as JSON lines, which ``dalsegno logs`` reads.
 
     Each record has ``timestamp`` (UTC seconds), ``global_step``, ``epoch`` and the metrics; those not of training also
-    ``kind``: ``eval``, ``final`` or ``user``. The first record has ``kind`` ``header`` and the keyword arguments:
-    ``JsonLogger(run="baseline", lr=3e-4)``. A resumed run cuts the file back to its checkpoint; later records are moved
-    to ``logs/rewound/``. Two loggers in one run need different names and paths.
+    ``kind``: ``eval``, ``final``, ``user`` (``trainer.log()``) or ``save`` (the same inside ``on_save``). The first
+    record has ``kind`` ``header`` and the keyword arguments: ``JsonLogger(run="baseline", lr=3e-4)``. A resumed run
+    cuts the file back to its checkpoint; later records are moved to ``logs/rewound/``. Two loggers in one run need
+    different names and paths.
 
     Args:
         path: relative to ``output_dir``; None: ``logs/train.jsonl``. With the suffix ``.json`` the file is a JSON array

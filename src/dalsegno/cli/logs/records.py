@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dalsegno.logs.values import Record
 
 ALWAYS = ("run", "timestamp", "kind", "global_step", "epoch")
-KINDS = ("train", "eval", "final", "user", "sync")
+KINDS = ("train", "eval", "final", "user", "sync", "save")
 
 
 @command(
