@@ -74,8 +74,8 @@ as they were for the steps:
 
 ## Interruptions
 
-- `on_train_begin` fires in every leg, also on a resume: then `ctx.resumed_from` is the checkpoint, else None. What is to
-  happen once per run, or is counted from its start, belongs in the state.
+- `on_train_begin` fires in every leg, also on a resume: then `ctx.resumed_from` is the checkpoint, else None. What is
+  to happen once per run, or is counted from its start, belongs in the state.
 - `on_train_end` does not fire again in a start that finds the run finished. The model then has the weights of the last
   checkpoint, not what `on_train_end` had put into it. Export averaged weights [from the
   checkpoint](callbacks/averages.md) (`EMA`), or write your own in `on_save`.
