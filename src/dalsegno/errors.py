@@ -49,6 +49,20 @@ def nearest(name: str, known: list[str]) -> str | None:
     return next(iter(similar or sorted(longer, key=len)), None)
 
 
+def no_attribute(
+    owner: object, name: str, places: Mapping[str, Iterable[str]], advice: str | None = None
+) -> AttributeError:
+    """An error that says what to use: ``advice``, or what has this name or a similar one. ``places``: names by the
+    expression of which they are attributes."""
+    known = {each: place for place in reversed([*places]) for each in places[place] if not each.startswith("_")}
+    ends = sorted((each for each in known if each.endswith(f"_{name}")), key=len)
+    found = None if name.startswith("_") else name if name in known else next(iter(ends), nearest(name, [*known]))
+    if advice is None and found is not None:
+        advice = f"{known[found]}.{found}"
+    use = "" if advice is None else f"; use {advice}" if found in (None, name) else f"; did you mean {advice}?"
+    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{use}", name=name, obj=owner)
+
+
 def first_few(names: Sequence[str], most: int = 1) -> str:
     """The first of the names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")

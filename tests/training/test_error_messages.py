@@ -600,7 +600,14 @@ EVERYDAY: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "the context's step": (
         lambda path: in_a_step(path, lambda ctx: ctx.global_step),
         AttributeError,
-        "StepEndContext has no attribute 'global_step'; use ctx.state.global_step",
+        "'StepEndContext' object has no attribute 'global_step'; use ctx.state.global_step",
+    ),
+    "the trainer's optimizer": (at("optimizer"), AttributeError, "'optimizer'; use ctx.optimizer in a callback"),
+    "a wrong name of the trainer": (at("evalute"), AttributeError, r"'evalute'; did you mean trainer.evaluate\?"),
+    "a record's step": (
+        lambda path: trained(path, Listener({"on_log": lambda ctx: ctx.step})),
+        AttributeError,
+        r"^'LogContext' object has no attribute 'step'; did you mean ctx.state.global_step\?",
     ),
     "should_stop is set": (
         lambda path: in_a_step(path, lambda ctx: setattr(ctx.control, "should_stop", True)),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from dalsegno.args import TrainingArguments
+from dalsegno.errors import no_attribute
 from dalsegno.state import TrainerControl, TrainerState
 
 if TYPE_CHECKING:
@@ -55,6 +56,9 @@ class TrainerLike(Protocol):
         """Skip samples at the start of an epoch. Call in on_epoch_begin, on all ranks. Returns the number skipped."""
 
 
+_PARTS = ("state", "control", "trainer", "args")
+
+
 @dataclass(slots=True)
 class Context:
     """What every handler receives. Events without a payload pass just this.
@@ -78,11 +82,9 @@ class Context:
     trainer: TrainerLike = field(init=False)
 
     def __getattr__(self, name: str) -> Any:
-        parts = ("state", "control", "trainer", "args")
-        for part in () if name in parts or name.startswith("_") else parts:
-            if hasattr(getattr(self, part), name):
-                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; use ctx.{part}.{name}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        parts = () if name in _PARTS or name.startswith("_") else _PARTS
+        own = {} if name in self.__dataclass_fields__ else {"ctx": self.__dataclass_fields__}
+        raise no_attribute(self, name, own | {f"ctx.{part}": dir(getattr(self, part)) for part in parts})
 
     def copy(self) -> Self:
         """Copy the context and the run's state, to keep after the handler has returned."""

@@ -29,8 +29,9 @@ from dalsegno.distributed.modes import STAGES, modes_of, parts_of_batch
 from dalsegno.distributed.parallel import FusedBackward, Pipelined
 from dalsegno.distributed.parallel.base import autocast_dtype
 from dalsegno.distributed.parallel.torchrun import init_distributed
-from dalsegno.errors import ConfigurationError, expect_known
+from dalsegno.errors import ConfigurationError, expect_known, no_attribute
 from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import Context
 from dalsegno.events.registration import check_callbacks, instances
 from dalsegno.events.table import Event
 from dalsegno.state import TrainerState
@@ -162,11 +163,13 @@ class Trainer(OfRun):
         self._parts.dispatcher.init_end.fire_with()
 
     def __getattr__(self, name: str) -> Any:
-        advice = _ELSEWHERE.get(name)
-        if advice is None and name in TrainerState.__dataclass_fields__:
-            advice = f"trainer.state.{name}"
-        use = "" if advice is None else f"; use {advice}"
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{use}", name=name, obj=self)
+        places = {
+            "trainer": dir(type(self)),
+            "trainer.state": TrainerState.__dataclass_fields__,
+            "trainer.args": TrainingArguments.__dataclass_fields__,
+        }
+        in_callback = f"ctx.{name} in a callback" if name in Context.__dataclass_fields__ else None
+        raise no_attribute(self, name, places, _ELSEWHERE.get(name, in_callback))
 
     @short_traceback
     def train(
