@@ -27,7 +27,6 @@ from dalsegno.checkpoint.export import expect_pretrained, peft_configurations, p
 from dalsegno.checkpoint.names import ADAPTERS
 from dalsegno.data import NOT_EXACT, TrainingData
 from dalsegno.data.digests import digest
-from dalsegno.data.step_batch import agreed_position
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import environment_of
 from dalsegno.distributed.modes import modes_of
@@ -357,12 +356,11 @@ class RecordedSettings:
 
     def apply_overrides(self, report: LoadReport) -> None:
         """After a load: plan the steps that are left, and set the hyperparameters that the user has changed since the
-        save; loading the optimizer restored the old. Collective."""
+        save; loading the optimizer restored the old."""
         parts = self._parts
-        if collectives.all_reduce_max(
-            [any(change.setting in _PLANNED_BY for change in report.changes)], "whether steps read other samples"
-        )[0]:
-            parts.plan.since = (parts.state.global_step, agreed_position(parts.loader, parts.layout))
+        # Else the ranks may have different batches and positions.
+        if parts.loader.lockstep and any(change.setting in _PLANNED_BY for change in report.changes):
+            parts.plan.since = (parts.state.global_step, parts.loader.position)
         end = END_OF_SCHEDULE
         report.changes.extend(compare({end: self._saved_end}, {end: self._recorded().get(end, self._saved_end)}))
         parts.state.max_steps = parts.plan()
