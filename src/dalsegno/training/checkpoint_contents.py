@@ -361,8 +361,8 @@ class RecordedSettings:
         # Else the ranks may have different batches and positions.
         if parts.loader.lockstep and any(change.setting in _PLANNED_BY for change in report.changes):
             parts.plan.since = (parts.state.global_step, parts.loader.position)
-        end = END_OF_SCHEDULE
-        report.changes.extend(compare({end: self._saved_end}, {end: self._recorded().get(end, self._saved_end)}))
+        saved = {} if self._saved_end is None else {END_OF_SCHEDULE: self._saved_end}
+        report.changes.extend(compare(saved, self._recorded()))
         parts.state.max_steps = parts.plan()
         changes = report.changes
         if self.initial.follow_groups() and self._supplied.schedule and collectives.rank() == 0:

@@ -136,8 +136,7 @@ class Trainer(OfRun):
         prepared = prepare_model(model, loss_fn, optimizer, args, device, layout)
         sets = evaluation_sets_from_args(args, layout, eval_dataset, eval_dataloader, self._collator)
         _check_best(args, [each.name for each in sets])
-        plan = StepPlan(args, loader)
-        schedulers = build_schedulers(lr_scheduler, prepared.optimizer, args, plan)
+        schedulers = build_schedulers(lr_scheduler, prepared.optimizer, args, plan := StepPlan(args, loader))
         context_fields = {
             "processing_class": processing_class,
             "train_dataloader": loader if train_dataloader is None else train_dataloader,
