@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,24 @@ def test_the_state_is_how_the_last_leg_ended(
     if reason is not None:
         run.end(reason, by, 2, {}, why)
     assert log_of(tmp_path, [{"loss": 1.0}, {"loss": 0.5}]).summary().state == state
+
+
+def test_the_state_of_another_users_run_is_what_its_run_json_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run := RunFile(tmp_path)).begin(None, 1, 0)
+    log = log_of(tmp_path, [{"loss": 1.0}])
+    open_file = os.open
+
+    def denied(path: Any, *args: Any, **named: Any) -> int:
+        if Path(path).name == ".lock":  # as if it were another user's; root may open all
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open_file(path, *args, **named)
+
+    monkeypatch.setattr(os, "open", denied)
+    assert (log.summary().state, log.lineage()[-1].reason) == ("unknown", "unknown")
+    run.end("stopped", "MyStop", 0, {}, "enough")
+    assert log.summary().state == "stopped"
 
 
 def test_one_reading_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

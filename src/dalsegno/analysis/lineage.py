@@ -164,7 +164,7 @@ class LegSummary:
     """For a leg that is running, or was killed: time of its last record."""
     reason: str | None
     """``finished``, ``stopped``, ``aborted``, ``exhausted``, ``exception``, ``interrupted``, ``died``; None while it
-    runs."""
+    runs; ``unknown`` if only another user may see whether it does."""
     redone: int = 0
     """Steps that the next leg repeated, because they came after the checkpoint it resumed from."""
     idle: float | None = None
@@ -186,7 +186,10 @@ def summarize_legs(
     run = RunFile(output_dir).load()
     if run is None:
         return []
-    running = DirectoryLock.is_held(output_dir)
+    try:
+        unrecorded = None if DirectoryLock.is_held(output_dir) else "died"
+    except PermissionError:  # another user's run
+        unrecorded = "unknown"
     lost = [tail.series("global_step") for tail in tails]
     times = np.concatenate([times, *(series.times for series in lost if series.times is not None)])
     steps = np.concatenate([steps, *(series.steps for series in lost)])
@@ -197,7 +200,6 @@ def summarize_legs(
         own = (times >= leg.started) & (times < next_start)
         least = max(leg.last_step, 0 if following is None else _repeated_until(following))
         last_record = max(leg.started, float(times[own].max(initial=0)))
-        alive = running and leg is run.legs[-1]
         legs.append(
             LegSummary(
                 leg=leg,
@@ -205,7 +207,7 @@ def summarize_legs(
                 last_step=max(least, int(steps[own].max(initial=0))),
                 end_step=max(least, int(steps[own & (times > _rolled_back(leg))].max(initial=0))),
                 ended=last_record if leg.ended is None else leg.ended,
-                reason=leg.reason or (None if alive else "died"),
+                reason=leg.reason or (unrecorded if leg is run.legs[-1] else "died"),
                 cut_off=tuple(tail for tail in tails if previous_start <= tail.timestamp < leg.started),
             )
         )
@@ -226,7 +228,10 @@ def state_of(legs: Sequence[LegSummary], final: bool, last_loss_is_finite: bool)
         leg = last.leg
         if leg.diverged or "diverge" in f"{leg.by or ''} {leg.why or ''}".lower():
             return "diverged"
-    states: dict[str, State] = {"finished": "finished", "exhausted": "finished", "exception": "failed", "died": "died"}
+    states: dict[str, State] = {
+        **{"finished": "finished", "exhausted": "finished", "exception": "failed"},
+        **{"died": "died", "unknown": "unknown"},
+    }
     return states.get(last.reason, "stopped")
 
 

@@ -59,7 +59,8 @@ class DirectoryLock:
 
     @classmethod
     def is_held(cls, directory: Path) -> bool:
-        """Whether a live process, including this one, holds the lock. Takes no lock, needs no write permission."""
+        """Whether a live process, including this one, holds the lock. Takes no lock, needs no write permission.
+        Raises PermissionError if another user holds it, or held it last."""
         path = _file_of(directory)
         try:
             descriptor = os.open(path, os.O_RDONLY | O_NOFOLLOW | O_NONBLOCK)
