@@ -73,7 +73,7 @@ class RunFolder(TrainingLog):
     """
 
     def __init__(self, path: Path, runs: list[TrainingLog]) -> None:
-        super().__init__(path.resolve().name, path, _NoSource(path))
+        super().__init__(path.resolve().name, path, _NoLog(path))
         self.runs = runs
 
     def __iter__(self) -> Iterator[TrainingLog]:
@@ -128,7 +128,9 @@ class RunFolder(TrainingLog):
         self.skipped.count += run.skipped.count - len(run.skipped.sentences)
 
 
-class _NoSource(Source):
+class _NoLog(Source):
+    """Of a directory of runs; or of a run with only a ``run.json``, which may have failed before its first record."""
+
     program = ""
 
     def read(self, skipped: Skipped) -> Iterator[tuple[int, Record]]:
@@ -159,6 +161,8 @@ def _runs_in(root: Path, folder: Path, step_key: str | None, depth: int) -> Iter
     for source in loose:
         yield TrainingLog((name / source.path.stem).as_posix(), source.path, source)
     yield from below
+    if not (loose or below) and (folder / "run.json").is_file():
+        yield TrainingLog(whole, folder, _NoLog(folder / "run.json"))
 
 
 def name_of(path: Path) -> str:

@@ -229,8 +229,11 @@ def state_of(legs: Sequence[LegSummary], final: bool, last_loss_is_finite: bool)
         if leg.diverged or "diverge" in f"{leg.by or ''} {leg.why or ''}".lower():
             return "diverged"
     states: dict[str, State] = {
-        **{"finished": "finished", "exhausted": "finished", "exception": "failed"},
-        **{"died": "died", "unknown": "unknown"},
+        "finished": "finished",
+        "exhausted": "finished",
+        "exception": "failed",
+        "died": "died",
+        "unknown": "unknown",
     }
     return states.get(last.reason, "stopped")
 

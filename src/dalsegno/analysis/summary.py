@@ -53,7 +53,7 @@ class Summary:
 
     run: str
     program: str
-    """Program whose format the log has."""
+    """Program whose format the log has; empty if there is no log yet."""
     state: State
     records: dict[str, int]
     """Number of records of each kind."""

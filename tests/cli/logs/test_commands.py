@@ -19,7 +19,7 @@ import pytest
 import dalsegno as ds
 from cli.command import DALSEGNO, dalsegno, environment
 from dalsegno.cli import main
-from dalsegno.logs import RecordLog
+from dalsegno.logs import RecordLog, RunFile
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "logs"
 
@@ -165,6 +165,22 @@ def test_what_was_skipped_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_lineage_of_a_log_without_legs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.jsonl").write_text('{"global_step": 1, "loss": 2.0}\n')
     assert "no run.json" in error(capsys, "lineage", str(tmp_path))
+
+
+def test_a_run_that_failed_before_its_first_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").mkdir()
+    (run := RunFile(tmp_path / "a")).begin(None, 1, 0)
+    run.end("exception", None, 0, {}, "ValueError: no such data set")
+    assert main(["logs", "list", str(tmp_path), "--json"]) == 0
+    [row] = json.loads(capsys.readouterr().out)
+    assert (row["run"], row["state"], row["step"]) == ("a", "failed", None)
+    assert main(["logs", "summary", str(tmp_path / "a")]) == 0
+    assert re.search(r"state +failed\n(.*\n)* +records +.* \(no log yet\)", capsys.readouterr().out)
+    assert main(["logs", "lineage", str(tmp_path / "a")]) == 0
+    assert re.search(r"a  failed, 1 leg\n(.*\n)*.*ValueError: no such data set", capsys.readouterr().out)
+    log = ds.open_log(tmp_path / "a")
+    (tmp_path / "a" / "train.jsonl").write_text('{"global_step": 1, "loss": 2.0}\n')
+    assert log.summary().step == 1
 
 
 def test_export_and_read_again(tmp_path: Path) -> None:

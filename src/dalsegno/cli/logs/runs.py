@@ -155,7 +155,7 @@ def _facts(summary: analysis.Summary, log: analysis.TrainingLog) -> list[tuple[s
         ("time", _time(summary)),
         ("last change", None if summary.changed is None else moment(summary.changed)),
         ("spikes", _spikes(summary)),
-        ("records", f"{records or NOTHING} ({summary.program})"),
+        ("records", f"{records or NOTHING} ({summary.program or 'no log yet'})"),
         ("skipped", f"{summary.skipped:,}: {log.skipped}" if summary.skipped else None),
     ]
     return [(name, fact) for name, fact in known if fact is not None]
