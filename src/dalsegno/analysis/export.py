@@ -13,7 +13,8 @@ from dalsegno.stateful.annotations import check_types
 from dalsegno.system import filesystem
 from dalsegno.system.imports import require_extra
 
-from .formats.source import BOOKKEEPING
+from .folder import RunFolder, make_names_unique
+from .formats.source import BOOKKEEPING, Skipped
 from .log import TrainingLog
 
 Target = Literal["csv", "parquet", "json", "tensorboard"]
@@ -25,8 +26,9 @@ def export_log(log: TrainingLog, to: Target, path: str | Path | BinaryIO) -> Non
 
     Args:
         to: ``csv``, ``parquet``: one row per record; ``json``: an array of records; ``tensorboard``: an event file
-            with evaluation metrics under ``eval/`` and training metrics under ``train/``.
-        path: path or open file; for ``tensorboard`` a directory without event files.
+            with evaluation metrics under ``eval/`` and training metrics under ``train/``, of a directory of runs one in
+            a subdirectory for each run.
+        path: path or open file; for ``tensorboard`` a directory, in which no event file is where one is to be written.
 
     Raises:
         ConfigurationError: for an unknown format, a directory with event files, or if what writes it is not installed:
@@ -38,7 +40,7 @@ def export_log(log: TrainingLog, to: Target, path: str | Path | BinaryIO) -> Non
     if to == "tensorboard":
         if not isinstance(path, Path):
             raise ConfigurationError("TensorBoard reads directories: pass the path of one")
-        _write_events(log.records(), path)
+        _write_runs(log, path)
     elif not isinstance(path, Path):
         _write(log, to, path)
     else:
@@ -63,16 +65,31 @@ def _write(log: TrainingLog, to: Target, file: BinaryIO) -> None:
         file.write(JSON_ARRAY.foot)
 
 
-def _write_events(records: Iterator[Record], folder: Path) -> None:
+def _write_runs(log: TrainingLog, folder: Path) -> None:
+    """TensorBoard takes each directory for a run."""
     require_extra(None, "tensorboard", "writing event files")
+    runs = {folder: log}
+    if isinstance(log, RunFolder):
+        make_names_unique(log.runs)
+        runs = {folder / run.name: run for run in log}
+    for place in runs:
+        if any(place.glob("*tfevents*")):
+            raise ConfigurationError(
+                f"{place}: already has event files, which TensorBoard would mix with these; name another directory"
+            )
+    skipped = Skipped()
+    for place, run in runs.items():
+        _write_events(run.records(), place)
+        skipped.include(run.name, run.skipped)
+    if isinstance(log, RunFolder):
+        log.skipped = skipped
+
+
+def _write_events(records: Iterator[Record], folder: Path) -> None:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    if any(folder.glob("*tfevents*")):
-        raise ConfigurationError(
-            f"{folder}: already has event files, which TensorBoard would mix with these; name another directory"
-        )
     writer = EventFileWriter(str(folder))
     for record in records:
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in _tagged(record).items()]

@@ -94,7 +94,7 @@ class RunFolder(TrainingLog):
         for run in self.runs:
             for record in run.records(kind):
                 yield {"run": run.name, **record}
-            self._note(run)
+            self.skipped.include(run.name, run.skipped)
 
     def metrics(self) -> list[str]:
         return list(dict.fromkeys(name for run in self.runs for name in run.metrics()))
@@ -107,7 +107,7 @@ class RunFolder(TrainingLog):
         frames = []
         for run in self.runs:
             frames.append(run.frame().select(pl.lit(run.name).alias("run"), pl.exclude("run")))
-            self._note(run)
+            self.skipped.include(run.name, run.skipped)
         return concatenate(frames)
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
@@ -120,12 +120,6 @@ class RunFolder(TrainingLog):
         from .notebook import cards
 
         return cards(self.runs)
-
-    def _note(self, run: TrainingLog) -> None:
-        """Add what was skipped in reading one run."""
-        for sentence in run.skipped.sentences:
-            self.skipped.note(f"{run.name}: {sentence}")
-        self.skipped.count += run.skipped.count - len(run.skipped.sentences)
 
 
 class _NoLog(Source):

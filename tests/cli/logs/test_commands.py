@@ -208,6 +208,21 @@ def test_export_to_tensorboard_and_read_again(tmp_path: Path, capsys: pytest.Cap
     assert "already has event files" in error(capsys, "export", run, "--to", "tensorboard", "-o", folder)
 
 
+def test_each_run_has_its_own_event_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (runs := tmp_path / "runs").mkdir()
+    for name in ("x.json", "x.jsonl"):
+        (runs / name).write_text(f'{{"step": 1, "loss": 2.0, "{name}": 1}}\n{{"step"')
+    shutil.copytree(GOLDEN / "killed", runs / "deeper" / "killed")
+    words = ["logs", "export", str(runs), "--to", "tensorboard", "-o", str(tmp_path / "events")]
+    assert main(words) == 0
+    assert "skipped 2: x: line 2: torn" in capsys.readouterr().err
+    exported = {run.name: run for run in ds.open_log(tmp_path / "events")}
+    assert [*exported] == ["deeper/killed", "x", "x (2)"]
+    assert len(exported["deeper/killed"].metric("loss")) == len(ds.open_log(GOLDEN / "killed").metric("loss"))
+    assert main(words) == 2
+    assert f"{tmp_path}/events/x: already has event files" in capsys.readouterr().err
+
+
 def test_events_without_times_are_not_of_1970(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
     assert main(["logs", "export", str(tmp_path), "--to", "tensorboard", "-o", str(tmp_path / "events")]) == 0

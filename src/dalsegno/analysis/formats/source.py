@@ -162,6 +162,12 @@ class Skipped:
         if len(self.sentences) < SENTENCES:
             self.sentences.append(sentence)
 
+    def include(self, run: str, skipped: Skipped) -> None:
+        """Add what was skipped in reading one of several runs."""
+        for sentence in skipped.sentences:
+            self.note(f"{run}: {sentence}")
+        self.count += skipped.count - len(skipped.sentences)
+
     def __bool__(self) -> bool:
         return self.count > 0
 

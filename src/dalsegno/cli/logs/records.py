@@ -334,7 +334,8 @@ TARGETS = ("csv", "parquet", "json", "tensorboard")
 def export(arguments: argparse.Namespace) -> int:
     """Export a log as CSV, Parquet, JSON or TensorBoard event files.
 
-    A directory of runs is exported as a whole, with a column "run". Without -o, CSV and JSON go to standard output.
+    A directory of runs is exported as a whole: with a column "run", for TensorBoard into a subdirectory for each run.
+    Without -o, CSV and JSON go to standard output.
     """
     from dalsegno.analysis.export import export_log
 
