@@ -68,6 +68,7 @@ def test_a_second_train_goes_on_and_a_rollback_goes_back_at_once(tmp_path: Path)
     stage = Stage(tmp_path, callback := JsonLogger())
     stage.begin()
     stage.log(1, loss=1)
+    stage.log(1, "final", train_runtime=1.0)
     stage.end()
     stage.begin()
     stage.log(2, loss=2)
@@ -76,7 +77,11 @@ def test_a_second_train_goes_on_and_a_rollback_goes_back_at_once(tmp_path: Path)
     callback.load_state_dict(state)
     stage.log(3, loss=30)
     stage.end()
-    assert [record.get("loss") for record in records(tmp_path / "logs/train.jsonl")] == [None, 1, 2, 30]
+    stage.begin()
+    stage.log(4, loss=4)
+    stage.end()
+    assert [record.get("loss") for record in records(tmp_path / "logs/train.jsonl")] == [None, 1, 2, 30, 4]
+    assert [record["kind"] for record in records(tmp_path / "logs/rewound/train.jsonl.0001")] == ["final"]
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ def warn_not_writing(callback: Callback) -> None:
 class RecordCallback(FlaglessCallback):
     """Writes records into a log on rank 0; a resume cuts the log back to its length at the checkpoint.
 
-    The file is open from on_train_begin to on_train_end. A second ``train()`` appends. A record that cannot be written
+    The file is open from on_train_begin to on_train_end. A second ``train()`` appends, after what a checkpoint of the
+    first contains: its final record is cut off. A record that cannot be written
     (say, the disk is full) does not end the run: its loss is logged, and the next record is tried.
     """
 
@@ -44,7 +45,8 @@ class RecordCallback(FlaglessCallback):
         self._path = default_path if path is None else folder(type(self).__name__, "path", path)
         self._log: RecordLog | None = None
         self._position: Any = None
-        """RecordLog state from which the log continues when it is opened; None: from the beginning."""
+        """RecordLog state from which the log continues when it is opened; None: from the beginning. While the log is
+        open: that before the final record, once this is written."""
         self._lost: list[int] = []  # steps of the records lost since the last one that was written
 
     @property
@@ -82,12 +84,12 @@ class RecordCallback(FlaglessCallback):
             return
         log = RecordLog(self._path, ctx.args.directory, self.header)
         log.open(self._position)
-        self._log = log
+        self._log, self._position = log, None
 
     def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         if self._log is not None:
             self._log_loss(self._log, "ends incomplete")
-            self._position = self._log.state()
+            self._position = self._position or self._log.state()
             self._log.make_durable()
             self._log.close()
             self._log = None
@@ -102,8 +104,9 @@ class RecordCallback(FlaglessCallback):
 
     def load_state_dict(self, state: Any) -> None:
         """Cut the log back at once if it is open (rollback), else when it is opened."""
-        self._position = state
-        if self._log is not None:
+        if self._log is None:
+            self._position = state
+        else:
             self._log.make_durable()
             self._log.open(state)
 
@@ -146,7 +149,9 @@ class JsonLogger(RecordCallback):
         return {"timestamp": time.time(), "kind": "header", **self._header}
 
     def on_log(self, ctx: contexts.LogContext) -> None:
-        if self.writing:
+        if self._log is not None:
+            if ctx.kind == "final":
+                self._position = self._log.state()
             kind = {} if ctx.kind == "train" else {"kind": ctx.kind}
             weights = {"evaluated_weights": ctx.evaluated_weights} if ctx.evaluated_weights else {}
             self.write(ctx, {**kind, **weights, **ctx.logs})
