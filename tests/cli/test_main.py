@@ -20,6 +20,12 @@ from dalsegno.cli.console import print_facts
 HEAVY = ("torch", "numpy", "safetensors", "matplotlib", "multiprocessing", "dataclasses")
 
 
+def test_a_command_runs_without_standard_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main(["callbacks", "list"]) == 0
+
+
 def test_help_and_version_import_nothing_heavy() -> None:
     ask = (
         "import sys, dalsegno.cli\ntry: dalsegno.cli.main([sys.argv[1]])\nexcept SystemExit: pass\nprint(*sys.modules)"

@@ -1,7 +1,9 @@
 """ProgressCallback: lines in a file or a pipe, a bar on a terminal."""
 
 import io
+import os
 import re
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 import dalsegno as ds
 from callbacks.scripted import trainer
 from callbacks.stage import Stage
-from dalsegno.callbacks import ProgressCallback
+from dalsegno.callbacks import InfoCallback, ProgressCallback
 from dalsegno.callbacks.loggers import progress_callback
 from dalsegno.callbacks.loggers.progress_callback import shown
 from dalsegno.errors import ConfigurationError
@@ -352,6 +354,38 @@ def test_a_notebook_has_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     output = io.StringIO()
     trainer(tmp_path, [1.0], ProgressCallback(output_stream=output)).train()
     assert "1/1 [" in output.getvalue()
+
+
+def test_a_reader_that_goes_away_ends_no_training(tmp_path: Path) -> None:
+    train = """import sys
+from dalsegno.callbacks import InfoCallback, ProgressCallback
+from support.small import small_trainer
+small_trainer(sys.argv[1], ProgressCallback(), InfoCallback(), max_steps=3, logging_steps=1, save_steps=3).train()"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    start = [sys.executable, "-c", train, str(tmp_path)]
+    end = subprocess.run(start, stdout=writer, stderr=subprocess.PIPE, text=True, env=env, check=False)
+    os.close(writer)
+    assert end.returncode == 0, end.stderr
+    assert end.stderr.count("<stdout> cannot be written to, so nothing more is printed there: [Errno 32]") == 1
+    assert (tmp_path / "checkpoints/step-00000003").is_dir()
+
+
+def test_no_standard_output_and_one_without_the_letters_of_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(stdout: io.TextIOBase | None, stderr: io.TextIOBase | None) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", stdout)
+            patched.setattr(sys, "stderr", stderr)
+            printing = [ProgressCallback(), InfoCallback()]
+            small_trainer(tmp_path / "ü", *printing, max_steps=3, logging_steps=1).train(resume_from_checkpoint=False)
+
+    train(None, None)
+    train(ascii_only := io.TextIOWrapper(io.BytesIO(), "ascii"), io.StringIO())
+    ascii_only.seek(0)
+    assert "/\\xfc\n" in ascii_only.read()
 
 
 # -- arguments ----------------------------------------------------------------------------------------------------

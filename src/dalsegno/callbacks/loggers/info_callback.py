@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dalsegno.callbacks.argument_checks import flag, whole
+from dalsegno.callbacks.printing import STDOUT
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import device_of, strip_wrappers
 from dalsegno.distributed.stage_places import is_cut
@@ -76,7 +77,7 @@ class InfoCallback(Callback):
 
 
 def _print(what: str, text: str) -> None:
-    print(f"{what:<10} " + text.replace("\n", "\n" + " " * 11), flush=True)
+    STDOUT.say(f"{what:<10} " + text.replace("\n", "\n" + " " * 11))
 
 
 def _relative(path: Path, ctx: contexts.Context) -> str:
@@ -168,7 +169,7 @@ class CountParams(FlaglessCallback):
         self._depth = None if depth is None else whole("CountParams", "depth", depth)
 
     def on_train_begin(self, ctx: contexts.TrainBeginContext) -> None:
-        print(table(count_parameters(ctx.model, self._depth)), flush=True)
+        STDOUT.say(table(count_parameters(ctx.model, self._depth)))
 
 
 def count_parameters(model: nn.Module, depth: int | None = None) -> list[ParameterCount]:

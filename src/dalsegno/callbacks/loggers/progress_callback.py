@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from dalsegno.args import TrainingArguments
 from dalsegno.callbacks.argument_checks import Spec, merge_specs, whole
+from dalsegno.callbacks.printing import Output
 from dalsegno.errors import ConfigurationError
 from dalsegno.events import Event, FlaglessCallback, contexts
 from dalsegno.state import ResumeProof
@@ -61,11 +62,11 @@ class ProgressCallback(FlaglessCallback):
             )
         whole("ProgressCallback", "header_interval", header_interval)
         self._use_tqdm = use_tqdm
-        self._stream: TextIO | None = stream
+        self._output, self._bar_output = Output(stream), Output(stream, "stderr")
         self._columns = columns("ProgressCallback: step_columns", step_columns, STEP_COLUMNS)
         self._final = columns("ProgressCallback: final_metrics", final_metrics, FINAL_METRICS)
         is_listed = isinstance(step_columns, Sequence)
-        self._lines = Lines(stream, self._columns, header_interval, shows_absent=is_listed)
+        self._lines = Lines(self._output, self._columns, header_interval, shows_absent=is_listed)
         self._display: Lines | Bar = self._lines
         self._began = self._first_step = self._spoke = 0.0
         self._proof: ResumeProof | None = None
@@ -75,7 +76,9 @@ class ProgressCallback(FlaglessCallback):
         self._proof = ctx.state.resume_proof  # of an earlier leg
         self._began, self._first_step = ctx.state.elapsed(), ctx.state.global_step
         if self._wants_bar(ctx.args):
-            self._display = Bar(self._stream, self._columns, ctx.state.global_step, ctx.state.max_steps)
+            self._display = Bar(
+                self._output, self._bar_output, self._columns, ctx.state.global_step, ctx.state.max_steps
+            )
 
     def idle_events(self) -> Collection[Event]:
         return (Event.STEP_END,) if self._display is self._lines else ()
@@ -136,7 +139,7 @@ class ProgressCallback(FlaglessCallback):
             return False
         if self._use_tqdm is not None:
             return self._use_tqdm
-        return (self._stream or sys.stderr).isatty() or _in_notebook()
+        return self._bar_output.isatty() or _in_notebook()
 
 
 SILENCE_S = 10.0
@@ -150,9 +153,9 @@ class Lines:
     """
 
     def __init__(
-        self, stream: TextIO | None, wanted: Mapping[str, Column], header_interval: int, *, shows_absent: bool
+        self, output: Output, wanted: Mapping[str, Column], header_interval: int, *, shows_absent: bool
     ) -> None:
-        self._stream = stream
+        self.say = output.say
         self._wanted = wanted
         self._header_interval = header_interval
         self._columns = dict(wanted) if shows_absent else {}
@@ -167,9 +170,6 @@ class Lines:
         self.until_header -= 1
         self.say(_aligned([(column, column.text(values.get(key))) for key, column in present.items()]) + outlook)
 
-    def say(self, line: str) -> None:
-        print(line, file=self._stream or sys.stdout, flush=True)
-
 
 class Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
     """A tqdm bar of the steps done, followed by the last record's values.
@@ -179,14 +179,16 @@ class Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
 
     monitor_interval = 0  # no monitor thread, which would outlive training
 
-    def __init__(self, stream: TextIO | None, wanted: Mapping[str, Column], done: int, planned: int) -> None:
-        self._stream = stream
+    def __init__(
+        self, output: Output, bar_output: Output, wanted: Mapping[str, Column], done: int, planned: int
+    ) -> None:
+        self.say = output.say
         self._wanted = {key: column for key, column in wanted.items() if key != "step"}
         super().__init__(
             total=planned if planned > 0 else None,
             initial=done,
             unit="step",
-            file=stream,
+            file=bar_output,
             dynamic_ncols=True,
             miniters=1,
             mininterval=0.2,  # seconds
@@ -202,9 +204,6 @@ class Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
         """A bar has an outlook of its own."""
         texts = [f"{column.label} {column.text(values[key])}" for key, column in self._wanted.items() if key in values]
         self.set_postfix_str(", ".join(texts), refresh=False)
-
-    def say(self, line: str) -> None:
-        self.write(line, file=self._stream or sys.stdout)
 
 
 def _aligned(cells: Iterable[tuple[Column, str]]) -> str:

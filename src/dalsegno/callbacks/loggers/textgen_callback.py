@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,11 +11,11 @@ from typing import Any, Self, TypedDict
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
-from tqdm import tqdm
 
 from dalsegno.callbacks.argument_checks import flag, number, whole
 from dalsegno.callbacks.loggers.json_logger import RecordCallback
 from dalsegno.callbacks.loggers.tensorboard import check_rewound, checked_writer
+from dalsegno.callbacks.printing import STDOUT
 from dalsegno.distributed import collectives
 from dalsegno.distributed.inference import inference
 from dalsegno.distributed.parallel.base import autocast_dtype
@@ -102,7 +101,7 @@ class TextgenCallback(RecordCallback):
             whole_text = f"{text['prompt']}|{text['text']}"
             if self._board is not None:  # as a code block of Markdown, which shows the text unchanged
                 self._board.add_text(f"text/{index}", "    " + whole_text.replace("\n", "\n    "), step)
-            _say(f"{step:>9}  text: {_visible(whole_text)}")
+            STDOUT.say(f"{step:>9}  text: {_visible(whole_text)}")
 
     def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         super().on_train_end(ctx)
@@ -164,12 +163,6 @@ def _visible(text: str) -> str:
     """Escape control characters, since a model may generate any, and indent further lines."""
     lines = ["".join(each if each.isprintable() else repr(each)[1:-1] for each in line) for line in text.split("\n")]
     return f"\n{' ' * 17}".join(lines)
-
-
-def _say(text: str) -> None:
-    """Print above a progress bar, if there is one; escape characters that the console's encoding lacks."""
-    encoding = sys.stdout.encoding or "utf-8"
-    tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stdout)
 
 
 Ids = list[int]

@@ -15,6 +15,7 @@ import torch
 
 from dalsegno.callbacks.argument_checks import flag, whole
 from dalsegno.callbacks.loggers.tensorboard import check_rewound, checked_writer
+from dalsegno.callbacks.printing import STDOUT
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError
@@ -111,9 +112,9 @@ class PeakMemory(FlaglessCallback):
         peaks = self._peaks if ctx.reason != "exception" else []  # the other ranks may be gone
         if here == 0 or not peaks:
             for rank, peak in enumerate(peaks) if peaks else [(here, self.max_allocated)]:
-                print(f"peak memory of rank {rank}: {peak / 2**30:.3f} GiB", flush=True)
+                STDOUT.say(f"peak memory of rank {rank}: {peak / 2**30:.3f} GiB")
         if self.show_details and (summary := accelerator.memory_summary(self._device)) is not None:
-            print(summary, flush=True)
+            STDOUT.say(summary)
         if self.enable_memory_snapshot and accelerator.can_record_allocations(self._device):
             path = ctx.args.directory / f"{self._file_prefix}-rank-{here:05d}.pickle"
             accelerator.dump_allocations(path)
@@ -258,10 +259,10 @@ class TraceMalloc(FlaglessCallback):
     def _print(self, step: int, first: tracemalloc.Snapshot) -> None:
         grown = [each for each in _snapshot().compare_to(first, "lineno") if each.size_diff > 0]
         grown.sort(key=lambda each: -each.size_diff)
-        print(f"memory of Python at step {step}: {tracemalloc.get_traced_memory()[0] / 2**20:.1f} MiB", flush=True)
+        STDOUT.say(f"memory of Python at step {step}: {tracemalloc.get_traced_memory()[0] / 2**20:.1f} MiB")
         for each in grown[: self._lines]:
             grown_by = f"{each.size_diff / 2**10:+10.1f} KiB  {each.count_diff:+8d} objects"
-            print(f"  {grown_by}  {each.traceback[0].filename}:{each.traceback[0].lineno}", flush=True)
+            STDOUT.say(f"  {grown_by}  {each.traceback[0].filename}:{each.traceback[0].lineno}")
 
 
 def _snapshot() -> tracemalloc.Snapshot:

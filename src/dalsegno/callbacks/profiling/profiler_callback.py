@@ -9,6 +9,7 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from dalsegno.callbacks.argument_checks import flag, folder, whole
+from dalsegno.callbacks.printing import STDOUT
 from dalsegno.distributed import accelerator, collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events import FlaglessCallback, contexts
@@ -120,7 +121,7 @@ class ProfilerCallback(FlaglessCallback):
             return
         (folder / f"{name}.txt").write_text(table)
         if collectives.rank() == (self._rank or 0):
-            print(table, flush=True)
+            STDOUT.say(table)
             logger.info("profiled from step %d on: %s", self._first, folder)
 
 
