@@ -85,7 +85,8 @@ def test_it_is_whole_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_damaged_file_is_moved_aside(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     run = RunFile(tmp_path)
     run.path.write_bytes(content)
-    with pytest.raises(StateMismatch, match="damaged"):
+    why = "it is not a JSON object" if content == b"[]" else ""
+    with pytest.raises(StateMismatch, match=rf"damaged.*{why}"):
         run.load()
     with caplog.at_level(logging.WARNING, "dalsegno"):
         assert len(run.begin(None, world_size=1, first_step=0).legs) == 1

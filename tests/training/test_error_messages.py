@@ -172,6 +172,13 @@ def test_parts(tmp_path: Path, name: str) -> None:
     assert str(caught.value) == text
 
 
+def test_an_output_dir_that_is_a_dangling_link(tmp_path: Path) -> None:
+    (link := tmp_path / "run").symlink_to(gone := tmp_path / "gone")
+    with pytest.raises(ConfigurationError) as caught:
+        small_trainer(link, max_steps=1).train()
+    assert str(caught.value) == f"output_dir={str(link)!r}: is a symbolic link to {gone}, which does not exist"
+
+
 def test_an_output_dir_that_cannot_be_written_to(tmp_path: Path) -> None:
     """At once, not at the first checkpoint."""
     file = tmp_path / "file"

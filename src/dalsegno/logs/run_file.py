@@ -321,6 +321,8 @@ def _leg(content: Mapping[str, Any]) -> dict[str, Any]:
 def _parse(data: bytes, path: Path) -> RunRecord:
     try:
         content = json.loads(data)
+        if not isinstance(content, dict):
+            raise TypeError("it is not a JSON object")
         number = content.pop("format")
         if isinstance(number, int) and number > FORMAT:
             raise StateMismatch(f"{path}: format {number} is newer than {FORMAT}; use the dalsegno that wrote it")

@@ -404,7 +404,10 @@ def locked_run_dir(args: TrainingArguments) -> Iterator[None]:
     except Locked:
         raise
     except OSError as error:
-        raise ConfigurationError(f"output_dir={str(directory)!r}: cannot be written to: {error}") from error
+        why = f"cannot be written to: {error}"
+        if directory.is_symlink() and not directory.exists():
+            why = f"is a symbolic link to {directory.readlink()}, which does not exist"
+        raise ConfigurationError(f"output_dir={str(directory)!r}: {why}") from error
     try:
         _check_is_shared(directory, token)
         yield
