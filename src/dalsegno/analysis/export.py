@@ -44,13 +44,8 @@ def export_log(log: TrainingLog, to: Target, path: str | Path | BinaryIO) -> Non
     elif not isinstance(path, Path):
         _write(log, to, path)
     else:
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                _write(log, to, file)
-            filesystem.rename(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with filesystem.output_file(path) as file:
+            _write(log, to, file)
 
 
 def _write(log: TrainingLog, to: Target, file: BinaryIO) -> None:

@@ -15,7 +15,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from dalsegno.system.machine import O_BINARY, O_DIRECT, O_DIRECTORY, O_NOFOLLOW, fcntl
 
@@ -373,6 +373,24 @@ def replace_durably_in_pieces(path: Path, pieces: Iterable[Buffer], mode: int = 
     finally:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
+
+
+@contextlib.contextmanager
+def output_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that a user names as an output: it takes the place of a former one, behind a symbolic link, when it
+    is complete. A pipe or a device stays, and is written into."""
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            yield file
+        return
+    path = path.resolve()
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+        rename(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def numbered(directory: Path, name: str) -> Path:

@@ -196,6 +196,21 @@ def test_export_and_read_again(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.csv", "killed.json", "killed.parquet"]
 
 
+@pytest.mark.parametrize("words", [["summary", "--json"], ["export", "--to", "csv"]])
+def test_what_an_output_names_keeps_its_kind(tmp_path: Path, words: list[str]) -> None:
+    pipe, former, link = tmp_path / "pipe", tmp_path / "former", tmp_path / "link"
+    os.mkfifo(pipe)
+    former.write_text("former")
+    link.symlink_to(former)
+    reading = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    for path in (pipe, link):
+        assert main(["logs", *words, str(GOLDEN / "killed"), "-o", str(path), "--force"]) == 0
+    assert pipe.is_fifo() and link.is_symlink()
+    assert os.read(reading, 1 << 16) == former.read_bytes()
+    os.close(reading)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["former", "link", "pipe"]
+
+
 def test_export_to_tensorboard_and_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, folder = str(GOLDEN / "killed"), str(tmp_path / "events")
     assert main(["logs", "export", run, "--to", "tensorboard", "-o", folder]) == 0

@@ -62,7 +62,8 @@ def write_report(
         raise ConfigurationError("a report needs at least one run")
     names = [log.name for log in logs]
     page = _page(logs, title or (" and ".join(names) if len(names) < 3 else f"{len(names)} runs"), settings)
-    filesystem.replace_durably(Path(path), page.encode())
+    with filesystem.output_file(Path(path)) as file:
+        file.write(page.encode())
     return Path(path)
 
 

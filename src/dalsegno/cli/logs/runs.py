@@ -102,7 +102,7 @@ SHOWN_SPIKES = 5
 )
 def summary(arguments: argparse.Namespace) -> int:
     """Summarize runs: steps, losses, evaluation, gradients, throughput, time, restarts, spikes."""
-    from dalsegno.system.filesystem import replace_durably
+    from dalsegno.system.filesystem import output_file
 
     if arguments.all and arguments.runs:
         raise ConfigurationError("--all and RUN both name runs; leave one of them out")
@@ -115,7 +115,8 @@ def summary(arguments: argparse.Namespace) -> int:
     with nullcontext() if path is None else redirect_stdout(text):
         _print_summaries(results.found, "json" if arguments.json else arguments.format)
     if path is not None:
-        replace_durably(path, text.getvalue().encode())
+        with output_file(path) as file:
+            file.write(text.getvalue().encode())
         print(f"wrote {path}")
     return results.status()
 
