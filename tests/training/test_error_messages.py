@@ -662,3 +662,13 @@ def test_what_is_often_tried_in_the_first_week_and_works(tmp_path: Path, caplog:
     assert ds.write_report(tmp_path / "run", tmp_path / "report.html").stat().st_size
     assert [log.name for log in ds.open_logs(str(tmp_path / "run"))] == ["run"]
     assert ds.TrainingArguments("~/run").output_dir == Path.home() / "run"
+
+
+def test_an_optimizer_that_a_run_cannot_see(tmp_path: Path) -> None:
+    class Bare(torch.optim.Optimizer):
+        def __init__(self, model: torch.nn.Module) -> None:
+            self.param_groups, self.state, self.defaults = [{"params": [*model.parameters()], "lr": 0.1}], {}, {}  # type: ignore[assignment]
+
+    model = TinyRegression()
+    with pytest.raises(ConfigurationError, match="optimizer: Bare has no hooks, by which a run sees its steps; call"):
+        ds.Run(arguments(tmp_path), model=model, optimizer=Bare(model), loader=[])

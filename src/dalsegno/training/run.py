@@ -158,11 +158,13 @@ class Run(OfRun):
                 f"optimizer={optimizer}: your loop steps it, so pass the one that you have built, or a list of several"
             )
         self._optimizer = expect_optimizer(optimizers[0])
-        if not hasattr(self._optimizer, "_optimizer_step_pre_hooks"):
+        try:
+            self._optimizer.register_step_pre_hook(lambda *_: None).remove()
+        except AttributeError as error:
             raise ConfigurationError(
                 f"optimizer: {type(self._optimizer).__name__} has no hooks, by which a run sees its steps; call "
                 "super().__init__(parameters, defaults) in its constructor"
-            )
+            ) from error
         self._others = {
             name: Variables(each) if isinstance(each, CONTAINERS) and not is_stateful(each) else each
             for name, each in (state or {}).items()
