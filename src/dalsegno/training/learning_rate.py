@@ -202,9 +202,10 @@ class StepPlan:
         """Finished steps, and the position in epochs, from which on steps read as many samples as now."""
 
     def __call__(self) -> int:
-        args, accumulation = self._args, self._args.accumulation
+        args = self._args
         if args.max_steps > 0:
             return args.max_steps
+        accumulation = args.accumulation
         microbatches = self._loader.microbatches_per_epoch()
         if microbatches is None:
             return -1

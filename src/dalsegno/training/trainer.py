@@ -236,10 +236,9 @@ class Trainer(OfRun):
         return evaluations.evaluate([self._evaluation(*each) for each in self._sets_of(eval_dataset)])
 
     def _sets_of(self, dataset: Any) -> list[EvaluationSet]:
-        sets = evaluation_sets_from_args(self.args, self._parts.layout, dataset, None, self._collator)
-        if not sets:
-            raise ConfigurationError(f"{dataset!r} has no samples to evaluate; pass a dataset, or a dict of several")
-        return sets
+        if dataset is None:
+            raise ConfigurationError("None has no samples to evaluate; pass a dataset, or a dict of several")
+        return evaluation_sets_from_args(self.args, self._parts.layout, dataset, None, self._collator)
 
     @short_traceback
     def predict(self, test_dataset: Any, *, outputs: bool = False) -> Prediction:
