@@ -62,6 +62,17 @@ def expect_optimizer(optimizer: object) -> Optimizer:
     return optimizer
 
 
+def expect_hooks(optimizer: Optimizer) -> None:
+    """Raises ConfigurationError for an optimizer whose steps a loop's run cannot see."""
+    try:
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError as error:
+        raise ConfigurationError(
+            f"optimizer: {type(optimizer).__name__} has no hooks, by which a run sees its steps; call "
+            "super().__init__(parameters, defaults) in its constructor"
+        ) from error
+
+
 def optimizer_from_args(modules: Iterable[nn.Module], args: TrainingArguments) -> Optimizer:
     """``args.optim`` on all trained parameters of ``modules``, with weight decay on matrices, not on vectors (norms,
     biases).

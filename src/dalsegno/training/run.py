@@ -61,7 +61,7 @@ from .evaluation import UserEvaluation
 from .learning_rate import copied, several
 from .lifecycle import OfRun, RunLifecycle, check_given
 from .loop_checks import LoopChecks, warn_of_the_forgotten
-from .optimizers import expect_optimizer, unwrapped_optimizer
+from .optimizers import expect_hooks, expect_optimizer, unwrapped_optimizer
 from .result import TrainResult
 from .run_parts import Comparison, RunParts
 from .session import Session
@@ -158,13 +158,7 @@ class Run(OfRun):
                 f"optimizer={optimizer}: your loop steps it, so pass the one that you have built, or a list of several"
             )
         self._optimizer = expect_optimizer(optimizers[0])
-        try:
-            self._optimizer.register_step_pre_hook(lambda *_: None).remove()
-        except AttributeError as error:
-            raise ConfigurationError(
-                f"optimizer: {type(self._optimizer).__name__} has no hooks, by which a run sees its steps; call "
-                "super().__init__(parameters, defaults) in its constructor"
-            ) from error
+        expect_hooks(self._optimizer)
         self._others = {
             name: Variables(each) if isinstance(each, CONTAINERS) and not is_stateful(each) else each
             for name, each in (state or {}).items()
