@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -27,7 +28,7 @@ from dalsegno.checkpoint import CheckpointManager, read_tensors
 from dalsegno.distributed import collectives
 from dalsegno.events.table import Event
 from dalsegno.logs import RunFile, read_records
-from dalsegno.testing import FaultPlan, compare_runs, start_ranks
+from dalsegno.testing import FaultPlan, Outcome, compare_runs, start_ranks
 from support.runs import busy_trainer
 
 STEPS = 24
@@ -44,6 +45,8 @@ class Tally:
     resumes: int = 0
     from_memory: int = 0
     """Of the resumes."""
+    waited: int = 0
+    """Ranks that were about to connect to one that was lost, and waited for it until they were killed, too."""
     runs: int = 0
     lost_records: int = 0
     differing_bits: int = 0
@@ -69,6 +72,7 @@ class Tally:
             self.places + other.places,
             self.resumes + other.resumes,
             self.from_memory + other.from_memory,
+            self.waited + other.waited,
             self.runs + other.runs,
             self.lost_records + other.lost_records,
             self.differing_bits + other.differing_bits,
@@ -122,8 +126,11 @@ def soak(
         output_dir = folder / f"run-{tally.runs}"
         while True:
             plan = next(moments) if tally.kills < kills else None
-            if survive(output_dir, plan, world_size, dice.randrange(world_size), leg):
+            victim = dice.randrange(world_size)
+            outcomes = survive(output_dir, plan, world_size, victim, leg)
+            if not outcomes[victim].was_killed:
                 break
+            tally.waited += sum(each.exit_code == -signal.SIGKILL for each in outcomes) - 1
             tally.places[place_of(output_dir, plan)] += 1
             say(tally)
         hold_against(folder / "reference", output_dir, tally)
@@ -131,14 +138,13 @@ def soak(
     return tally
 
 
-def survive(output_dir: Path, plan: FaultPlan | None, world_size: int, victim: int, leg: Leg) -> bool:
-    """Whether that leg came to the run's end, rather than to its own."""
+def survive(output_dir: Path, plan: FaultPlan | None, world_size: int, victim: int, leg: Leg) -> list[Outcome]:
+    """How each rank came to the run's end, or to its own."""
     outcomes = start_ranks(leg, world_size, output_dir, plan, victim).wait()
-    if plan is not None and outcomes[victim].was_killed:
-        return False
-    for outcome in outcomes:
-        assert outcome.exit_code == 0, f"rank {outcome.rank} ended with {outcome.exit_code}\n{outcome.error}"
-    return True
+    if plan is None or not outcomes[victim].was_killed:
+        for outcome in outcomes:
+            assert outcome.exit_code == 0, f"rank {outcome.rank} ended with {outcome.exit_code}\n{outcome.error}"
+    return outcomes
 
 
 def place_of(output_dir: Path, plan: FaultPlan | None) -> str:
@@ -208,6 +214,8 @@ def table(tallies: list[Tally]) -> str:
     row("resumes", lambda tally: tally.resumes)
     if any(tally.from_memory for tally in tallies):
         row("  from memory", lambda tally: tally.from_memory)
+    if any(tally.waited for tally in tallies):
+        row("ranks that waited for a lost one", lambda tally: tally.waited)
     for verdict in ("exact", "not proven", "none"):
         row(f"  proof: {verdict}", lambda tally, verdict=verdict: tally.proofs[verdict])  # type: ignore[misc]
     row("false alarms", lambda tally: len(tally.alarms))
@@ -215,7 +223,7 @@ def table(tallies: list[Tally]) -> str:
     row("lost records", lambda tally: tally.lost_records)
     row("differing bits", lambda tally: tally.differing_bits)
     row("runs that differ anywhere", lambda tally: len(tally.differences))
-    return "\n".join(f"{first:<28}" + "".join(f"{each:>10}" for each in rest) for first, *rest in rows)
+    return "\n".join(f"{first:<34}" + "".join(f"{each:>10}" for each in rest) for first, *rest in rows)
 
 
 def main(description: str | None = __doc__, soak: Callable[..., Tally] = soak, kills: int = 1000) -> int:

@@ -46,11 +46,12 @@ class Outcome:
     value: Any = None
     """Return value of the function."""
     error: str | None = None
-    """Traceback of the exception it raised."""
+    """Traceback of the exception it raised, or that it was killed because it waited for a rank that had failed."""
 
     @property
     def was_killed(self) -> bool:
-        return self.exit_code == -signal.SIGKILL
+        """Whether by SIGKILL, and not only because it waited for a rank that had failed."""
+        return self.exit_code == -signal.SIGKILL and self.error is None
 
 
 class Ranks:
@@ -83,33 +84,41 @@ class Ranks:
         return any(process.is_alive() for process in self._processes)
 
     def wait(self, timeout: float = 300.0) -> list[Outcome]:
-        """Wait for all ranks to end; after a failure, the others have 20 s.
+        """Wait for all ranks to end; after a failure, the others have 20 s, and are killed then, as a launcher does:
+        one that is just about to connect to a lost one waits for it until its process group's time is over.
 
         No process is left behind, whatever ends the wait (Ctrl-C, for example).
 
         Raises:
-            RankFailed: after that time, with the tracebacks of those that failed; the ranks are killed.
+            RankFailed: after that time without a failure; the ranks are killed.
         """
         try:
             begun = time.monotonic()
             deadline = begun + timeout
             outcomes: dict[int, Outcome] = {}
             while len(outcomes) < len(self._processes):
-                left = deadline - time.monotonic()
-                waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in outcomes]
-                ready = wait(waiting, max(0.0, left))
-                if not ready:
-                    passed, ended = time.monotonic() - begun, f"ranks {sorted(outcomes)} of {len(self._processes)}"
-                    message = f"timeout after {passed:.3g} s; ended: {ended}"
-                    raise RankFailed("\n".join([message, *_failures(outcomes.values())]))
-                for pipe in ready:
-                    rank = self._pipes.index(cast(Connection, pipe))
+                waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in outcomes}
+                ready = wait([*waiting], max(0.0, deadline - time.monotonic()))
+                for rank in (waiting[cast(Connection, pipe)] for pipe in ready):
                     outcomes[rank] = self._outcome(rank)
-                    if outcomes[rank].exit_code != 0:
-                        deadline = min(deadline, time.monotonic() + _GRACE)
+                failed = [rank for rank, outcome in outcomes.items() if outcome.exit_code != 0]
+                if ready and failed:
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+                elif failed:
+                    for rank in waiting.values():
+                        outcomes[rank] = self._ended(rank, f"killed {_GRACE:g} s after rank {failed[0]} had failed")
+                elif not ready:
+                    passed, ended = time.monotonic() - begun, f"ranks {sorted(outcomes)} of {len(self._processes)}"
+                    raise RankFailed(f"timeout after {passed:.3g} s; ended: {ended}")
             return [outcomes[rank] for rank in sorted(outcomes)]
         finally:
             self._end()
+
+    def _ended(self, rank: int, why: str) -> Outcome:
+        process = self._processes[rank]
+        process.kill()
+        process.join()
+        return Outcome(rank, process.exitcode or 0, error=why)
 
     def _outcome(self, rank: int) -> Outcome:
         value, error = None, None
