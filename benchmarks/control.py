@@ -31,9 +31,9 @@ from .row import Row, duration
 from .status_client import PERIOD
 from .timing import figure, in_turns, ratio
 
-BLOCK = 100
+BLOCK = 25
 """Steps."""
-BLOCKS = 20
+BLOCKS = 15
 """With the server, and as many without it."""
 STEP_LIMIT = 1.01
 JOBS = 50

@@ -16,19 +16,12 @@ def memory(size: int) -> mmap.mmap:
     return pages
 
 
-def write(path: Path, data: memoryview, flags: int = os.O_DIRECT, length: int = 0) -> None:
-    """Write ``data``, of whole pages, with an fsync at the end.
-
-    Args:
-        data: of whole pieces, if it is written more than once.
-        flags: 0 for a plain write.
-        length: write ``data`` again and again until the file has as many bytes.
-    """
+def write(path: Path, data: memoryview, flags: int = os.O_DIRECT) -> None:
+    """Write ``data``, of whole pages, with an fsync at the end. ``flags``: 0 for a plain write."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o644)
     try:
-        for begin in range(0, length or len(data), filesystem.DIRECT_PIECE):
-            at = begin % len(data)
-            filesystem.write_all(descriptor, data[at : at + filesystem.DIRECT_PIECE], path)
+        for begin in range(0, len(data), filesystem.DIRECT_PIECE):
+            filesystem.write_all(descriptor, data[begin : begin + filesystem.DIRECT_PIECE], path)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

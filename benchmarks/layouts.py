@@ -32,10 +32,10 @@ from .timing import ratio
 
 CHUNK = 5
 """Steps on each side of a pair."""
-PAIRS = 30
-ROUNDS = 7
+PAIRS = 15
+ROUNDS = 5
 WIDTH, DEPTH, BATCH = 128, 4, 8
-"""Of the transformer; a step takes about 30 ms on a quiet core."""
+"""Of the transformer."""
 SAVED_WIDTH = 512
 """Of the model that is saved: 13 M parameters, 150 MB with the optimizer's state."""
 STEP_LIMIT, SAVE_LIMIT = 1.03, 1.1

@@ -38,8 +38,6 @@ from .timing import in_turns, ratio
 ROUNDS = 5
 BACKGROUND, FOREGROUND = OURS = ("in the background", "in the foreground")
 LIMIT, BOUND, PLAIN = "the disk's direct limit", "memcpy + direct write", "plain write + fsync"
-WINDOW = "direct write, 64 MB again and again"
-_WINDOW_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,8 @@ def _rows(case: Case, world_size: int, seconds: dict[str, list[float]]) -> list[
     rows = []
     targets = case.targets
     for ours, others in (
-        (BACKGROUND, [name for name in seconds if name not in (*OURS, WINDOW)]),
-        (FOREGROUND, [LIMIT, WINDOW, PLAIN]),
+        (BACKGROUND, [name for name in seconds if name not in OURS]),
+        (FOREGROUND, [LIMIT, PLAIN]),
     ):
         for name in others:
             times = ratio(seconds[ours], seconds[name])
@@ -120,14 +118,12 @@ def _measured(directory: Path, case: Case, rounds: int) -> dict[str, list[float]
         BACKGROUND: _ours(model, background=True),
         FOREGROUND: _ours(model, background=False),
         LIMIT: partial(_write, data=memoryview(memory)),
-        WINDOW: partial(_write, data=memoryview(memory)[:_WINDOW_BYTES], length=len(memory)),
         BOUND: partial(_copy_and_write, [*model][dist.get_rank() if world_size > 1 else 0 :: world_size], memory),
         PLAIN: partial(_write, data=memoryview(memory), flags=0),
     }
     if world_size == 1:
         saves["DCP default"] = lambda path: dcp.save(model.state_dict(), checkpoint_id=path, no_dist=True)
     if world_size == 1 and case.tensors < 1_000:  # with thousands of tensors these take minutes
-        saves["DCP, HF writer"] = _hugging_face(model)
         saves["torch.save, no fsync"] = lambda path: torch.save(model.state_dict(), path / "model.pt")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "torch.distributed is disabled": it is, on purpose
@@ -174,8 +170,8 @@ def _ours(model: nn.Module, *, background: bool) -> Callable[[Path], object]:
     return save
 
 
-def _write(folder: Path, data: memoryview, flags: int = os.O_DIRECT, length: int = 0) -> None:
-    disk.write(folder / f"data-{dist.get_rank() if dist.is_initialized() else 0}", data, flags, length)
+def _write(folder: Path, data: memoryview, flags: int = os.O_DIRECT) -> None:
+    disk.write(folder / f"data-{dist.get_rank() if dist.is_initialized() else 0}", data, flags)
 
 
 def _copy_and_write(tensors: Sequence[torch.Tensor], memory: mmap.mmap, folder: Path) -> None:
@@ -185,11 +181,3 @@ def _copy_and_write(tensors: Sequence[torch.Tensor], memory: mmap.mmap, folder: 
         ctypes.memmove(place, tensor.data_ptr(), tensor.nbytes)
         place += tensor.nbytes
     _write(folder, memoryview(memory))
-
-
-def _hugging_face(model: nn.Module) -> Callable[[Path], object]:
-    def save(folder: Path) -> None:
-        writer = dcp.HuggingFaceStorageWriter(str(folder))
-        dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
-
-    return save

@@ -38,7 +38,7 @@ CHOSEN = (
     ("durable save in the background, 2 GB in 8 MB tensors, one rank", "torch.save, no fsync"),
     ("verified load of 512 MB, warm", "dcp.load, nothing verified"),
     ("resume a shuffled dataset of 10 M rows to its first batch", "StatefulDataLoader"),
-    ("from SIGKILL of one of two ranks to the next step, on a busy machine", "torchrun"),
+    ("from SIGKILL of one of two ranks to the next step", "torchrun"),
     ("open a log of 1 M records, 170 MB, to a frame", "polars.read_ndjson"),
 )
 """Rows of the short page: what is measured, and how its peer begins."""
