@@ -102,6 +102,8 @@ flags set elsewhere take effect within a quarter of a second, so the step at whi
 | `ctx.control.should_abort_without_save = True` | end training without a checkpoint, even if one is due |
 | `ctx.control.should_epoch_stop = True` | end the epoch and start the next |
 | `ctx.control.should_log`, `should_evaluate`, `should_save` `= True` | do that at the end of this step |
+| `ctx.trainer.commands.submit("set", {"save_steps": 50}, by="me")`, on rank 0 | \
+[change a setting](../guides/control.md#commands), in later legs too; `ctx.args` itself is fixed while the run trains |
 """
 
 

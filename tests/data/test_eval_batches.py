@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import dalsegno as ds
+from dalsegno.data import NOT_EXACT
 from dalsegno.testing import tiny_regression_data
 from support.listeners import Listener
 from support.small import rows, same, small_trainer, weights
@@ -68,6 +71,54 @@ def test_the_run_does_not_feel_it(tmp_path: Path, data: Any) -> None:
     alone = train(tmp_path / "alone", {"on_evaluate": note("left alone")}, **parts)
     assert metrics["read"] == metrics["left alone"]
     assert same(weights(trained), weights(alone))
+
+
+class Onwards(Stream):
+    """Goes on where the last iteration ended, with the same samples if there are only so many."""
+
+    def __init__(self, samples: int) -> None:
+        self.places = itertools.cycle(range(samples))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (DATA[index] for index in itertools.islice(self.places, 4))
+
+
+class Drawn(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        return (DATA[int(index)] for index in torch.randperm(10))
+
+
+class Counted:
+    """Changes itself, in worker processes too."""
+
+    reads = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return DATA[index % 2 + (self.reads > 8)]
+
+
+@pytest.mark.parametrize(
+    ("part", "is_told"),
+    [
+        ({"eval_dataset": Onwards(10)}, True),
+        ({"eval_dataloader": DataLoader(Onwards(10), batch_size=2)}, True),
+        ({"eval_dataloader": iter([rows(DATA, range(4))])}, True),
+        ({"eval_dataset": {"fixed": DATA, "counted": Counted()}}, True),
+        ({"eval_dataset": Onwards(4)}, False),
+        ({"eval_dataset": Drawn()}, False),
+        ({"eval_dataloader": DataLoader(DATA, batch_size=5, shuffle=True)}, False),
+    ],
+)
+def test_what_goes_on_between_evaluations_is_told_once(
+    tmp_path: Path, part: dict[str, Any], is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    small_trainer(tmp_path, parts=part, max_steps=4, eval_steps=1, per_device_eval_batch_size=4).train()
+    told = [each for each in caplog.records if "begins with other samples" in each.getMessage()]
+    assert [getattr(each, NOT_EXACT) for each in told] == [True] * is_told
 
 
 def test_while_it_is_evaluated_on_it_is_refused(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from dalsegno.checkpoint.compatibility import Change
 from dalsegno.distributed import collectives
+from dalsegno.testing import tiny_regression_data
 from support.listeners import Listener
 from support.models import Line
 from support.small import small_trainer
@@ -38,6 +40,22 @@ def count_threads(output_dir: Path, threads: int, max_steps: int) -> list[Change
     """The same with another number of threads."""
     torch.set_num_threads(threads)
     return train_on_ranks(output_dir, 4, max_steps)
+
+
+def plan_of_unequal_loaders(output_dir: Path, accumulated: int, last: int) -> tuple[int, int]:
+    """A leg of two epochs of which rank 0 reads 10 batches each, rank 1 fewer: steps that are done, and planned."""
+    samples = tiny_regression_data(20 - 4 * collectives.rank())
+    trainer = small_trainer(
+        output_dir,
+        Listener({"on_step_end": lambda ctx: ctx.control.stop("for now") if ctx.step == last else None}),
+        model=Line(),
+        parts={"train_dataset": None, "train_dataloader": DataLoader(samples, batch_size=2)},
+        gradient_accumulation_steps=accumulated,
+        num_train_epochs=2,
+        save_steps=50,
+        parallel="ddp",
+    )
+    return trainer.train().global_step, trainer.state.max_steps
 
 
 class Casting(Line):

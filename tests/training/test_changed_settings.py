@@ -18,7 +18,7 @@ from dalsegno.checkpoint import LoadReport
 from dalsegno.checkpoint.compatibility import REFUSED
 from dalsegno.checkpoint.manifest import _checksum_of
 from dalsegno.testing import run_ranks, tiny_regression_data
-from support.changing import count_threads, train_in_type, train_on_ranks
+from support.changing import count_threads, plan_of_unequal_loaders, train_in_type, train_on_ranks
 from support.listeners import Listener
 from support.models import Line
 from support.small import arguments, same, small_trainer, weights
@@ -198,6 +198,12 @@ def test_a_run_of_epochs_is_planned_anew_from_where_its_batches_change(tmp_path:
     assert changed.rates + resumed.rates == pytest.approx([0.01 * left / 15 for left in range(8, 0, -1)])
     assert changed.verdicts()["max_steps of the schedule"] == ("warning", "20", "15")
     assert not resumed.report.changes
+
+
+def test_it_is_planned_anew_where_the_ranks_have_unequal_loaders(tmp_path: Path) -> None:
+    """After 4 of 10 batches: 6 in 3 steps, and 10 more in 5."""
+    assert run_ranks(plan_of_unequal_loaders, 2, tmp_path, 1, 4) == [(4, 20)] * 2
+    assert run_ranks(plan_of_unequal_loaders, 2, tmp_path, 2, -1) == [(12, 12)] * 2
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------

@@ -638,6 +638,11 @@ EVERYDAY: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         UnknownName,
         "unknown setting of TrainingArguments 'max_step'; did you mean 'max_steps'",
     ),
+    "a setting that is set by a callback": (
+        lambda path: in_a_step(path, lambda ctx: setattr(ctx.args, "max_grad_norm", 0.5)),
+        ConfigurationError,
+        r"^args.max_grad_norm = 0.5: settings are fixed while a run trains: .* the command set changes logging_steps",
+    ),
     "no folder": (lambda _: ds.TrainingArguments(""), ConfigurationError, "output_dir=''; name the run's folder"),
 }
 

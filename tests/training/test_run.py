@@ -285,6 +285,22 @@ def test_a_step_that_has_not_begun_cannot_end(tmp_path: Path) -> None:
         run.step_end(loss=torch.tensor(1.0))
 
 
+def test_a_loop_over_epochs_is_told_that_one_pass_has_them_all(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop, steps = OwnLoop(tmp_path), []
+    with loop.run() as run:
+        for _ in range(2):
+            for batch in run.batches():
+                run.step_end(loss=loop.update(batch))
+                if run.state.global_step == 9:
+                    break
+            steps.append(run.state.global_step)
+        assert "no batch is left" not in caplog.text  # a pass that was left goes on in the next one
+        assert [*run.batches()] == []
+    assert steps == [9, 40] and "the one before ended behind step 40" in caplog.text
+
+
 def test_leaving_the_loop_early_is_told_as_such_and_can_be_gone_on_with(tmp_path: Path) -> None:
     loop = OwnLoop(tmp_path)
     with loop.run() as run:

@@ -340,6 +340,22 @@ def test_another_structure_of_the_model_is_named_before_it_is_refused(
         trainer(tmp_path, listener).train()
 
 
+class MadeInForward(TinyRegression):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if "scale" not in self._buffers:
+            self.register_buffer("scale", torch.ones(x.shape[1]))
+        return super().forward(x, y)
+
+
+def test_what_the_first_forward_pass_makes_is_named_before_it_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(tmp_path, model=MadeInForward()).train()
+    assert any("the structure of model" in each and "call it on a batch" in each for each in warned(caplog))
+    with pytest.raises(ds.StateMismatch, match=r"unexpected in the checkpoint: scale(?s:.*)call it on a batch once"):
+        trainer(tmp_path, model=MadeInForward()).train()
+
+
 # -- what is not ------------------------------------------------------------------------------------------------------
 
 

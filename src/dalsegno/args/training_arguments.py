@@ -221,6 +221,7 @@ class TrainingArguments:
     or that as text. It then also saves a checkpoint at step 0. None: it cannot go back."""
 
     __signature__ = ConstructorSignature()
+    _in_leg = 0  # id of the settings while a leg has them, so that a copy may be changed
 
     def __new__(cls, *args: Any, **named: Any) -> TrainingArguments:
         known = [field.name for field in fields(cls)]
@@ -233,6 +234,13 @@ class TrainingArguments:
         if not is_known and type(self) is TrainingArguments:  # a class derived from it may have attributes of its own
             known = [field.name for field in fields(self)]
             raise UnknownName(f"setting of {type(self).__name__}", name, known, answers(known, "Trainer"))
+        if name in self.__dataclass_fields__ and self._in_leg == id(self):
+            raise ConfigurationError(
+                f"args.{name} = {value!r}: settings are fixed while a run trains: no checkpoint contains a change. "
+                "ctx.control requests a record, evaluation, save or stop; the command set changes logging_steps, "
+                "eval_steps, save_steps, max_steps and learning_rate, in later legs too: on rank 0, "
+                "trainer.commands.submit('set', {'max_steps': 100}, by='me'). Any other is for the script's next leg"
+            )
         super().__setattr__(name, value)
 
     @short_traceback

@@ -71,10 +71,11 @@ class ModelState:
         there = known | {alias: known[name] for alias, name in aliases.items() if name in known}
         there = {name: each for name, each in there.items() if name not in in_mismatches}
         fitting = self._room(here, there)
+        missing, unexpected = here.keys() - there.keys(), there.keys() - here.keys()
         lines += [
-            *(f"missing in the checkpoint: {name}{_described(here[name])}" for name in here.keys() - there.keys()),
+            *(f"missing in the checkpoint: {name}{_described(here[name])}" for name in missing),
             *(f"missing in the checkpoint: {name}" for name in extra.keys() - rest["extra"].keys()),
-            *(f"unexpected in the checkpoint: {name}{_described(there[name])}" for name in there.keys() - here.keys()),
+            *(f"unexpected in the checkpoint: {name}{_described(there[name])}" for name in unexpected),
             *(f"unexpected in the checkpoint: {name}" for name in rest["extra"].keys() - extra.keys()),
             *(
                 f"{name}: saved as{_described(there[name])}, here{_described(here[name])}"
@@ -88,7 +89,8 @@ class ModelState:
                 if {alias, name} <= there.keys() and sources[alias] != sources[name]
             ),
         ]
-        return sorted(lines)
+        advice = "if the model makes these in its first forward pass, call it on a batch once before you build the run"
+        return [*sorted(lines), *([advice] if unexpected and not missing else [])]
 
     def prepare(self, stored: Index, rest: State) -> LoadTarget:
         there = stored.of(self.key)

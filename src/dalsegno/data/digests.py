@@ -48,6 +48,13 @@ def parts_of(value: Any, depth: int = 0) -> Iterator[bytes | np.ndarray]:
         yield to_bytes()
 
 
+def batch_digest(value: Any) -> str:
+    """Hash what :func:`add_batch` reads of a batch, or of a state."""
+    hashed = xxhash.xxh3_64()
+    add_batch(hashed, value)
+    return hashed.hexdigest()
+
+
 LARGE = 524_288
 """Bytes of a tensor that are read at most; of a larger one so many in pieces, spread evenly."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,10 +11,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from dalsegno.distributed import collectives
+from dalsegno.distributed.rng import capture_generators
 from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.component import Stateful
 
-from .loader import CountingCollate, Microbatch, length_of, to_device
+from .digests import batch_digest, digest
+from .loader import NOT_EXACT, CountingCollate, Microbatch, length_of, to_device
 from .map_loader import MapLoader, Samples, StatefulSamples
 from .replay_loader import ReplayLoader
 from .sampler import ResumableSampler
@@ -26,6 +29,8 @@ ResumableLoader = MapLoader | StatefulLoader | ReplayLoader
 """A loader of training data, whose position is saved."""
 
 Collate = Callable[[list[Any]], Any]
+
+log = logging.getLogger(__name__)
 
 
 def train_loader(
@@ -112,6 +117,8 @@ class EvalLoader:
         self._loader = loader
         self._at_first = loader.own_generators.state_dict()
         self._outside: dict[str, Any] = {}
+        self._generators = ""  # digest of the process's, as the iteration begins
+        self._beginnings: list[str] = []  # digests of different first batches of evaluations
         self.is_evaluated = False
         """Whether an evaluation is running, so that nothing else may read the loader."""
 
@@ -122,6 +129,7 @@ class EvalLoader:
         self._loader.restart()
         self._outside = self._outside or self._loader.own_generators.state_dict()
         self._loader.own_generators.load_state_dict(self._at_first)
+        self._generators = digest(capture_generators())
         return self._loader
 
     @contextmanager
@@ -134,6 +142,22 @@ class EvalLoader:
             self.close()
             self.is_evaluated = False
 
+    def check_beginning(self, name: str, batch: Any) -> None:
+        """Warn once if an evaluation of the set ``name`` begins with another ``batch`` (None: with none) than the first
+        one did, although reading it drew nothing from the process's generators, which are saved."""
+        beginning = batch_digest(batch)
+        if beginning in self._beginnings or self._generators != digest(capture_generators()):
+            return
+        self._beginnings.append(beginning)
+        if len(self._beginnings) == 2:
+            log.warning(
+                "the evaluation set %r begins with other samples than in its first evaluation, or none: no checkpoint "
+                "contains how far it is, so a resumed run evaluates others than an uninterrupted one. Let an iteration "
+                "begin at the start; what is to differ may draw from the process's generators, which are saved",
+                name,
+                extra={NOT_EXACT: True},
+            )
+
     def close(self) -> None:
         """Stop the worker processes, if any."""
         self._loader.close()
@@ -143,9 +167,6 @@ class EvalLoader:
     def length(self) -> int | None:
         """Return the number of micro-batches on this rank; None if unknown."""
         return self._loader.length()
-
-    def samples_per_epoch(self) -> int | None:
-        return self._loader.samples_per_epoch()
 
 
 def eval_loader(

@@ -27,6 +27,7 @@ from dalsegno.checkpoint.export import expect_pretrained, peft_configurations, p
 from dalsegno.checkpoint.names import ADAPTERS
 from dalsegno.data import NOT_EXACT, TrainingData
 from dalsegno.data.digests import digest
+from dalsegno.data.step_batch import agreed_position
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import environment_of
 from dalsegno.distributed.modes import modes_of
@@ -356,11 +357,13 @@ class RecordedSettings:
 
     def apply_overrides(self, report: LoadReport) -> None:
         """After a load: plan the steps that are left, and set the hyperparameters that the user has changed since the
-        save; loading the optimizer restored the old."""
+        save; loading the optimizer restored the old. Collective if the ranks' loaders do not run in lockstep."""
         parts = self._parts
-        # Else the ranks may have different batches and positions.
-        if parts.loader.lockstep and any(change.setting in _PLANNED_BY for change in report.changes):
-            parts.plan.since = (parts.state.global_step, parts.loader.position)
+        reads_others = any(change.setting in _PLANNED_BY for change in report.changes)
+        if not parts.loader.lockstep:  # perhaps on some ranks only
+            reads_others = any(collectives.all_reduce_max([reads_others], "whether steps read other samples"))
+        if reads_others:
+            parts.plan.since = parts.state.global_step, agreed_position(parts.loader, parts.layout)
         saved = {} if self._saved_end is None else {END_OF_SCHEDULE: self._saved_end}
         report.changes.extend(compare(saved, self._recorded()))
         parts.state.max_steps = parts.plan()

@@ -108,8 +108,7 @@ class CommandExecutor:
 
     def undo_settings(self) -> None:
         """Restore what the script has set up."""
-        for name, value in self._script.items():
-            setattr(self._args, name, value)
+        vars(self._args).update(self._script)
         self._script.clear()
         self._dispatcher.switch_off(())
 
@@ -219,9 +218,8 @@ class CommandExecutor:
             scale_rates(self._parts.optimizer, self._parts.schedulers, factor)
 
     def _change_settings(self, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            self._script.setdefault(name, getattr(self._args, name))
-            setattr(self._args, name, value)
+        self._script = {name: getattr(self._args, name) for name in values} | self._script
+        vars(self._args).update(values)  # the user may not set them now
 
     def _script_values(self) -> dict[str, Any]:
         names = [*SETTINGS, LEARNING_RATE] if self._settings.sets_learning_rate else [*SETTINGS]

@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from itertools import repeat, zip_longest
+from itertools import chain, repeat, zip_longest
 from typing import Any
 
 import torch
@@ -214,7 +214,10 @@ class LossEvaluation:
         """This rank's weighted sum of losses; the weights and the samples of all ranks."""
         dispatcher, weight, samples = self.parts.dispatcher, 0.0, 0
         losses: list[torch.Tensor] = []
-        for index, step_batch in enumerate(iter_steps(loader, repeat(1), self.parts.layout, self.loss_weight)):
+        steps = iter_steps(loader, repeat(1), self.parts.layout, self.loss_weight)
+        first = next(steps, None)
+        self.loader.check_beginning(self.name, None if first is None else first.microbatches[0].batch)
+        for index, step_batch in enumerate(chain([] if first is None else [first], steps)):
             between_batches()
             batch = to_device(step_batch.microbatches[0].batch, self.device)
             loss, outputs = self.forward(batch)

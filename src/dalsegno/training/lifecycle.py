@@ -120,11 +120,13 @@ class RunLifecycle:
             with locked_run_dir(parts.args), self._checkpoints.opened():
                 self._session = None  # not before: the lock refuses a leg inside another one, which continues
                 try:
+                    vars(parts.args)["_in_leg"] = id(parts.args)
                     self.resumed_from = self.restore(options)
                     finished = self._finished_result()
                     yield self._new_session() if finished is None else finished
                 finally:  # the next leg puts the commands in force again
                     self._commands.undo_settings()
+                    del vars(parts.args)["_in_leg"]
                     if self._session is not None:
                         _UNSAVED.pop(parts.model, None)
                         if not self._saves.is_on_disk():

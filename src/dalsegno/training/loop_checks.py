@@ -14,7 +14,6 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -24,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dalsegno.args import TrainingArguments
 from dalsegno.data import NOT_EXACT
-from dalsegno.data.digests import add_batch
+from dalsegno.data.digests import batch_digest
 from dalsegno.errors import first_few
 from dalsegno.stateful.component import Stateful, is_stateful
 from dalsegno.witness.rows import GENERATORS, generator_digests
@@ -142,7 +141,7 @@ class LoopChecks:
     def _states(self) -> dict[str, str]:
         generators = zip(GENERATORS, generator_digests().split(), strict=False)
         return {
-            **{name: _digest(each.state_dict()) for name, each in self._compared.items()},
+            **{name: batch_digest(each.state_dict()) for name, each in self._compared.items()},
             **{f"the state of {whose} random generator": digest for whose, digest in generators},
         }
 
@@ -186,12 +185,6 @@ class LoopChecks:
         if what not in self._said and self._warns:
             logger.warning("%s", text, extra={NOT_EXACT: True})
         self._said.add(what)
-
-
-def _digest(state: Any) -> str:
-    hashed = xxhash.xxh3_64()
-    add_batch(hashed, state)
-    return hashed.hexdigest()
 
 
 def _has_plain_gradient(parameter: Tensor) -> bool:

@@ -193,6 +193,7 @@ class Run(OfRun):
         self._data_size = layout.data_size
         self._session: Session | None = None  # of the newest leg; None if the run was finished before it
         self._finished: TrainResult | None = None
+        self._has_ended = False  # a pass over the batches, with the last one
         self._index = 0  # of the current micro-batch in its step
         self._lr: float | torch.Tensor | None = None  # that the newest update used
         self._held: ExitStack | None = None  # inside the ``with`` block
@@ -213,7 +214,7 @@ class Run(OfRun):
     @short_traceback
     def __enter__(self) -> Self:
         if self._held is None:  # otherwise the lock refuses this leg, and the one around it continues
-            self._session = self._finished = None
+            self._session, self._finished, self._has_ended = None, None, False
         with ExitStack() as held:
             begun = held.enter_context(self._lifecycle.leg(self._options))
             self._session, self._finished = (None, begun) if isinstance(begun, TrainResult) else (begun, None)
@@ -247,7 +248,7 @@ class Run(OfRun):
         held.__exit__(kind, error, trace)
 
     def batches(self) -> Iterator[Any]:
-        """The batches of all remaining steps. :meth:`step_end` must be called after each step's last batch.
+        """The batches of all remaining steps, of all epochs. Call :meth:`step_end` after each step's last batch.
 
         Raises:
             ConfigurationError: outside of ``with``; or if :meth:`step_end` was not called after a step's last batch.
@@ -259,6 +260,12 @@ class Run(OfRun):
             )
         if self._session is None:
             return
+        if self._has_ended and self.state.is_world_process_zero:
+            logger.warning(
+                "run.batches(): no batch is left: one pass has the batches of all epochs, and the one before ended "
+                "behind step %d; leave out the loop over epochs around it, and set num_train_epochs= or max_steps=",
+                self.state.global_step,
+            )
         microbatch_begin = self._dispatcher.microbatch_begin
         for step_batch in chain.from_iterable(self._session.timelines()):
             for self._index, microbatch in enumerate(step_batch.microbatches):
@@ -268,6 +275,7 @@ class Run(OfRun):
                 yield microbatch.batch
                 if self._checks.is_behind:
                     self._checks.end_pause()
+        self._has_ended = True
 
     @property
     def is_last_microbatch(self) -> bool:

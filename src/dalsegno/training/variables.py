@@ -55,7 +55,8 @@ class _Refill:
     def into(self, here: Any, loaded: Any, way: _Way) -> Any:
         """The object that has the loaded value: ``here``, if that fits, else ``loaded``."""
         if isinstance(loaded, tuple):
-            pairs = zip(here, loaded, strict=True) if _is_as_long(here, loaded) else zip(loaded, loaded, strict=True)
+            is_alike = type(here) is type(loaded) and len(here) == len(loaded)
+            pairs = zip(here if is_alike else loaded, loaded, strict=True)
             return type(loaded)([self.into(*pair, (*way, at)) for at, pair in enumerate(pairs)])
         if isinstance(loaded, torch.Tensor | np.ndarray):
             # Values that share memory, here or there, keep doing so, or begin or cease to.
@@ -78,10 +79,6 @@ class _Refill:
         else:
             here.extend(values.values())
         return here
-
-
-def _is_as_long(here: object, loaded: tuple[Any, ...]) -> bool:
-    return isinstance(here, tuple) and type(here) is type(loaded) and len(here) == len(loaded)
 
 
 def _takes(here: object, loaded: torch.Tensor | np.ndarray[Any, Any]) -> bool:

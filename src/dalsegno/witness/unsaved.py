@@ -113,10 +113,12 @@ class Unsaved:
         return sorted(self._names)
 
     def end_first_step(self) -> None:
-        """What the leg's first step sets, the next leg's sets again; what changes after it, too, is found then. New
-        attributes are made by each leg, items may be of a state."""
+        """What the leg's first step sets, the next leg's sets again, but for the structure of a model, into which the
+        checkpoint is loaded before; what changes after it, too, is found then. New attributes are made by each leg,
+        items may be of a state."""
         if self._is_first_step:
-            self._known |= {way: value for way, value in self._values().items() if way in self._known or "[" in way}
+            known = {way for way in self._known if not way.startswith(_STRUCTURE)}
+            self._known |= {way: value for way, value in self._values().items() if way in known or "[" in way}
             self._is_first_step = False
 
     def names(self) -> list[str]:
@@ -159,7 +161,9 @@ class Unsaved:
                     f"dalsegno.adapt({kind}(…){name}, state={lost!r})"
                 )
         if any(name.startswith(_STRUCTURE) for name in self._names):
-            return "Build the model so before training begins: one of another structure cannot load the checkpoint"
+            return (
+                "Build the model so before training begins, or call it on a batch: another cannot load the checkpoint"
+            )
         return (
             "Keep it in an object with state_dict and load_state_dict that the run saves, or in a buffer of the model"
         )
@@ -322,7 +326,7 @@ def _items(way: str, thing: Any) -> Iterator[tuple[str, object]]:
     else:
         first = _first(_iterate(thing))
         if not any(_is_of_a_step(each) for each in first):
-            yield f"{way}[len]", _length(thing)
+            yield f"{way}[len]", int(_builtin(thing).__len__(thing))  # without a method of the user's
         if not isinstance(thing, set):
             yield from ((f"{way}[{index}]", value) for index, value in enumerate(first))
 
@@ -337,10 +341,6 @@ def _iterate(container: Any) -> Iterator[Any]:
     base = _builtin(container)
     items: Iterator[Any] = iter(dict.values(container)) if base is dict else base.__iter__(container)
     return items
-
-
-def _length(container: Any) -> int:
-    return int(_builtin(container).__len__(container))
 
 
 def _builtin(container: object) -> Any:

@@ -263,7 +263,9 @@ class Witness:
             row["data"] = str(self._data)
             self._numbers["contents"] = self._data.on_device
         self._numbers |= {"loss": loss, "grad_norm": grad_norm, "learning_rate": lr}
-        known = {name: _of_this_rank(number) for name, number in self._numbers.items() if number is not None}
+        given = {name: each for name, each in self._numbers.items() if each is not None}
+        # Reading a DTensor would wait for other ranks.
+        known = {name: local_part(each.detach()) if torch.is_tensor(each) else each for name, each in given.items()}
         self._late.append((row, list(known), accelerator.LateNumbers(list(known.values()))))
         self._finish(wait=False)
         step = row["global_step"]
@@ -441,8 +443,3 @@ def _others(begun: Mapping[str, str], legs: Sequence[Record]) -> list[str]:
     """What this leg began with otherwise than one before it; of a container, its name."""
     before: set[tuple[str, str]] = {each for leg in legs for each in leg.get(BEGUN, {}).items()}
     return sorted({name.partition("[")[0] for name, was in before if begun.get(name, was) != was})
-
-
-def _of_this_rank(number: torch.Tensor | float) -> torch.Tensor | float:
-    """The number as this rank has it: reading a DTensor would wait for other ranks."""
-    return local_part(number.detach()) if isinstance(number, torch.Tensor) else number
