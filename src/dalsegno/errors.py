@@ -19,7 +19,7 @@ class UnknownName(ConfigurationError, TypeError):
 
     def __init__(self, what: str, name: str, known: Iterable[str], answers: Mapping[str, str] | None = None) -> None:
         """``answers`` maps other words, such as those of other libraries, to known names or to advice."""
-        known = sorted(known)
+        known = sorted(map(str, known))
         answer = (answers or {}).get(str(name)) or nearest(str(name), known)
         if answer is None:
             answer = f"known: {', '.join(known) or 'none'}"
@@ -109,7 +109,7 @@ class Locked(DalsegnoError, BlockingIOError):
 
 
 class LeaseLost(Locked):
-    """Another process has taken over this run, which ended here without another write to its ``output_dir``."""
+    """Another process took this run over, or its directory was moved; it ended here without another write there."""
 
 
 class NotRunning(DalsegnoError, RuntimeError):

@@ -45,7 +45,8 @@ class Keeps:
 
 # --- names that are the run's own -------------------------------------------------------------------------------------
 
-OWN = ["model", "optimizer", "settings", "trainer", "clock", "loader", "rng", "meter", "scheduler.0", "callbacks.Mine"]
+OWN = ["model", "optimizer", "settings", "trainer", "clock", "loader", "rng", "meter", "scheduler.0"]
+OWN += ["callbacks.Mine", "model.head"]
 
 
 def run_with(output_dir: Path, state: dict[Any, Any]) -> ds.Run:
@@ -59,6 +60,13 @@ def test_a_name_of_the_runs_own_is_refused(tmp_path: Path, name: Any) -> None:
         ConfigurationError, match=re.escape(f"state={{{name!r}: …}}: choose another name, a string; a run")
     ):
         run_with(tmp_path, {name: Keeps()})
+
+
+def test_a_name_that_is_a_path_in_another_is_refused(tmp_path: Path) -> None:
+    """The flags of a.b, and those of the part b of a, would be one."""
+    with pytest.raises(ConfigurationError, match=re.escape("state={'a.b': …}: choose another name")):
+        run_with(tmp_path, {"a.b": Keeps(), "a": nn.Sequential()})
+    run_with(tmp_path, {"a.b": Keeps(), "ab": Keeps()})
 
 
 def test_a_thing_without_a_state_is_refused(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def test_containers_that_share_memory_leave_each_other_theirs(
     output_dir.rename(tmp_path / "run in the other container")
     output_dir.mkdir()
     (theirs,) = memory_dir.find_all()
-    assert memory_dir.find(theirs.name, output_dir) is None
+    assert memory_dir.containing(theirs.checkpoints / "step-00000001", output_dir) is None
     memory_dir.remove_others(output_dir)
     for directories in ([], [str(output_dir)]):
         assert main(["checkpoints", "clean", "--yes", "--json", *directories]) == 0
@@ -277,7 +277,7 @@ def test_a_leg_that_cannot_create_its_slots_leaves_no_directory(
 def test_a_leg_whose_ranks_do_not_see_its_directory_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_dir, "find", lambda name, output_dir: None)
+    monkeypatch.setattr(memory_dir, "find", lambda name: None)
     with pytest.raises(ds.ConfigurationError, match="run all ranks of a host as the same user"):
         Leg(tmp_path / "run")
     assert memory_dir.find_all() == []

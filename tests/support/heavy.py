@@ -82,7 +82,7 @@ def warnings_of(work: Callable[[], object]) -> list[str]:
     their own."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.addFilter(lambda record: "which no checkpoint contains" not in record.msg)
+    handler.addFilter(lambda record: "which no checkpoint contains" not in record.getMessage())
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("dalsegno")
     logger.addHandler(handler)

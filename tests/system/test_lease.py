@@ -99,7 +99,8 @@ def test_a_holder_that_was_stopped_writes_nothing_after_the_takeover(
     os.kill(pid, signal.SIGCONT)
     [end] = first.wait()
     assert end.value == (
-        f"LeaseLost: {run}: was taken over by another process, which has ended since (or .lock was deleted): "
+        f"LeaseLost: {run}: was taken over by another process, which has ended since (or a link on its path "
+        "leads elsewhere now): "
         "this process did not renew its lease for 0 s, or the other was started with take_over_lock=True; "
         "nothing more is written from here"
     )
@@ -158,6 +159,32 @@ def test_all_ranks_end_when_another_process_has_taken_over(tmp_path: Path, ranks
     (leg,) = json.loads((tmp_path / "run.json").read_text())["legs"]
     assert leg["ended"] is None, "run.json is the other process's"
     assert entry(tmp_path)["token"] == "0123456789abcdef", "the other's entry stays"
+
+
+@pytest.mark.parametrize("how", ["moved", "retargeted"])
+def test_a_run_whose_path_leads_elsewhere_ends_and_writes_nothing_there(tmp_path: Path, how: str) -> None:
+    real, link, elsewhere = tmp_path / "real", tmp_path / "link", tmp_path / "elsewhere"
+    real.mkdir()
+    elsewhere.mkdir()
+    link.symlink_to(real)
+
+    def lead_elsewhere(ctx: Any) -> None:
+        if ctx.state.global_step == 3:
+            if how == "moved":
+                real.rename(tmp_path / "new place")
+            else:
+                link.unlink()
+                link.symlink_to(elsewhere)
+
+    output_dir, listener = real if how == "moved" else link, Listener({"on_step_end": lead_elsewhere})
+    trainer = host_trainer(output_dir, listener, save_in_background=False)
+    with pytest.raises(ds.LeaseLost, match=rf"^{real}: its .lock is gone: .*; resume the run where it is now"):
+        trainer.train()
+    run = tmp_path / "new place" if how == "moved" else real
+    assert [*elsewhere.iterdir()] == [] and real.exists() == (how != "moved")
+    assert host_trainer(run).train().reason == "finished"
+    assert [record["global_step"] for record in training(run / "logs/train.jsonl")] == [*range(1, 13)]
+    assert ds.open_log(run).legs()[1].from_checkpoint == "checkpoints/step-00000002"
 
 
 def test_a_takeover_has_an_exit_status() -> None:

@@ -406,6 +406,10 @@ def at(name: str) -> Callable[[Path], object]:
     return lambda tmp_path: getattr(small_trainer(tmp_path), name)
 
 
+def killed() -> ds.TrainingLog:
+    return ds.open_log(Path(__file__).parents[1] / "golden" / "logs" / "killed")
+
+
 def adamw() -> torch.optim.Optimizer:
     return torch.optim.AdamW(TinyRegression().parameters())
 
@@ -643,6 +647,58 @@ EVERYDAY: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         ConfigurationError,
         r"^args.max_grad_norm = 0.5: settings are fixed while a run trains: .* the command set changes logging_steps",
     ),
+    "a number for a metric of several": (
+        lambda _: killed().series(["loss", 1]),  # type: ignore[list-item]
+        ConfigurationError,
+        r"^series\(names\[1\]=1\): needs collections.abc.Iterable\[str\]",
+    ),
+    "a number for a file": (
+        lambda _: ds.export_log(killed(), "csv", 7),  # type: ignore[arg-type]
+        ConfigurationError,
+        r"^export_log\(path=7\): needs str \| pathlib.Path \| typing.BinaryIO",
+    ),
+    "numbers for a curve": (
+        lambda _: ds.detect_divergence([1.0]),  # type: ignore[arg-type]
+        ConfigurationError,
+        r"^detect_divergence\(series=a list of 1\): needs dalsegno.analysis.series.Series",
+    ),
+    "names for curves": (
+        lambda _: ds.sweep_settings([killed().metric("loss")], ["loss"]),  # type: ignore[list-item]
+        ConfigurationError,
+        r"^sweep_settings\(bad\[0\]='loss'\): needs collections.abc.Sequence\[dalsegno",
+    ),
+    "an unknown axis": (
+        lambda _: ds.View(x="stp"),  # type: ignore[arg-type]
+        UnknownName,
+        "^unknown x of View 'stp'; did you mean 'step'",
+    ),
+    "one end of an axis": (
+        lambda _: ds.View(xlim=(1,)),  # type: ignore[arg-type]
+        ConfigurationError,
+        r"^View\(xlim=a tuple of 1\): needs tuple\[float \| None, float \| None\] \| None",
+    ),
+    "a text on an axis": (
+        lambda _: ds.View(ylim=(0, "1")),  # type: ignore[arg-type]
+        ConfigurationError,
+        r"^View\(ylim\[1\]='1'\): needs",
+    ),
+    "numbers for stages": (
+        lambda _: ds.Pipeline([1]),  # type: ignore[list-item]
+        ConfigurationError,
+        r"^Pipeline: stages=\[1\]; give a number",
+    ),
+    "stages and names": (
+        lambda _: ds.Pipeline(["a", ["b"]]),  # type: ignore[list-item]
+        ConfigurationError,
+        r"^Pipeline: stages=\['a', \['b'\]\]; give a number",
+    ),
+    "no moment for a fault": (lambda _: FaultPlan(), ConfigurationError, "give exactly one of event=, operation=, sec"),
+    "an unknown operation": (
+        lambda _: FaultPlan(operation="renam"),  # type: ignore[arg-type]
+        UnknownName,
+        "^unknown operation of FaultPlan 'renam'; did you mean 'rename'",
+    ),
+    "no time for a fault": (lambda _: FaultPlan(seconds=NAN), ConfigurationError, r"FaultPlan\(seconds=nan\): must be"),
     "no folder": (lambda _: ds.TrainingArguments(""), ConfigurationError, "output_dir=''; name the run's folder"),
 }
 

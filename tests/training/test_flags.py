@@ -16,8 +16,9 @@ from torch import Tensor, nn
 import dalsegno as ds
 from dalsegno.callbacks import EMA
 from dalsegno.checkpoint import Checkpoint, saved_states
+from dalsegno.distributed import collectives
 from dalsegno.errors import StateMismatch
-from dalsegno.testing import DataOrder, compare_runs, run_ranks
+from dalsegno.testing import DataOrder, TinyRegression, compare_runs, run_ranks
 from support.flagged import CHANGES, Flagged, add_group, at_step, flagged, train
 from support.listeners import Listener
 from support.own_loops import OwnLoop
@@ -204,6 +205,24 @@ def test_a_large_unsaved_buffer_that_changes_is_named_once(tmp_path: Path, caplo
     small_trainer(tmp_path, model=LargeUnsaved(), max_steps=8, save_steps=2, length=40).train()
     (warning,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
     assert "the training changes model.table (2.1 MB), which no checkpoint contains" in warning
+
+
+def warnings_where_rank_one_changes(folder: Path) -> list[str]:
+    """What each rank logs of a megabyte that only rank 1 changes, as a stage of a pipeline may."""
+    model, lines = TinyRegression(), list[str]()
+    model.table = torch.zeros(1 << 19)
+    change = {"on_step_end": lambda ctx: setattr(model, "table", model.table + collectives.rank())}
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dalsegno").addHandler(handler)
+    small_trainer(folder, Listener(change), model=model, max_steps=4, save_steps=1, parallel="ddp").train()
+    return [line for line in lines if "the training changes" in line]
+
+
+def test_a_large_unsaved_tensor_of_another_rank_is_named_once_on_rank_zero(tmp_path: Path) -> None:
+    (warning,), of_rank_one = run_ranks(warnings_where_rank_one_changes, 2, tmp_path)
+    assert "the training changes model.table (2.1 MB), which no checkpoint contains" in warning
+    assert of_rank_one == []
 
 
 class Interruptible(OwnFlagged):

@@ -228,10 +228,21 @@ def test_a_leg_that_ends_before_its_first_step_loses_nothing(tmp_path: Path, uni
     assert shared_memory(tmp_path) == []
 
 
-def test_a_copy_of_the_run_has_no_part_in_it(tmp_path: Path) -> None:
+def test_a_run_that_was_moved_resumes_from_memory(tmp_path: Path, uninterrupted: Path) -> None:
+    crash(tmp_path / "run", 11)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert trainer(tmp_path / "moved").train().reason == "finished"
+    assert origins(tmp_path / "moved") == [None, "memory step-00000011"]
+    expect_equal(tmp_path / "moved", uninterrupted)
+    assert shared_memory(tmp_path / "run") == shared_memory(tmp_path / "moved") == []
+
+
+def test_a_copy_of_the_run_has_no_part_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     crash(tmp_path / "run", 11)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     crash(tmp_path / "copy", 12)
+    said = f"{tmp_path / 'copy'} is a copy of the run in {tmp_path / 'run'}, whose memory checkpoint of step 11 stays"
+    assert [each for each in caplog.messages if each.startswith(said)]
     crash(tmp_path / "run", 12)
     assert origins(tmp_path / "copy")[-1] == "step-00000008"
     assert origins(tmp_path / "run")[-1] == "memory step-00000011"

@@ -20,20 +20,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.stateful import schema
 from dalsegno.stateful.annotations import check_types
 
-if TYPE_CHECKING:  # the detector itself needs no NumPy
-    import numpy as np
-    from numpy.typing import NDArray
+from .series import HUGE, Series
 
-    from .series import Series
-
-    Floats = NDArray[np.float64]
-
+Floats = NDArray[np.float64]
 Mode = Literal["min", "max"]
 
 LOST = 0.25  # adaptive limit: fraction of the gain since the first observation
@@ -318,8 +317,6 @@ class _Track:
     """Distance of a run from its best at each observation, by the detector's rule."""
 
     def __init__(self, values: Floats, smoothing: float, mode: Mode) -> None:
-        import numpy as np
-
         divergence = Divergence(DetectorSettings(smoothing=smoothing, mode=mode))
         verdicts = [divergence.observe(value) for value in values.tolist()]
         best = np.array([verdict.best for verdict in verdicts])
@@ -336,8 +333,6 @@ class _Track:
         away = self._away[limit][warmup:]
         if len(away) < patience:
             return 0.0
-        from numpy.lib.stride_tricks import sliding_window_view
-
         return float(sliding_window_view(away, patience).min(axis=1).max())
 
 
@@ -355,8 +350,6 @@ def _count_errors(gap: tuple[float, float], good: Sequence[float], bad: Sequence
 def _middle(low: float, high: float) -> float:
     if low == 0:  # the good runs never leave their best: a threshold of 1 suffices if the bad ones show more
         return min(1.0, high / 2)
-    from .series import HUGE
-
     return min(2 * low, HUGE) if high == math.inf else math.sqrt(low) * math.sqrt(high)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dalsegno.errors import UnknownName
+from dalsegno.errors import expect_known
 from dalsegno.logs import Leg, RunFile
 from dalsegno.logs.values import Record
 from dalsegno.stateful.annotations import check_types
@@ -144,12 +144,9 @@ class TrainingLog:
     def series(self, names: Iterable[str], kind: str | None = None) -> dict[str, Series]:
         """As :meth:`metric`, for several metrics in one pass over the file."""
         names = list(names)
-        if kind is not None and kind not in KINDS:
-            raise UnknownName("kind of record", kind, KINDS)
+        expect_known("kind of record", [] if kind is None else [kind], KINDS)
         self._read(names)
-        for name in names:
-            if name not in (*self._columns.names, *BOOKKEEPING):
-                raise UnknownName(f"metric of {self.name}", name, self.metrics())
+        expect_known(f"metric of {self.name}", names, {*self._columns.names, *BOOKKEEPING})
         return {name: self._series(name, kind) for name in names}
 
     @property

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dalsegno.errors import ConfigurationError, NotFound, UnknownName
+from dalsegno.errors import ConfigurationError, NotFound, expect_known
 from dalsegno.logs import ReadReport, read_records
 from dalsegno.logs.values import is_number
+from dalsegno.stateful.annotations import check_types
 
 from .formats.source import Skipped, own_records
 
@@ -51,6 +52,7 @@ class ParameterSeries:
     values: NDArray[np.float64]
     """Shape (n, p); NaN where a record lacks a parameter."""
 
+    @check_types
     def every(self, stride: int) -> ParameterSeries:
         """Return every ``stride``-th record, from the first on. Raises ConfigurationError for a stride below 1."""
         if stride < 1:
@@ -61,6 +63,7 @@ class ParameterSeries:
 Floats = NDArray[np.float64]
 
 
+@check_types
 def smooth(values: Floats, window: int) -> Floats:
     """Centered moving mean over ``window // 2`` values on either side. Shape (n,), as ``values``.
 
@@ -140,8 +143,7 @@ _SEARCHED = 10  # first records of a file that show whether it has a metric
 
 def read_parameters(log: Path, run: str, metric: str, skipped: Skipped) -> ParameterSeries:
     """Read this metric from ``log`` itself, or else from the log beside it that usually has it."""
-    if metric not in WHERE:
-        raise UnknownName("metric of parameters", metric, WHERE)
+    expect_known("metric of parameters", [metric], WHERE)
     stem, keys, writer = WHERE[metric]
     beside = [log.with_name(f"{stem}{suffix}") for suffix in (".jsonl", ".json")]
     path = log if _has(log, keys) else next((each for each in beside if each.exists()), None)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from dalsegno.data import fingerprint
 from dalsegno.data.mixture import Plan
-from dalsegno.errors import StateMismatch, UnknownName
+from dalsegno.errors import StateMismatch, expect_known
 from dalsegno.stateful.schema import Must, check
 
 Severity = Literal["info", "warning", "error"]
@@ -155,9 +155,7 @@ def reasons_to_differ(saved: Mapping[str, Value], now: Mapping[str, Value]) -> l
 def check_allowed(names: Iterable[str]) -> frozenset[str]:
     """``allow_changes=`` as a set. Raises UnknownName for a name not in :data:`REFUSED`."""
     allowed = frozenset(names)
-    for name in allowed:
-        if name not in REFUSED:
-            raise UnknownName("change in allow_changes", name, REFUSED)
+    expect_known("change in allow_changes", allowed, REFUSED)
     return allowed
 
 

@@ -166,8 +166,8 @@ class MemoryCheckpoints:
                     filesystem.mkdir_nosync(created.checkpoints / slot)
 
         def seen() -> MemoryDir:
-            directory = memory_dir.find(name, self._output_dir)
-            if directory is None:
+            directory = memory_dir.find(name)
+            if directory is None or not directory.is_of(self._output_dir):
                 raise ConfigurationError(
                     f"save_in_memory=: rank {collectives.rank()} does not see {memory_dir.root() / name}, which the "
                     "lowest rank of its host has created; run all ranks of a host as the same user"
@@ -397,8 +397,15 @@ together."""
 def _published(output_dir: Path, candidates: Mapping[str, int | None], after: int) -> list[Published]:
     found = []
     for name, only in candidates.items():
-        directory = memory_dir.find(name, output_dir)
+        directory = memory_dir.find(name)
         there = {} if directory is None else checkpoint_dir.published(directory.checkpoints, after)
+        if there and directory is not None and not directory.is_of(output_dir):
+            logger.warning(
+                "%s is a copy of the run in %s, whose memory checkpoint of step %d stays with that run: resume there "
+                "to use it",
+                *(output_dir, directory.output_dir, max(there)),
+            )
+            continue
         for step, path in there.items():
             if only in (None, step):
                 with contextlib.suppress(OSError):

@@ -38,10 +38,10 @@ _NAME = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True, slots=True)
 class MemoryDir:
-    """The directory ``path`` of the run in ``output_dir``.
+    """The directory ``path`` of the run in ``output_dir``, where that was when its leg began.
 
-    ``inode``: device and inode of ``output_dir``. Another container that shares this memory may have another directory
-    of that path.
+    ``inode``: device and inode of ``output_dir``, which stay the same if that is moved. Another container that shares
+    this memory may have another directory of that path.
     """
 
     path: Path
@@ -50,7 +50,7 @@ class MemoryDir:
 
     def is_of(self, output_dir: Path) -> bool:
         """Whether the run is the one in ``output_dir``, as this process sees that directory."""
-        return self.output_dir == output_dir.resolve() and self.inode is not None and self.inode == _inode(output_dir)
+        return self.inode is not None and self.inode == _inode(output_dir)
 
     @property
     def name(self) -> str:
@@ -117,16 +117,17 @@ def create(output_dir: Path, name: str) -> MemoryDir:
     return created
 
 
-def find(name: str, output_dir: Path) -> MemoryDir | None:
-    """The directory ``name``; None if it is gone, or is not that of the run in ``output_dir``."""
-    return next((each for each in find_all() if each.name == name and each.is_of(output_dir)), None)
+def find(name: str) -> MemoryDir | None:
+    """The directory ``name``, of whatever run; None if it is gone."""
+    return next((each for each in find_all() if each.name == name), None)
 
 
 def containing(checkpoint: Path, output_dir: Path) -> MemoryDir | None:
     """The directory of the run in ``output_dir`` that ``checkpoint`` is in; None if it is in no such directory."""
-    directory = find(checkpoint.parent.parent.name, output_dir)
-    is_inside = directory is not None and checkpoint.resolve().parent == directory.checkpoints.resolve()
-    return directory if is_inside else None
+    directory = find(checkpoint.parent.parent.name)
+    if directory is None or not directory.is_of(output_dir):
+        return None
+    return directory if checkpoint.resolve().parent == directory.checkpoints.resolve() else None
 
 
 def find_all() -> list[MemoryDir]:

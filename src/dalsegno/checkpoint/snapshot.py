@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import functools
 import importlib.metadata
+import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from dalsegno.checkpoint.sharding import Box
 from dalsegno.checkpoint.sidecar import Encoded, SavedState, sidecar_arrays, sidecar_json
 from dalsegno.checkpoint.staging import Buffer, Copying, Layouts, NoRoom, Slot
 from dalsegno.checkpoint.tensor_files import FileLayout, TensorChunk
+from dalsegno.data.loader import NOT_EXACT
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import RankFailed
@@ -187,11 +189,16 @@ class Snapshotter:
         is_planned = failure is None and signature == self._planned_for
         unchanged, changed, digests = self._planned(states.tensors, former, slot) if is_planned else ([], [], {})
         shortage = self._shortage(changed, sidecars, slot)
-        has_failed, has_changed, is_short, highest, lowest = collectives.all_reduce_max(
-            [failure is not None, not is_planned, shortage > 0, digest, -digest], "what a save captures"
+        warnings = [warning for each in components if (warning := each.take_warning()) is not None]
+        has_failed, has_changed, is_short, has_warnings, highest, lowest = collectives.all_reduce_max(
+            [failure is not None, not is_planned, shortage > 0, bool(warnings), digest, -digest], "what a save captures"
         )
         if has_failed:
             collectives.run_on_all_ranks(lambda: _reraise(failure))
+        if has_warnings:
+            of_ranks = collectives.gather(warnings, "warnings of a save")
+            for warning in dict.fromkeys(itertools.chain(*of_ranks)) if collectives.rank() == 0 else ():
+                logger.warning("%s", warning, extra={NOT_EXACT: True})
         if highest != -lowest:
             warn_of_differences(states.compared)
         if has_changed:

@@ -19,7 +19,7 @@ from typing import Any
 
 from dalsegno.cli.command import FAILED, Command, parse, place
 from dalsegno.cli.console import complain
-from dalsegno.errors import DalsegnoError, UnknownName
+from dalsegno.errors import DalsegnoError, UnknownName, expect_known
 from dalsegno.system.exit_status import ExitStatus, exit_status_of
 from dalsegno.system.imports import how_to_install, require_extra
 
@@ -162,8 +162,7 @@ class _Completion(argparse.Action):
     so that completing a word starts no Python."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, shell: Any, __: str | None = None) -> None:
-        if shell not in SHELLS:
-            raise UnknownName("shell", shell, SHELLS)
+        expect_known("shell", [shell], SHELLS)
         require_extra("completion", "shtab", "completion")
         import shtab
 

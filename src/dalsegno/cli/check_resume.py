@@ -22,11 +22,11 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from dalsegno import config
 from dalsegno.cli.command import argument, command, flag, option
-from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.errors import ConfigurationError, expect_known
 
 from .console import print_json, redirect_output
 
@@ -172,8 +172,6 @@ class Checked:
         return config.Factory.find(self.name).bind({"output_dir": output_dir, "callbacks": []}, {})
 
 
-OPERATIONS = ("write", "fsync", "rename", "mkdir", "unlink", "truncate", "any")
-
 _SECONDS = re.compile(r"(\d+\.?\d*|\.\d+)s")
 _COUNTED = re.compile(r"(?P<name>\w+):(?P<count>\d+)(:(?P<path>.+))?")
 
@@ -181,16 +179,16 @@ _COUNTED = re.compile(r"(?P<name>\w+):(?P<count>\d+)(:(?P<path>.+))?")
 def fault_plan(spec: str) -> FaultPlan:
     """Parse ``on_step_end:12``, ``write:3``, ``write:3:logs`` or ``2.5s``."""
     from dalsegno.events.callback import HANDLERS
-    from dalsegno.testing import FaultPlan
+    from dalsegno.testing.faults import FaultPlan, Operation
 
     if seconds := _SECONDS.fullmatch(spec):
         return FaultPlan(seconds=float(seconds[1]))
     counted = _COUNTED.fullmatch(spec)
     if counted is None or (counted["name"] in HANDLERS and counted["path"]):
         raise ConfigurationError(f"--kill-at {spec}: write it as on_step_end:12, write:3, write:3:logs or 2.5s")
-    name, count = counted["name"], int(counted["count"])
+    name: Any = counted["name"]
+    count = int(counted["count"])
     if name in HANDLERS:
         return FaultPlan(event=HANDLERS[name], count=count)
-    if name in OPERATIONS:
-        return FaultPlan(operation=name, count=count, path=counted["path"] or "")
-    raise UnknownName("event or operation", name, [*HANDLERS, *OPERATIONS])
+    expect_known("event or operation", [name], [*HANDLERS, *get_args(Operation)])
+    return FaultPlan(operation=name, count=count, path=counted["path"] or "")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dalsegno.errors import ConfigurationError, DalsegnoError, NotFound, UnknownName
+from dalsegno.errors import ConfigurationError, DalsegnoError, NotFound, expect_known
 from dalsegno.logs.values import from_json
 from dalsegno.system.imports import how_to_install
 
@@ -84,8 +84,7 @@ class Document:
         option = f"--set {assignment}"
         if not equals or not all(words):
             raise ConfigurationError(f"{option}: write it as key=value, such as args.max_steps=100")
-        if words[0] not in sections:
-            raise UnknownName(f"key in {option}:", words[0], sections)
+        expect_known(f"key in {option}:", words[:1], [*sections])
         path: tuple[str | int, ...] = tuple(words)
         if words[0] == "callbacks":
             path = self._callback_path(words, option)

@@ -15,7 +15,7 @@ from dalsegno import callbacks
 from dalsegno.callbacks import default_callbacks
 from dalsegno.config.document import Document, Source, error_context
 from dalsegno.config.signature import signature_of
-from dalsegno.errors import ConfigurationError, DalsegnoError, UnknownName
+from dalsegno.errors import ConfigurationError, DalsegnoError, UnknownName, expect_known
 from dalsegno.events.adapters import adapt
 from dalsegno.events.callback import Callback
 from dalsegno.events.registration import check_callbacks
@@ -72,7 +72,7 @@ class Disabled(Callback):
 
 
 @check_types
-def load_callbacks(source: Source | Sequence[Mapping[str, Any] | str]) -> list[Callback]:
+def load_callbacks(source: Source | Sequence[Any]) -> list[Callback]:
     """Build the callbacks under ``callbacks`` in a TOML, YAML or JSON file, or of a list of such entries.
 
     An entry is ``{use = "DivergenceDetector", patience = 5}``: the name of a built-in callback, of one that an
@@ -204,6 +204,5 @@ def find_named(text: str, what: str, example: str) -> Any:
             ) from error
         raise ConfigurationError(f"{module_name}: cannot be imported\n{traceback.format_exc()}") from error
     found = {key: value for key, value in vars(module).items() if callable(value)}
-    if name not in found:
-        raise UnknownName(f"{what} of {module_name}", name, found)
+    expect_known(f"{what} of {module_name}", [name], found)
     return found[name]

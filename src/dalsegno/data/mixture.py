@@ -15,7 +15,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dalsegno.distributed.rng import MIXTURE, SAMPLE, WORD, mix
-from dalsegno.errors import ConfigurationError, StateMismatch, UnknownName
+from dalsegno.errors import ConfigurationError, StateMismatch, expect_known
 from dalsegno.stateful.annotations import check_types
 from dalsegno.stateful.schema import Count, check
 
@@ -206,9 +206,7 @@ def _check_datasets(datasets: Mapping[str, Any]) -> None:
 def _checked_weights(datasets: Mapping[str, Any], weights: Mapping[str, float] | None) -> dict[str, float]:
     if weights is None:
         return dict.fromkeys(datasets, 1.0)
-    for name in weights:
-        if name not in datasets:
-            raise UnknownName("Mixture: dataset in weights", name, datasets)
+    expect_known("Mixture: dataset in weights", weights, datasets)
     missing = [name for name in datasets if name not in weights]
     wrong = {name: each for name, each in weights.items() if not (0 < each < math.inf)}
     if missing or wrong:

@@ -32,7 +32,7 @@ from dalsegno.distributed.modes import (
     modes_of,
     text_of,
 )
-from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.errors import ConfigurationError, expect_known
 
 T = TypeVar("T")
 
@@ -64,9 +64,7 @@ class Layout:
             raise ConfigurationError(
                 f"parallel=Parallelized({mesh}): its dimensions have no names; build it with mesh_dim_names="
             )
-        for name in data:
-            if name not in names:
-                raise UnknownName("data dimension of Parallelized(mesh, data=…):", name, names)
+        expect_known("data dimension of Parallelized(mesh, data=…):", data, names)
         if sorted(mesh.mesh.flatten().tolist()) != list(range(collectives.world_size())):
             raise ConfigurationError(
                 f"parallel=Parallelized({mesh}): the mesh has {mesh.size()} ranks, this job has "

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.errors import ConfigurationError, expect_known
 from dalsegno.policies import Policy, read_policies
 
 if TYPE_CHECKING:
@@ -129,19 +129,22 @@ class Pipeline(Mode):
     each rank, and for stages that a function decides, all ranks."""
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.stages, int) or callable(self.stages)):
-            is_list = isinstance(self.stages, Iterable) and not isinstance(self.stages, str)
-            several = tuple(self.stages) if is_list else ()
-            nested = tuple(each if isinstance(each, str) else tuple(each) for each in several)
-            object.__setattr__(self, "stages", nested)
+        given = self.stages
+        if not (isinstance(given, int) or callable(given)):
+            listed = [*given] if isinstance(given, Iterable) and not isinstance(given, str) else []
+            nested = tuple(
+                each if isinstance(each, str) else tuple(each) if isinstance(each, Iterable) else (each,)
+                for each in listed
+            )
+            are_names = all(isinstance(name, str) for each in nested for name in each)
+            object.__setattr__(self, "stages", nested if are_names and len({*map(type, nested)}) == 1 else ())
         if not callable(self.stages) and self.count < 2:
             raise ConfigurationError(
-                f"Pipeline: stages={self.stages!r}; give a number of at least 2, a list of the names of the modules at "
+                f"Pipeline: stages={given!r}; give a number of at least 2, a list of the names of the modules at "
                 "which the second, third, … stage begins, or for each stage a list of the names of its modules"
             )
         _expect_size("Pipeline: microbatches", self.microbatches)
-        if self.schedule not in (*SINGLE_STAGE, *SEVERAL_STAGES):
-            raise UnknownName("schedule of Pipeline:", str(self.schedule), (*SINGLE_STAGE, *SEVERAL_STAGES))
+        expect_known("schedule of Pipeline:", [self.schedule], (*SINGLE_STAGE, *SEVERAL_STAGES))
         if self.size is not None:
             _expect_size("Pipeline: size", self.size)
 

@@ -10,8 +10,8 @@ The loop checks the list before it fires, so that an event without handlers cost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
@@ -19,7 +19,7 @@ import torch
 
 from dalsegno.distributed.collectives import Gathered
 from dalsegno.errors import CannotSave, ConfigurationError, EventNotFired, UnknownName
-from dalsegno.state import Handler, method_of, owner_of
+from dalsegno.state import Handler, TrainerState, method_of, owner_of
 
 from . import contexts
 from .background import Background
@@ -223,13 +223,12 @@ class Dispatcher:
                     authors = ", ".join(dict.fromkeys(map(owner_of, channel)))
                     logs[name] = number_in_record(name, value, f"one of: {authors}" if authors else "the program")
 
-    @contextmanager
-    def fires_late(self) -> Iterator[None]:
-        """While on_save fires, at a step that depends on the disk: records of the user's own are of the kind "save",
-        which a resumed run need not repeat."""
+    def fire_save(self, state: TrainerState, path: Path, step: int, is_best: bool) -> None:
+        """Fire on_save, at a step that depends on the disk: records of the user's own are of the kind "save"
+        meanwhile, which a resumed run need not repeat."""
         self._user_kind = "save"
         try:
-            yield
+            self.save.fire_with(state, path, step, is_best)
         finally:
             self._user_kind = "user"
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from dalsegno.args import TrainingArguments
-from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.errors import ConfigurationError, expect_known
 from dalsegno.events.callback import Binder, Callback, Construction, refusal
 from dalsegno.events.table import Event
 from dalsegno.interop.stand_in import reads
@@ -165,9 +165,7 @@ def functions(*, name: str | None = None, **on: Function | Sequence[Function]) -
         UnknownName: for an unknown event; the message names the nearest.
         ConfigurationError: for something that cannot be called with these arguments.
     """
-    for event in on:
-        if event not in EVENTS:
-            raise UnknownName("event", event, EVENTS, _ALIASES)
+    expect_known("event", on, EVENTS, _ALIASES)
     given: list[tuple[str, Any]] = [
         (event, each if isinstance(each, list | tuple) else [each]) for event, each in on.items()
     ]

@@ -503,7 +503,7 @@ class Leg:
     def saved(self, checkpoint: Path, *, is_best: bool = False) -> None:
         """Fire on_save: the library's checkpoint of this step is complete, with the states."""
         self._newest = checkpoint
-        self.events.save.fire_with(self.state, checkpoint, self.state.global_step, is_best)
+        self.events.fire_save(self.state, checkpoint, self.state.global_step, is_best)
 
     def _components(self) -> list[Component]:
         own = [Component("bridge", self._progress), Component("clock", self.state.clock)]

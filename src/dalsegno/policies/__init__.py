@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.errors import ConfigurationError, expect_known
 
 P = TypeVar("P", bound="Policy")
 
@@ -108,8 +108,7 @@ def _read_rule(rule: ast.expr, kinds: Mapping[str, type[P]]) -> P:
     if not isinstance(rule, ast.Call) or not isinstance(rule.func, ast.Name):
         raise _not_a_rule(written, kinds)
     name = rule.func.id
-    if name not in kinds:
-        raise UnknownName("rule", name, kinds)
+    expect_known("rule", [name], kinds)
     accepted = inspect.signature(kinds[name]).parameters.values()
     known = [each.name for each in accepted if each.kind is not each.VAR_POSITIONAL]
     takes_any_number = len(known) < len(accepted)
@@ -118,8 +117,7 @@ def _read_rule(rule: ast.expr, kinds: Mapping[str, type[P]]) -> P:
         raise ConfigurationError(f"{written}: {extra!r} is not an argument; known: {', '.join(known)}")
     arguments: dict[str, Any] = {}
     for key, value in [*zip(known, rule.args, strict=False), *((str(each.arg), each.value) for each in rule.keywords)]:
-        if key not in known:
-            raise UnknownName(f"argument of {name}", key, known)
+        expect_known(f"argument of {name}", [key], known)
         if key in arguments:
             raise ConfigurationError(f"{written}: {key} is given twice")
         arguments[key] = _value(value, written)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dalsegno.errors import ConfigurationError
+from dalsegno.stateful.annotations import check_types
 
 from . import Policy, check_integers, read_policies
 from .retention import CheckpointSummary, Retention
@@ -72,6 +73,7 @@ class Rollback:
         return 1.0 if step < self.to_step or is_over or not self.is_done else self.lr_factor
 
 
+@check_types
 @dataclass(frozen=True, slots=True, repr=False)
 class RecoveryPolicy(Policy):
     """How a run recovers from a divergence, when a callback calls ``ctx.control.roll_back()``.
@@ -112,12 +114,8 @@ class RecoveryPolicy(Policy):
         check_integers("RecoveryPolicy", self, least, "skip", "lr_steps", "window", "run_budget")
         if self.run_budget is not None and self.window is None:
             raise ConfigurationError("RecoveryPolicy(run_budget=…): without window=, budget= counts the whole run")
-        if type(self.lr_factor) not in (int, float) or not 0 < self.lr_factor <= 1:
+        if not 0 < self.lr_factor <= 1:
             raise ConfigurationError(f"RecoveryPolicy(lr_factor={self.lr_factor!r}): needs a number over 0, at most 1")
-        if self.when_used_up not in ("stop", "abort"):
-            raise ConfigurationError(
-                f"RecoveryPolicy(when_used_up={self.when_used_up!r}): allowed are 'stop' and 'abort'"
-            )
 
     def used_up(self, step: int, past: Sequence[Rollback]) -> str | None:
         """Return which limit a request at ``step`` exceeds: ``the budget of …``; None: it exceeds none."""

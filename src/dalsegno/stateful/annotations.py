@@ -286,6 +286,7 @@ def _inside(check: Checker, value: Any, key: object) -> Any:
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Name → annotation of a function, without those that cannot be resolved: one that only a type checker can resolve
     affects no other."""
+    function = inspect.unwrap(function)
     module = sys.modules.get(getattr(function, "__module__", ""))
     names = getattr(function, "__globals__", vars(module) if module else {})
     resolved: dict[str, Any] = {}
@@ -300,21 +301,24 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 def check_types(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a public function: refuse an argument that its annotation excludes, by its type or as an unknown name.
-    Does not look into containers."""
+    Looks into sequences, sets and the keys of mappings. Of a class, those of its constructor."""
+    if isinstance(function, type):
+        function.__init__ = check_types(function.__init__)  # type: ignore[misc]
+        return function
     signature = inspect.signature(function)
-    tests = functools.cache(lambda: {name: _fits(form) for name, form in hints_of(function).items()})
+    misfits = functools.cache(lambda: {name: _misfit(form) for name, form in hints_of(function).items()})
     called = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
     @functools.wraps(function)
     def call(*args: P.args, **named: P.kwargs) -> T:
         for name, value in signature.bind(*args, **named).arguments.items():
-            if name in tests() and not tests()[name](value):
+            if name in misfits() and (misfit := misfits()[name](value)) is not None:
                 form = plain(hints_of(function)[name])
-                origin: Any = get_origin(form)
-                if origin is Literal and isinstance(value, str):
-                    expect_known(f"{name} of {called}", [value], get_args(form))
+                choices = [each for each in (form, *get_args(form)) if get_origin(each) is Literal]
+                if choices and isinstance(value, str):
+                    expect_known(f"{name} of {called}", [value], get_args(choices[0]))
                 wanted = inspect.formatannotation(form)
-                raise ConfigurationError(f"{called}({name}={short_repr(value)}): needs {wanted}")
+                raise ConfigurationError(f"{called}({name}{misfit}): needs {wanted}")
         return function(*args, **named)
 
     return call
@@ -331,21 +335,41 @@ _WIDER: dict[Any, tuple[Any, Any]] = {
 """Types that stand for wider ones: what is refused, and what is accepted."""
 
 
-def _fits(form: Form) -> Callable[[object], bool]:
+def _misfit(form: Form) -> Callable[[object], str | None]:
+    """Of a value: the first part that the annotation excludes, as ``=7`` or ``[2]=7``; None if there is none."""
     form = plain(form)
     kind: Any = get_origin(form) or form
     inner = get_args(form)
     if kind is Annotated:
-        return _fits(inner[0])
+        return _misfit(inner[0])
     if kind in (Union, types.UnionType):
-        members = [*map(_fits, inner)]
-        return lambda value: any(fits(value) for fits in members)
-    if kind is Literal:
-        return lambda value: any(type(value) is type(each) and value == each for each in inner)
+        members = [*map(_misfit, inner)]
+
+        def in_each(value: object) -> str | None:
+            found = [misfit for each in members if (misfit := each(value)) is not None]
+            return max(found, key=lambda misfit: misfit[0] == "[") if len(found) == len(members) else None
+
+        return in_each
+    in_items = [_misfit(each) for each in inner if each is not ...] if kind in LISTS else []
+    each_its_own = kind is tuple and bool(inner) and inner[1:] != (...,)
     refused, accepted = _WIDER.get(kind, ((), kind))
-    if not isinstance(accepted, type) or accepted.__module__ == "typing":  # Any, BinaryIO
-        return lambda value: True
-    return lambda value: isinstance(value, accepted) and not isinstance(value, refused)
+
+    def fits(value: object) -> bool:
+        if kind is Literal:
+            return any(type(value) is type(each) and value == each for each in inner)
+        if kind is typing.BinaryIO:
+            return hasattr(value, "write")
+        is_any = not isinstance(accepted, type) or accepted.__module__ == "typing"
+        return is_any or (isinstance(value, accepted) and not isinstance(value, refused))
+
+    def misfit(value: object) -> str | None:
+        given = value if in_items and isinstance(value, (Sequence, Set, Mapping)) else None
+        if not fits(value) or (each_its_own and given is not None and len(given) != len(inner)):
+            return f"={short_repr(value)}"
+        found = ((number, in_items[number % len(in_items)](each)) for number, each in enumerate(given or ()))
+        return next((f"[{number}]{part}" for number, part in found if part is not None), None)
+
+    return misfit
 
 
 _LONGEST_SHOWN = 60  # characters

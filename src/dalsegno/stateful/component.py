@@ -175,6 +175,11 @@ class Component:
     def capture(self) -> State:
         return self.target.state_dict()
 
+    def take_warning(self) -> str | None:
+        """What the user has to know of this rank's state, as :meth:`capture` has found it; None if nothing is new."""
+        take = getattr(self.target, "take_warning", None)
+        return None if take is None else cast("str | None", take())
+
     def make_durable(self) -> None:
         """Fsync what the state refers to outside the checkpoint. Called on any thread."""
         make_durable = getattr(self.target, "make_durable", None)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from dalsegno.errors import ConfigurationError
 from dalsegno.system.machine import O_BINARY, O_DIRECT, O_DIRECTORY, O_NOFOLLOW, fcntl
 
 if TYPE_CHECKING:
@@ -34,22 +35,19 @@ DIRECT_PIECE = 16 << 20
 watcher: Watcher | None = None
 """Called with (operation, path) before each write, fsync, truncate, rename, link, mkdir and unlink. For tests."""
 
-_fences: tuple[tuple[str, Lease], ...] = ()  # replaced, never changed: other threads iterate
+_fences: tuple[tuple[tuple[str, ...], Lease], ...] = ()  # replaced, never changed: other threads iterate
 
 
 def add_fence(directory: Path, lease: Lease) -> None:
     """From now on, change files below ``directory`` only while this process holds ``lease``."""
     global _fences
-    _fences = (*_fences, *((root, lease) for root in {_root(directory), _root(directory.resolve())}))
+    roots = {f"{os.path.abspath(each).rstrip('/')}/" for each in (directory, directory.resolve())}
+    _fences = (*_fences, (tuple(roots), lease))
 
 
 def remove_fence(lease: Lease) -> None:
     global _fences
-    _fences = tuple((root, each) for root, each in _fences if each is not lease)
-
-
-def _root(directory: Path) -> str:
-    return os.path.abspath(directory).rstrip("/") + "/"
+    _fences = tuple((roots, each) for roots, each in _fences if each is not lease)
 
 
 def notify_watcher(operation: str, path: Path) -> None:
@@ -59,9 +57,10 @@ def notify_watcher(operation: str, path: Path) -> None:
 
 
 def _ask_fences(operation: str, path: Path) -> None:
-    """Raises LeaseLost if another process has taken over the directory of ``path``."""
-    for root, lease in _fences:  # a rename publishes: it is worth a look at the disk, which shows a takeover at once
-        if (operation == "rename" or not lease.is_certain()) and os.path.abspath(path).startswith(root):
+    """Raises LeaseLost if another process has taken over the directory of ``path``, or it is not there any more."""
+    for roots, lease in _fences:  # a rename publishes, and a mkdir would begin anew: worth a look at the disk
+        is_worth_a_look = operation in ("rename", "mkdir") or not lease.is_certain()
+        if is_worth_a_look and f"{os.path.abspath(path)}/".startswith(roots):
             lease.confirm()
 
 
@@ -150,14 +149,18 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create ``path`` and its parents and fsync their names. Does nothing if ``path`` exists.
+    """Create ``path`` and its parents and fsync their names. Does nothing if ``path`` exists. Raises
+    ConfigurationError if what is there is not a directory.
 
     Without the fsync, a crash can lose the directory's name, and with it all files that were fsynced inside.
     """
     if not path.is_dir():
         make_directory(path.parent)
         _begin("mkdir", path)
-        path.mkdir(exist_ok=True)
+        try:
+            path.mkdir(exist_ok=True)
+        except FileExistsError as error:
+            raise ConfigurationError(f"{path}: is there, and is not a directory; remove it, or name another") from error
         fsync_directory(path.parent)
 
 

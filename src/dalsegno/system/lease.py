@@ -318,11 +318,16 @@ class Lease:
             self._lose()
 
     def _lose(self) -> None:
-        other = read_holder(self._files) or f"another process, which has ended since (or {LOCK} was deleted)"
-        self.loss = (
-            f"{self._place}: was taken over by {other}: this process did not renew its lease for {TTL_S:.0f} s, or "
-            "the other was started with take_over_lock=True; nothing more is written from here"
-        )
+        elsewhere = "a link on its path leads elsewhere now"
+        if self._files.read(LOCK) is None:
+            why = f"its {LOCK} is gone: it was moved or removed, or {elsewhere}; resume the run where it is now"
+        else:
+            other = read_holder(self._files) or f"another process, which has ended since (or {elsewhere})"
+            why = (
+                f"was taken over by {other}: this process did not renew its lease for {TTL_S:.0f} s, or the other was "
+                "started with take_over_lock=True"
+            )
+        self.loss = f"{self._place}: {why}; nothing more is written from here"
         raise LeaseLost(self.loss)
 
     def _encoded(self) -> bytes:

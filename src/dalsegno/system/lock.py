@@ -115,7 +115,7 @@ class DirectoryLock:
             ) from error
         with contextlib.suppress(PermissionError):  # another user's file, which its group may write
             os.fchmod(descriptor, _MODE)
-        files = _DirectoryFiles(self._path.parent, descriptor)
+        files = _DirectoryFiles(self._directory, descriptor)  # by the path that the run is written by
         lease = Lease(files, place)
         try:
             token = lease.acquire(self._former(files, place, descriptor))

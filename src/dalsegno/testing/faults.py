@@ -6,6 +6,7 @@ The signal is SIGKILL by default, as an out-of-memory killer would send it.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import random
 import signal
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dalsegno.checkpoint import names
 from dalsegno.errors import ConfigurationError
@@ -23,9 +24,13 @@ from dalsegno.events.callback import FlaglessCallback
 from dalsegno.events.contexts import Context
 from dalsegno.events.registration import register_global_callback
 from dalsegno.events.table import Event
+from dalsegno.stateful.annotations import check_types
 from dalsegno.system import filesystem
 
+Operation = Literal["write", "fsync", "rename", "mkdir", "link", "unlink", "truncate", "any"]
 
+
+@check_types
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
     """Where to kill a process: exactly one of ``event``, ``operation`` and ``seconds``.
@@ -38,11 +43,12 @@ class FaultPlan:
         sends: the signal; SIGTERM, for example, as a cluster sends before it takes a machine back.
 
     Raises:
-        ConfigurationError: for none or several of the three, or a count below 1.
+        ConfigurationError: for none or several of the three, a count below 1, or seconds that are not 0 or more.
+        UnknownName: for another operation.
     """
 
     event: Event | None = None
-    operation: str | None = None
+    operation: Operation | None = None
     seconds: float | None = None
     count: int = 1
     path: str = ""
@@ -50,9 +56,11 @@ class FaultPlan:
 
     def __post_init__(self) -> None:
         if sum(each is not None for each in (self.event, self.operation, self.seconds)) != 1:
-            raise ConfigurationError(f"{self}: give exactly one of event=, operation=, seconds=")
+            raise ConfigurationError(f"{self!r}: give exactly one of event=, operation=, seconds=")
         if self.count < 1:
             raise ConfigurationError(f"FaultPlan(count={self.count}): must be at least 1")
+        if self.seconds is not None and not 0 <= self.seconds < math.inf:
+            raise ConfigurationError(f"FaultPlan(seconds={self.seconds}): must be 0 or more")
 
     def arm(self) -> Callable[[], None]:
         """Activate the plan in this process. Returns a function that deactivates it."""

@@ -139,11 +139,12 @@ def _check_saveable(parts: RunParts) -> None:
 
 
 def _check_state(others: Mapping[str, object], *, reserved: Sequence[str]) -> None:
+    taken = (CALLBACKS, _SCHEDULER, *(f"{each}." for each in [*reserved, *others]))
     for name, thing in others.items():
-        if not isinstance(name, str) or name in reserved or name.startswith((CALLBACKS, _SCHEDULER)):
+        if not isinstance(name, str) or name in reserved or name.startswith(taken):
             raise ConfigurationError(
-                f"state={{{name!r}: …}}: choose another name, a string; a run reserves "
-                f"{', '.join(reserved)}, {_SCHEDULER}… and {CALLBACKS}… for its own state"
+                f"state={{{name!r}: …}}: choose another name, a string; a run reserves {', '.join(reserved)}, "
+                f"{_SCHEDULER}… and {CALLBACKS}… for its own state, and 'a.b' stands for the part b of a state 'a'"
             )
         if not isinstance(thing, Stateful):
             raise ConfigurationError(

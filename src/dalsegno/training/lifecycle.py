@@ -405,7 +405,7 @@ def locked_run_dir(args: TrainingArguments) -> Iterator[None]:
         token = collectives.from_rank_zero(open_directory)
     except Locked:
         raise
-    except OSError as error:
+    except (OSError, ConfigurationError) as error:
         why = f"cannot be written to: {error}"
         if directory.is_symlink() and not directory.exists():
             why = f"is a symbolic link to {directory.readlink()}, which does not exist"

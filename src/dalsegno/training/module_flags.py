@@ -20,8 +20,6 @@ from torch.optim import Optimizer
 
 from dalsegno.checkpoint import unwrapped
 from dalsegno.checkpoint.tensor_files import as_bytes, is_plain
-from dalsegno.data import NOT_EXACT
-from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import strip_wrappers
 from dalsegno.errors import StateMismatch, first_few
 from dalsegno.system.progress import format_bytes
@@ -65,7 +63,7 @@ class Flags:
         self._built: Reading = {}  # of what the training has changed: the value before
         self._caches: set[tuple[str, str]] = set()  # what modules make in each leg, and keep
         self._loaded: Reading = {}
-        self._warned = False
+        self._warning: str | None = None  # "" once it was taken
 
     def add(self, others: Mapping[str, object]) -> None:
         """Modules and optimizers among ``others``, which a checkpoint contains, have flags, too."""
@@ -118,16 +116,18 @@ class Flags:
             held = [name for name in present if replaced and name not in kept and name not in replaced]
             named = [name for name in replaced if held or _size_of(present[name])]
             lost += [f"{path}.{name}{_size_of(present[name])}" for name in [*named, *held]]
-        if lost and not self._warned and collectives.rank() == 0:
-            logger.warning(
-                "a resumed run will differ from an uninterrupted one: the training changes %s, which no checkpoint "
-                "contains; register it as a buffer that is saved (persistent=True), or return it from the module's "
-                "get_extra_state",
-                first_few(lost, 5),
-                extra={NOT_EXACT: True},
+        if lost and self._warning is None:
+            self._warning = (
+                f"a resumed run will differ from an uninterrupted one: the training changes {first_few(lost, 5)}, "
+                "which no checkpoint contains; register it as a buffer that is saved (persistent=True), or return it "
+                "from the module's get_extra_state"
             )
-        self._warned |= bool(lost)
         return state
+
+    def take_warning(self) -> str | None:
+        """See :meth:`Component.take_warning`."""
+        warning, self._warning = self._warning, self._warning and ""
+        return warning or None
 
     def check_state(self, state: Reading) -> None:
         """Raises StateMismatch if a value cannot replace the present one."""

@@ -257,13 +257,10 @@ class SaveCoordinator:
             return
         self._note_success(save)
         self._checkpoints.memory.publish()
-        saved = self._parts.dispatcher.save
-        if saved:
+        if self._parts.dispatcher.save:
             state = self._state if self._state.global_step == save.step else self._captured_state
-            saved.fill(state, save.path, save.step, save.is_best)
-            # The step at which it fires depends on the disk.
-            with self._parts.random_state.kept(), self._parts.dispatcher.fires_late():
-                saved.fire()
+            with self._parts.random_state.kept():  # the step at which it fires depends on the disk
+                self._parts.dispatcher.fire_save(state, save.path, save.step, save.is_best)
 
     def finish(self) -> None:
         """Finalize the last save of a leg that ends without an exception. Raises SaveFailed if it has failed; LeaseLost

@@ -267,7 +267,11 @@ def test_refusals() -> None:
     for x in ("epoch", "time", "tokens"):
         with pytest.raises(ConfigurationError, match=f"x is '{x}', and a does not log it"):
             plot_logs([log], view=View(x=x))
-    for view, what in [({"x": "day"}, "x is 'day'"), ({"smooth": 0}, "smooth is 0"), ({"xlim": (2, 1)}, "xlim is")]:
+    for view, what in [
+        ({"x": "day"}, "unknown x of View 'day'"),
+        ({"smooth": 0}, "smooth is 0"),
+        ({"xlim": (2, 1)}, "xlim is"),
+    ]:
         with pytest.raises(ConfigurationError, match=what):
             View(**view)  # type: ignore[arg-type]
 

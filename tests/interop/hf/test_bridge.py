@@ -373,15 +373,19 @@ def test_counted_tokens_make_no_record_the_final_one(tmp_path: Path) -> None:
     """With ``include_num_input_tokens_seen`` each of Hugging Face's records has a ``train_runtime``."""
     kinds = Listener({"on_log": lambda ctx: seen.append((ctx.kind, ctx.state.global_step))})
     seen: list[tuple[str, int]] = []
-    with_bridge(tmp_path, [kinds, JsonLogger()], include_num_input_tokens_seen="all", max_steps=4, save_steps=2).train()
-    assert seen == [("train", 2), ("eval", 2), ("train", 4), ("eval", 4), ("final", 4)]
+    saved = Listener({"on_save": lambda ctx: ctx.trainer.log({"saved": ctx.step})}, name="Saved")
+    callbacks = [kinds, saved, JsonLogger()]
+    with_bridge(tmp_path, callbacks, include_num_input_tokens_seen="all", max_steps=4, save_steps=2).train()
+    assert [each for each in seen if each[0] == "save"] == [("save", 2), ("save", 4)]
+    others = [each for each in seen if each[0] != "save"]
+    assert others == [("train", 2), ("eval", 2), ("train", 4), ("eval", 4), ("final", 4)]
     for path in (tmp_path, tmp_path / "checkpoint-2" / "trainer_state.json"):
         read = [
             (record["kind"], record["global_step"])
             for record in ds.open_log(path).records()
-            if "header" not in record["kind"]
+            if record["kind"] not in ("header", "save")
         ]
-        assert read == seen[: len(read)]
+        assert read == others[: len(read)]
         assert len(read) >= 2
     stopped = ds.open_log(tmp_path / "checkpoint-2" / "trainer_state.json")
     assert stopped.summary().state != "finished"

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dalsegno.errors import ConfigurationError
+from dalsegno.stateful.annotations import check_types
 
 XAxis = Literal["step", "epoch", "time", "tokens"]
 X_AXES: tuple[XAxis, ...] = get_args(XAxis)
 Limits = tuple[float | None, float | None]
 
 
+@check_types
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """Axes and smoothing of a plot. Raises ConfigurationError for an invalid value."""
@@ -34,9 +36,7 @@ class View:
     """Scale the y axis to the middle 98% of the values."""
 
     def __post_init__(self) -> None:
-        if self.x not in X_AXES:
-            raise ConfigurationError(f"x is {self.x!r}; allowed: {', '.join(map(repr, X_AXES))}")
-        if self.smooth is not None and (not isinstance(self.smooth, int) or self.smooth < 1):
+        if self.smooth is not None and self.smooth < 1:
             raise ConfigurationError(f"smooth is {self.smooth!r}; allowed: a number of records, at least 1 (1: none)")
         for name, limits in (("xlim", self.xlim), ("ylim", self.ylim)):
             ends = [end for end in limits or () if end is not None]

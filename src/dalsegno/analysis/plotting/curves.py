@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dalsegno.analysis.formats.source import is_of_evaluation, is_setting
 from dalsegno.analysis.lineage import Restart, Tail
 from dalsegno.analysis.series import HUGE, Series, automatic_window, trailing_mean
-from dalsegno.errors import ConfigurationError, NotFound, UnknownName
+from dalsegno.errors import ConfigurationError, NotFound, expect_known
 from dalsegno.logs import is_wall_clock
 
 from . import View, XAxis
@@ -47,6 +47,7 @@ LABELS = {
 }
 
 
+@runtime_checkable
 class Log(Protocol):
     """The part of a TrainingLog that drawing needs."""
 
@@ -126,9 +127,7 @@ def panels(logs: Sequence[Log], metrics: Sequence[str] | None, view: View, *, co
     """
     chosen = [[metric] * len(logs) for metric in metrics] if metrics else [_losses(logs)]
     known = {name for log in logs for name in log.metrics()}
-    for metric in metrics or ():
-        if metric not in known:
-            raise UnknownName("metric", metric, known)
+    expect_known("metric", metrics or (), known)
     for number, log in enumerate(logs):
         _read_at_once(log, [names[number] for names in chosen])
     seconds = longest(logs) if view.x == "time" else 0.0

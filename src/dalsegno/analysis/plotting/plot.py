@@ -42,6 +42,7 @@ def plot_logs(
     return draw(panels(logs, metrics, view, compare=compare), view)
 
 
+@check_types
 def sketch_logs(
     logs: Sequence[Log],
     metrics: Sequence[str] | None = None,
@@ -65,6 +66,7 @@ def sketch_logs(
 TITLES = {"grad_norm": "gradient norm", "norm": "weight norm", "spectral_norm": "spectral norm"}
 
 
+@check_types
 def matching(series: ParameterSeries, pattern: str | None) -> ParameterSeries:
     """The parameters whose names contain a match of the regular expression ``pattern``; None: all.
 

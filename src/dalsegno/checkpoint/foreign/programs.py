@@ -30,7 +30,7 @@ from dalsegno.checkpoint.snapshot import Snapshotter
 from dalsegno.checkpoint.tensor_reader import read_tensors
 from dalsegno.data.loader import IMPORTED
 from dalsegno.distributed import collectives
-from dalsegno.errors import ConfigurationError, DalsegnoError, NotFound, StateMismatch, UnknownName
+from dalsegno.errors import ConfigurationError, DalsegnoError, NotFound, StateMismatch, expect_known
 from dalsegno.stateful.annotations import check_types
 from dalsegno.stateful.component import State
 from dalsegno.system import filesystem
@@ -137,8 +137,7 @@ def import_checkpoint(
 
 def _program_of(path: Path, key: str | None) -> Program:
     if key is not None:
-        if key not in PROGRAMS:
-            raise UnknownName("program", key, PROGRAMS)
+        expect_known("program", [key], PROGRAMS)
         return PROGRAMS[key]
     found = next((each for each in PROGRAMS.values() if each.is_at(path)), None)
     if found is None:
@@ -395,9 +394,8 @@ def export_checkpoint(
         DamagedCheckpoint: if its bytes do not match its manifest.
         ConfigurationError: if ``target`` exists, or the checkpoint lacks what the program needs.
     """
-    if program not in ("hf", "torch"):
-        advice = "export program='torch', whose parts the load_state_dict of model, optimizer and schedule take"
-        raise UnknownName("program to export for", program, ["hf", "torch"], dict.fromkeys(PROGRAMS, advice))
+    advice = "export program='torch', whose parts the load_state_dict of model, optimizer and schedule take"
+    expect_known("program to export for", [program], ["hf", "torch"], dict.fromkeys(PROGRAMS, advice))
     place = Path(target)
     if place.exists():
         raise ConfigurationError(f"{place}: exists already; choose another name")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dalsegno.cli.command import DIR, JSON, argument, command, flag, place
 from dalsegno.cli.console import Column, numbers, print_json, print_table, sizes, texts, visible
-from dalsegno.errors import UnknownName
+from dalsegno.errors import expect_known
 
 if TYPE_CHECKING:
     from dalsegno.checkpoint import Checkpoint
@@ -39,9 +39,7 @@ def show(arguments: argparse.Namespace) -> int:
 
     checkpoint = newest(arguments.place)
     components = checkpoint.manifest.components
-    for key in arguments.component or ():
-        if key not in components:
-            raise UnknownName("component", key, components)
+    expect_known("component", arguments.component or (), components)
     keys = arguments.component or list(components)
     problems: list[str] = []
     states = {key: each for key, each in readable_states(checkpoint, problems).items() if key in keys}
