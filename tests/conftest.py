@@ -80,6 +80,14 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Workers are forked from one process, rather than each import all libraries anew."""
+    from support import workers
+
+    config.add_cleanup(workers.fork_from_one(specs, Path(_state_home.name)).communicate)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Compile what several processes import, else each would do so anew: the package, the tests, and their asserts."""
     if hasattr(config, "workerinput"):
