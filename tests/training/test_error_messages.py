@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import dalsegno as ds
 from dalsegno.callbacks import DefaultMetrics, DivergenceDetector, EarlyStopping, GradNormLogger, JsonLogger, Notify
+from dalsegno.checkpoint import Checkpoint, read_tensors, saved_states
 from dalsegno.errors import (
     CannotSave,
     ConfigurationError,
@@ -25,7 +26,7 @@ from dalsegno.errors import (
 )
 from dalsegno.events.table import Event
 from dalsegno.policies.retention import Best, Latest
-from dalsegno.testing import FaultPlan, TinyRegression, tiny_regression_data
+from dalsegno.testing import FaultPlan, TinyRegression, compare_runs, tiny_regression_data
 from support.listeners import Listener
 from support.own_loops import OwnLoop
 from support.small import arguments, small_trainer
@@ -699,6 +700,23 @@ EVERYDAY: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         "^unknown operation of FaultPlan 'renam'; did you mean 'rename'",
     ),
     "no time for a fault": (lambda _: FaultPlan(seconds=NAN), ConfigurationError, r"FaultPlan\(seconds=nan\): must be"),
+    "the text of a path for a checkpoint": (
+        lambda _: Checkpoint.open("runs/a"),  # type: ignore[arg-type]
+        ConfigurationError,
+        r"^open\(path='runs/a'\): needs pathlib.Path",
+    ),
+    "a path for an opened checkpoint": (saved_states, ConfigurationError, r"^saved_states\(checkpoint=PosixPath\("),  # type: ignore[dict-item]
+    "a path for the tensors' checkpoint": (read_tensors, ConfigurationError, r"^read_tensors\(checkpoint=PosixPath"),  # type: ignore[dict-item]
+    "one run to compare": (
+        lambda path: compare_runs(path, None),  # type: ignore[arg-type]
+        ConfigurationError,
+        r"^compare_runs\(second=None\): needs str",
+    ),
+    "a text for a number of samples": (
+        lambda path: small_trainer(path).skip_samples("3"),  # type: ignore[arg-type]
+        ConfigurationError,
+        r"^skip_samples\(samples='3'\): needs int",
+    ),
     "no folder": (lambda _: ds.TrainingArguments(""), ConfigurationError, "output_dir=''; name the run's folder"),
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.errors import ConfigurationError, expect_known
 
 T = TypeVar("T")
 Spec = dict[str, Any]
@@ -46,8 +46,7 @@ def one_of(owner: str, name: str, value: str, allowed: Sequence[str]) -> str:
     """Return ``value`` if it is one of the allowed names; the error for another name suggests the nearest."""
     if not isinstance(value, str):
         raise ConfigurationError(f"{owner}: {name}={value!r}; allowed are {', '.join(map(repr, allowed))}")
-    if value not in allowed:
-        raise UnknownName(f"{owner}: {name}", value, allowed)
+    expect_known(f"{owner}: {name}", [value], allowed)
     return value
 
 

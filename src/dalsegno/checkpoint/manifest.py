@@ -28,6 +28,7 @@ from dalsegno.checkpoint import names
 from dalsegno.checkpoint.file_reading import FileRecord, parse_json, read_bytes, verify_files
 from dalsegno.errors import DamagedCheckpoint, NotFound, StateMismatch
 from dalsegno.policies.retention import CheckpointSummary
+from dalsegno.stateful.annotations import check_types
 
 FORMAT = 1
 
@@ -156,6 +157,7 @@ class Checkpoint:
     manifest: Manifest
 
     @classmethod
+    @check_types
     def open(cls, path: Path) -> Checkpoint:
         """Read the manifest only, which must be of the step in the directory's name, if that has one. Raises NotFound
         if ``path`` is not a directory."""

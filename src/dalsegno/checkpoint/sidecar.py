@@ -28,6 +28,7 @@ from dalsegno.checkpoint.tensor_files import StoredFile, as_bytes
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import DamagedCheckpoint
+from dalsegno.stateful.annotations import check_types
 from dalsegno.stateful.component import State
 from dalsegno.stateful.schema import Count, Must, check
 
@@ -194,6 +195,7 @@ class SavedStates:
         return self._read[name]
 
 
+@check_types
 def saved_states(checkpoint: Checkpoint) -> dict[str, list[State]]:
     """Component to its non-tensor states: one, or one per rank that saved. Raises DamagedCheckpoint if a file has
     content that dalsegno cannot have written."""

@@ -27,6 +27,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import local_part, unexpanded
 from dalsegno.distributed.stage_places import place_of
 from dalsegno.errors import DamagedCheckpoint, StateMismatch
+from dalsegno.stateful.annotations import check_types
 from dalsegno.system.machine import run_on_threads, thread_count
 
 
@@ -242,6 +243,7 @@ class ChunkReader:
         return opened
 
 
+@check_types
 def read_tensors(checkpoint: Checkpoint) -> dict[str, dict[str, torch.Tensor]]:
     """Component to name to full tensor, on the CPU, assembled from the shards of all ranks. Raises DamagedCheckpoint if
     a file has content that dalsegno cannot have written."""

@@ -25,7 +25,7 @@ from types import FunctionType, MethodType
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
-from dalsegno.errors import ConfigurationError, UnknownDialect, UnknownName
+from dalsegno.errors import ConfigurationError, UnknownDialect, UnknownName, expect_known
 from dalsegno.state import Handler
 from dalsegno.stateful.annotations import check_types
 from dalsegno.stateful.component import State, Stateful
@@ -75,8 +75,7 @@ def adapt(
         if not (dialect or name or state):
             return former
         dialect, name, state = dialect or former.dialect, name or former.name, state or former.saved_attributes
-    if dialect is not None and dialect not in installed_dialects():
-        raise UnknownName("dialect", dialect, installed_dialects())
+    expect_known("dialect", [] if dialect is None else [dialect], installed_dialects())
     kind = _detect_dialect(callback) if dialect is None else installed_dialects()[dialect]
     adapted = _adapted[id(callback)] = kind(callback, name)
     if state:

@@ -26,6 +26,7 @@ from dalsegno.errors import NotFound
 from dalsegno.logs import EventPosition, Position, ReadReport, is_wall_clock, read_records
 from dalsegno.logs.journal import JOURNAL
 from dalsegno.logs.values import Record
+from dalsegno.stateful.annotations import check_types
 from dalsegno.witness import WITNESS
 
 logger = logging.getLogger("dalsegno")
@@ -98,6 +99,7 @@ class RunComparison:
         return "\n".join(f"{a:<{widths[0]}}  {b:>{widths[1]}} {c:<{widths[2]}}  {d}" for a, b, c, d in lines)
 
 
+@check_types
 def compare_runs(first: str | Path, second: str | Path, *, ignoring: Collection[str] = ()) -> RunComparison:
     """Compare the newest checkpoints and all logs of two runs.
 

@@ -487,6 +487,7 @@ class OfRun:
         """Request a checkpoint at this step's end; from any thread, on any rank."""
         self.control.should_save = True
 
+    @check_types
     def skip_samples(self, samples: int) -> int:
         """Skip this many samples, over all ranks, of the epoch that begins: see ``SkipSamples``.
 
