@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -483,6 +484,26 @@ def test_a_run_that_begins_with_the_weights_of_a_failed_one_says_so(
         loop.train()
     (warning,) = said(caplog)  # the last one begins with weights of a checkpoint
     assert f"no checkpoint contains, left in this model by step 2 of the run in {tmp_path}" in warning
+
+
+def test_a_run_that_begins_with_the_weights_of_a_stopped_one_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a script that trains first on one dataset, then on another."""
+
+    def end(ctx: Any) -> None:
+        if ctx.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    model = TinyRegression()
+    small_trainer(tmp_path / "first", ds.on(ds.Event.STEP_END, end), model=model, max_steps=4, save_steps=2).train()
+    small_trainer(tmp_path / "second", model=model, max_steps=4, save_steps=2).train()
+    (warning,) = said(caplog)
+    assert f"weights of step 2, at which the run in {tmp_path / 'first'} was stopped (SIGTERM)" in warning
+    caplog.clear()
+    small_trainer(tmp_path / "first", model=model, max_steps=4, save_steps=2).train()
+    small_trainer(tmp_path / "third", model=model, max_steps=4, save_steps=2).train()
+    assert said(caplog) == []  # it had come to its end
 
 
 def test_a_trainer_says_it_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -253,6 +253,17 @@ def counting_dataset(output_dir: Path) -> ds.Trainer:
     return trainer(output_dir, train_dataset=Counting())
 
 
+def metric_of_several_steps(output_dir: Path) -> ds.Trainer:
+    mean = pytest.importorskip("torchmetrics").MeanMetric()
+
+    def measure(ctx: Any) -> None:
+        mean.update(ctx.loss)
+        if ctx.step == 5:
+            mean.reset()
+
+    return trainer(output_dir, Listener({"on_step_end": measure}))
+
+
 @pytest.mark.parametrize(
     ("build", "name"),
     [
@@ -272,6 +283,7 @@ def counting_dataset(output_dir: Path) -> ds.Trainer:
         (inner_optimizer, "optimizer.inner.state"),
         (schedule, "factor(): calls"),
         (counting_dataset, "train_dataset.reads"),
+        (metric_of_several_steps, "measure(): mean"),
     ],
 )
 def test_state_without_an_effect_yet_is_named(
@@ -501,7 +513,8 @@ def metrics(output_dir: Path) -> ds.Trainer:
         def compute(self) -> float:
             return self.total
 
-    measured = [Accuracy(), pytest.importorskip("torchmetrics").MeanMetric()]
+    mean = pytest.importorskip("torchmetrics").MeanMetric
+    measured, at_saves, now_and_then = [Accuracy(), mean()], mean(), mean()
 
     def evaluate(ctx: Any) -> None:
         for each in measured:
@@ -509,6 +522,12 @@ def metrics(output_dir: Path) -> ds.Trainer:
         measured[0].total += float(ctx.loss)
         measured[1].update(ctx.loss)
         measured[1].compute()
+        at_saves.update(ctx.loss)
+        if ctx.step % 2 == 0:  # as after a record
+            at_saves.reset()
+            now_and_then.reset()
+            for _ in range(ctx.step):
+                now_and_then.update(ctx.loss)
 
     return trainer(output_dir, Listener({"on_step_end": evaluate}))
 
@@ -546,6 +565,45 @@ def test_what_is_set_again_is_not_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, build: Callable[[Path], ds.Trainer]
 ) -> None:
     build(tmp_path).train()
+    assert warned(caplog) == []
+
+
+def test_what_a_loop_keeps_in_a_saved_dict_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Scaled(TinyRegression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sums = {"last": torch.zeros(())}
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            loss: Tensor = super().forward(x, y)
+            self.sums = {"last": loss.detach()}
+            return loss
+
+        def get_extra_state(self) -> dict[str, Tensor]:
+            return self.sums
+
+        def set_extra_state(self, state: dict[str, Tensor]) -> None:
+            self.sums = state
+
+    model, losses, best = Scaled(), list[float](), {"step": 0, "weights": torch.zeros(3)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = torch.utils.data.DataLoader(tiny_regression_data(LENGTH), batch_size=4)
+    args = arguments(tmp_path, max_steps=10, save_steps=4, eval_steps=2, save_in_background=False)
+
+    def evaluate() -> dict[str, float]:
+        best["step"] += 2
+        best["weights"] += 1
+        losses.append(1.0)
+        return {"eval_loss": 1.0}
+
+    state = {"best": best, "kept": {"losses": losses}}
+    with ds.Run(args, model=model, optimizer=optimizer, loader=loader, evaluate=evaluate, state=state) as run:
+        for batch in run.batches():
+            loss = model(**batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step_end(loss=loss)
     assert warned(caplog) == []
 
 

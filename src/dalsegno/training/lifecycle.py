@@ -31,6 +31,7 @@ from dalsegno.state import TrainerControl, TrainerState
 from dalsegno.stateful.annotations import check_types
 from dalsegno.stateful.component import Stateful, is_stateful, stateful_behind
 from dalsegno.system import filesystem
+from dalsegno.system.exit_status import ExitStatus
 from dalsegno.system.lock import DirectoryLock, is_visible
 from dalsegno.witness import Unsaved
 
@@ -47,12 +48,13 @@ from .save_coordinator import SaveCoordinator
 from .session import Session
 from .step_boundary import StepBoundary
 from .stop_requests import Requeue, SignalWatcher, TimeLimit
+from .variables import Variables
 
 logger = logging.getLogger("dalsegno")
 
 
-_UNSAVED: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Models whose weights a leg in this process has changed since its last checkpoint; and in which step."""
+_LEFT: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Models with weights of a leg in this process that has not saved them, or was stopped in time; and these, in words."""
 
 
 class RunLifecycle:
@@ -128,10 +130,20 @@ class RunLifecycle:
                     self._commands.undo_settings()
                     del vars(parts.args)["_in_leg"]
                     if self._session is not None:
-                        _UNSAVED.pop(parts.model, None)
+                        _LEFT.pop(parts.model, None)
+                        step, folder, result = parts.state.global_step, parts.args.output_dir, self._session.result
                         if not self._saves.is_on_disk():
-                            step, folder = parts.state.global_step, parts.args.output_dir
-                            _UNSAVED[parts.model] = f"step {step} of the run in {folder}"
+                            _LEFT[parts.model] = (
+                                f"weights that no checkpoint contains, left in this model by step {step} of the run in "
+                                f"{folder}: in another process it would begin with others. Build the model anew, or "
+                                "load a checkpoint into it"
+                            )
+                        elif result is not None and result.exit_status is ExitStatus.RUN_AGAIN:
+                            _LEFT[parts.model] = (
+                                f"the weights of step {step}, at which the run in {folder} was stopped ({result.why}): "
+                                "without that stop it would begin with others. End the program after a stop: "
+                                "if status := trainer.train().exit_status: sys.exit(status)"
+                            )
             if self._session is not None and self._session.result is not None:
                 self._result = self._session.result  # without an exception: the next leg may start from memory
                 self._requeue.end_leg(self._result)
@@ -183,13 +195,8 @@ class RunLifecycle:
         self._commands.restore(0)
         if options.load_components:
             self._load_components()
-        elif (leg := _UNSAVED.get(parts.model)) is not None:
-            logger.warning(
-                "this run begins with weights that no checkpoint contains, left in this model by %s: in another "
-                "process it would begin with others. Build the model anew, or load a checkpoint into it",
-                leg,
-                extra={NOT_EXACT: True},
-            )
+        elif (left := _LEFT.get(parts.model)) is not None:
+            logger.warning("this run begins with %s", left, extra={NOT_EXACT: True})
         self._rollbacks.complete()
         return None
 
@@ -383,7 +390,8 @@ def _unsaved(
     collate = None if stateful_behind(data.collate_fn) else data.collate_fn
     given = {**others, **functions, **parts.modules, "optimizer": parts.optimizer, "lr_scheduler": [*parts.schedulers]}
     generators = OwnStates(dataset=data.dataset, collate_fn=data.collate_fn)
-    kept = [*parts.modules.values(), parts.optimizer, *parts.schedulers, *others.values()]
+    saved = [each.values if isinstance(each, Variables) else each for each in others.values()]
+    kept = [*parts.modules.values(), parts.optimizer, *parts.schedulers, *saved]
     return Unsaved(
         lambda: parts.callbacks.bound,
         given | {"train_dataset": dataset, "data_collator": collate},

@@ -244,8 +244,10 @@ class Session:
             yield step_batch
             if self.step_batch is not None:
                 raise ConfigurationError(
-                    f"step {self._state.global_step + 1} did not end: call run.step_end(loss=…) after each batch for "
-                    "which run.is_last_microbatch is true (an epoch's last step may have fewer batches than the others)"
+                    f"step {self._state.global_step + 1} did not end before the next batch was taken: call "
+                    "run.step_end(loss=…) after each batch for which run.is_last_microbatch is true (an epoch's last "
+                    "step may have fewer batches than the others), also after one without an update. To accumulate "
+                    "over batches, set gradient_accumulation_steps; to load ahead, do it in the loader"
                 )
             if self._boundary.leaving or self._state.epoch_is_cut or self._ends_inside_epoch():
                 return

@@ -28,21 +28,21 @@ class Variables:
     """The values in a container of the user's, as an object with a state."""
 
     def __init__(self, values: Container) -> None:
-        self._values = values
+        self.values = values
 
     def state_dict(self) -> Container:
-        held = self._values
+        held = self.values
         if isinstance(held, dict):
             return dict(held)
         return deque(held, held.maxlen) if isinstance(held, deque) else list(held)
 
     def check_state(self, state: Container) -> None:
-        if not isinstance(self._values, type(state)):
-            here, saved = type(self._values).__name__, type(state).__name__
+        if not isinstance(self.values, type(state)):
+            here, saved = type(self.values).__name__, type(state).__name__
             raise StateMismatch(f"state={{…}}: a {saved} was saved, which cannot replace this {here}; give a {saved}")
 
     def load_state_dict(self, state: Container) -> None:
-        _Refill(self._values, state).into(self._values, state, ())
+        _Refill(self.values, state).into(self.values, state, ())
 
 
 class _Refill:

@@ -63,6 +63,7 @@ _USERS = (Optimizer, LRScheduler, types.SimpleNamespace)
 """Or of a class of the user's."""
 _STRUCTURE = "the structure of "
 _OF_CLASS = "[of the class]"
+_COUNT = "[count]"
 _FUNCTIONS = (functools.partial, types.MethodType, types.FunctionType)
 _USES = ("_GLOBAL", "_DEREF", "STORE_ATTR")
 _CLOCKS = (time.time, time.perf_counter, time.monotonic, time.time_ns, time.perf_counter_ns, time.monotonic_ns)
@@ -92,6 +93,7 @@ class Unsaved:
         self._began = [clock() for clock in _CLOCKS]  # a number since then is a time
         self._known: dict[str, Any] = {}
         self._names: set[str] = set()
+        self._counts: dict[str, tuple[int, int]] = {}  # of metrics: before and after the first step, which updated them
         self._looks = self._said = 0
         self._is_first_step = True
         self._cost, self._last = 0.0, time.perf_counter()  # seconds that a look takes; when the last one ended
@@ -117,8 +119,11 @@ class Unsaved:
         checkpoint is loaded before; what changes after it, too, is found then. New attributes are made by each leg,
         items may be of a state."""
         if self._is_first_step:
+            values = self._values()
+            counts = {way: (self._known.get(way, value), value) for way, value in values.items() if _COUNT in way}
+            self._counts = {way: (before, after) for way, (before, after) in counts.items() if before != after}
             known = {way for way in self._known if not way.startswith(_STRUCTURE)}
-            self._known |= {way: value for way, value in self._values().items() if way in known or "[" in way}
+            self._known |= {way: value for way, value in values.items() if way in known or "[" in way}
             self._is_first_step = False
 
     def names(self) -> list[str]:
@@ -178,7 +183,10 @@ class Unsaved:
         return roots
 
     def _is_lost(self, way: str, before: Any, value: Any) -> bool:
-        """Not if an object or an item was made only now, as in a cache, nor the time."""
+        """Not if an object or an item was made only now, as in a cache, nor the time; nor if a metric is updated by
+        evaluations only, or has been reset, perhaps for one update."""
+        if _COUNT in way:
+            return value not in self._counts.get(way, (value,))
         is_made_now = before is None and way.endswith("]") and not way.endswith(_OF_CLASS)
         if is_made_now or isinstance(before, _Digest) != isinstance(value, _Digest) or _is_same(before, value):
             return False
@@ -212,7 +220,7 @@ class _Walk:
         modules = [each for thing in saved if isinstance(thing, nn.Module) for each in thing.modules()]
         tensors = [each for module in modules for each in (*module._parameters.values(), *module._buffers.values())]
         groups = [each for thing in saved if isinstance(thing, Optimizer) for each in thing.param_groups]
-        self._saved = {id(each) for each in (*saved, *modules, *tensors, *groups)}
+        self._saved = {id(each) for each in (*saved, *modules, *tensors, *groups)} | {*_inside(saved)}
         self._set: set[_Variable] = set()  # by functions
         self._read: list[tuple[str, _Variable, object]] = []  # numbers and texts
 
@@ -262,13 +270,16 @@ class _Walk:
 
     def _of_module(self, way: str, module: nn.Module) -> Iterator[tuple[str, object]]:
         held, is_saved = vars(module), id(module) in self._saved
-        is_users = any(_is_users(kind.__module__) for kind in type(module).__mro__) and not _sets_again(type(module))
+        has_said = _sets_again(type(module)) or type(module).get_extra_state is not nn.Module.get_extra_state
+        is_users = any(_is_users(kind.__module__) for kind in type(module).__mro__) and not has_said
         for name, value in list(held.items()):
             # Small ones are among the flags of the run, which are saved.
             if name in _OF_MODULE or (is_saved and (issubclass(type(value), torch.Tensor) or _is_plain(value))):
                 continue
             if is_users or _kind(value) in _FUNCTIONS:
                 yield f"{way}.{name}", value
+        if not is_saved and _is_metric(type(module)):
+            yield from _counts(way, held)
         tensors = {**module._parameters, **module._buffers}
         if is_saved:
             persistent = [name for name in tensors if name not in held.get("_non_persistent_buffers_set", ())]
@@ -317,6 +328,14 @@ class _Walk:
             )
 
 
+def _inside(containers: Iterable[Any], depth: int = 0) -> Iterator[int]:
+    """What the containers among these contain, as far as a walk would look at it, by ``id``."""
+    for each in containers:
+        if _kind(each) is _CONTAINERS and depth < 8:
+            yield from (id(part) for part in _several(each) if _kind(part) is not _PLAIN)
+            yield from _inside(_several(each), depth + 1)
+
+
 def _items(way: str, thing: Any) -> Iterator[tuple[str, object]]:
     if isinstance(thing, dict):  # of a cache, items may move
         items = enumerate(_first(dict.items(thing)))
@@ -355,7 +374,13 @@ def _attributes(way: str, thing: object) -> Iterator[tuple[str, object]]:
     theirs = _of_libraries(type(thing))  # type: ignore[arg-type]
     if not _sets_again(type(thing)):
         yield from ((f"{way}.{name}", value) for name, value in held.items() if name not in theirs)
+    elif _is_metric(type(thing)):
+        yield from _counts(way, held)
     yield way, type(thing)
+
+
+def _counts(way: str, held: Mapping[str, object]) -> list[tuple[str, object]]:
+    return [(f"{way}{_COUNT}.{name}", value) for name, value in held.items() if type(value) is int]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -368,7 +393,11 @@ def _of_libraries(kind: type) -> frozenset[str]:
 
 def _sets_again(kind: type) -> bool:
     """Whether a resume sets again what depends on the epoch, or each evaluation what it counts."""
-    return hasattr(kind, "set_epoch") or (hasattr(kind, "reset") and hasattr(kind, "compute"))
+    return hasattr(kind, "set_epoch") or _is_metric(kind)
+
+
+def _is_metric(kind: type) -> bool:
+    return hasattr(kind, "reset") and hasattr(kind, "compute")
 
 
 def _members(kind: type) -> Iterator[tuple[str, object]]:
