@@ -85,7 +85,8 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Workers are forked from one process, rather than each import all libraries anew."""
     from support import workers
 
-    config.add_cleanup(workers.fork_from_one(specs, Path(_state_home.name)).communicate)
+    if sys.platform == "linux":
+        config.add_cleanup(workers.fork_from_one(specs, Path(_state_home.name)).communicate)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -149,24 +149,19 @@ def test_it_leaves_the_training_alone(whole: Whole, without: Whole) -> None:
     assert torch.equal(whole.next_numbers, without.next_numbers)
 
 
-def test_a_second_fit_goes_on(tmp_path: Path, name: str, whole: Whole) -> None:
-    """The same trainer and the same callback, with more steps to do: as if there had been one fit."""
+def test_a_second_fit_goes_on_and_evaluations_change_nothing(tmp_path: Path, name: str, whole: Whole) -> None:
+    """The same trainer and the same callback, evaluated with and then with more steps to do: as if there had been one
+    fit. A program that finds the run finished measures what the one that trained it does."""
     twice = trainer(tmp_path / "twice", build(name), max_steps=6)
+    assert twice.evaluate()["eval_loss"] > 0
     assert twice.train().global_step == 6
     twice.args.max_steps = STEPS
     assert twice.train().global_step == STEPS
     assert twice.train().global_step == STEPS  # nothing to do, and nothing done
     assert same(weights(twice), whole.weights)
-
-
-def test_it_can_be_evaluated_with_before_and_after(tmp_path: Path, name: str) -> None:
-    """Also by a program that finds the run finished: it measures what the one that trained it does."""
-    first = trainer(tmp_path, build(name), max_steps=4)
-    assert first.evaluate()["eval_loss"] > 0
-    first.train()
-    again = trainer(tmp_path, build(name), max_steps=4)
+    again = trainer(tmp_path / "twice", build(name))
     again.train()
-    assert again.evaluate()["eval_loss"] == first.evaluate()["eval_loss"]
+    assert again.evaluate()["eval_loss"] == twice.evaluate()["eval_loss"]
 
 
 def test_its_state_is_its_own_whole_story(name: str, whole: Whole) -> None:

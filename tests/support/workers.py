@@ -25,8 +25,12 @@ IMPORTED = (
     "transformers.models.llama.modeling_llama",
     "torchmetrics.classification",
     "trl",
+    "pytorch_lightning",
     "moto.server",
     "s3fs",
+    "wandb",
+    "fastapi",
+    "apprise",
 )
 """What takes longest. A worker imports the rest itself."""
 
