@@ -106,6 +106,25 @@ def raises(output_dir):
 
 def nothing(output_dir):
     return None
+
+
+class OwnLoop:
+    def __init__(self, output_dir):
+        self.args = ds.TrainingArguments(output_dir, max_steps=12, save_steps=3, logging_steps=1, use_cpu=True)
+
+    def train(self):
+        torch.manual_seed(0)
+        model = TinyRegression()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = torch.utils.data.DataLoader(tiny_regression_data(20), batch_size=4)
+        with ds.Run(self.args, model=model, optimizer=optimizer, loader=loader, callbacks=[JsonLogger()]) as run:
+            for batch in run.batches():
+                loss = model(**batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.step_end(loss=loss)
+        return run.result
 '''
 
 
@@ -221,4 +240,9 @@ def test_what_differs_is_shown_with_its_place(folder: Path, capsys: pytest.Captu
 
 def test_two_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-resume", "own_training:good", "--ranks", "2", "--kill-at", "on_step_end:5"]) == 0
+    assert "\nNothing differs after these kills." in capsys.readouterr().out
+
+
+def test_an_own_loop(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-resume", "own_training:OwnLoop", "--kill-at", "on_step_end:5"]) == 0
     assert "\nNothing differs after these kills." in capsys.readouterr().out

@@ -14,6 +14,7 @@ import pytest
 from cli.command import DALSEGNO, cold, environment
 from dalsegno.cli import main
 from dalsegno.logs import RunFile
+from dalsegno.system.lock import DirectoryLock
 from support import warm
 from support.loopback import reserved_port
 from support.warm import Program
@@ -103,6 +104,17 @@ def test_a_restart_does_not_start_over_again(folder: Path) -> None:
 def test_a_function_gets_its_own_arguments_as_annotated(folder: Path) -> None:
     assert launch("own_launch:short", "output_dir=runs/a", "steps=3") == 0
     assert RunFile(folder / "runs/a").load().legs[0].last_step == 3  # type: ignore[union-attr]
+
+
+def test_a_run_that_another_process_uses_has_an_exit_status_of_its_own(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = folder / "runs/a"
+    run.mkdir(parents=True)
+    with DirectoryLock(run):
+        assert main(["train", "run.toml"]) == 5
+        assert main(["launch", "--nproc", "1", "--max-restarts", "0", "run.toml"]) == 5
+    assert f"rank 0 raised Locked: {run}: in use by process {os.getpid()} on " in capfd.readouterr().err
 
 
 OWN_LOOP = """

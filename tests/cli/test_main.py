@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from dalsegno.cli import COMMANDS, _parser, demo, main
 from dalsegno.cli.console import print_facts
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "logs"
 HEAVY = ("torch", "numpy", "safetensors", "matplotlib", "multiprocessing", "dataclasses")
 
 
@@ -107,19 +109,31 @@ def test_an_interrupt_is_one_line_and_130(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().err == "\ndalsegno: interrupted\n"
 
 
-def test_a_reader_that_goes_away_is_no_difference(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ["demo", "--help", "callbacks list", "logs export {} --to csv", "logs tail {}"])
+def test_a_reader_that_goes_away_is_no_difference(words: str, tmp_path: Path) -> None:
     """Exit status 1 means that something differs, and nothing else does."""
-    code = "import sys; from dalsegno.cli import demo, main\ndemo.run = lambda _: print(flush=True)\n"
+    code = "import sys; from dalsegno.cli import main; sys.stdin.read(); sys.exit(main(sys.argv[1:]))"
     child = subprocess.Popen(
-        [sys.executable, "-c", f"{code}sys.stdin.read(); sys.exit(main(['demo']))"],
+        [sys.executable, "-c", code, *words.format(GOLDEN / "killed").split()],
+        cwd=tmp_path,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
     )
     assert child.stdout is not None
     child.stdout.close()
     _, complaint = child.communicate(b"")
-    assert (child.returncode, complaint) == (2, b"")
+    assert (child.returncode, complaint) == (141, b"")
+
+
+def test_another_broken_pipe_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(arguments: object) -> int:
+        raise BrokenPipeError("of a data worker")
+
+    monkeypatch.setattr(demo, "demo", demo.demo._replace(run=fail))
+    with pytest.raises(BrokenPipeError, match="of a data worker"):
+        main(["demo"])
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:

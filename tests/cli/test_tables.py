@@ -19,8 +19,12 @@ COLUMNS = [Column("run", "run"), *(Column(name, name, number, right=True) for na
 ROWS = [{"run": "a run with a name of eight words", "steps": 1_234_567, "loss": 8.1872e10, "best": 0.18661}]
 
 
+@pytest.mark.parametrize("kind", ["xterm", "dumb"])
 @pytest.mark.parametrize("width", [20, 45, 200])
-def test_numbers_stay_whole_however_narrow_the_terminal_is(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_stay_whole_however_narrow_the_terminal_is(
+    width: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", kind)
     monkeypatch.setenv("COLUMNS", str(width))
     terminal = Terminal()
     print_table(COLUMNS, ROWS, terminal)

@@ -12,6 +12,7 @@ import argparse
 import importlib
 import io
 import os
+import select
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -55,16 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a progress bar of question marks, not an error, without UTF-8
     try:
-        arguments = parse(_parser(words), words)
-        status: int = arguments.run(arguments)
-        return status
+        try:
+            arguments = parse(_parser(words), words)
+            status: int = arguments.run(arguments)
+            return status
+        finally:
+            sys.stdout.flush()  # at exit, Python would only ignore that the disk is full, or the reader gone
     except DalsegnoError as error:
         complain(error)
         return exit_status_of(error) if words[0] in TRAINING else FAILED
-    except BrokenPipeError:  # the reader has closed the pipe; Python's flush at exit must not fail as well
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
     except OSError as error:  # a file cannot be read or written
+        if _has_lost_reader():
+            return ExitStatus.BROKEN_PIPE
         if words[0] in RUN_USER_CODE:
             raise
         complain(error)
@@ -80,13 +83,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitStatus.INTERRUPTED
 
 
+def _has_lost_reader() -> bool:
+    """Whether nobody reads the output any more. It then leads nowhere, because Python flushes it at exit."""
+    if sys.platform == "win32":
+        return False
+    streams = select.poll()
+    for number in (1, 2):
+        streams.register(number, 0)
+    lost = [number for number, event in streams.poll(0) if event & (select.POLLERR | select.POLLHUP)]
+    for number in lost:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    return bool(lost)
+
+
 def _parser(words: Sequence[str] | None) -> argparse.ArgumentParser:
     """The parser of a command line, or, without one, of all commands."""
     parser = argparse.ArgumentParser(
         prog="dalsegno",
         description="Train PyTorch models that resume bit by bit after a kill, and analyze their logs and checkpoints.",
         epilog="Run 'dalsegno COMMAND --help' for a command's options. Exit status: 0 success, 1 negative result (say, "
-        "the runs differ), 2 error; each command's --help lists its own.",
+        "the runs differ), 2 error, 141 nobody reads the output any more; each command's --help lists its own.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")

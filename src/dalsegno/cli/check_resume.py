@@ -6,6 +6,8 @@ directory (a pathlib.Path) and returns your trainer, built the same way each tim
     def build(output_dir):
         return dalsegno.Trainer(model, dalsegno.TrainingArguments(output_dir=output_dir, ...), ...)
 
+A loop of your own is checked as a class: its instances, made with an output directory, train in a method train().
+
 A configuration of 'dalsegno train' is checked too, in directories of its own: dalsegno check-resume run.toml
 
 With --thorough the run is interrupted in the middle and at the end of each of its first four epochs, by SIGKILL and by

@@ -22,6 +22,7 @@ OF_TRAINING: Mapping[int, str] = {
     ExitStatus.WRONG_USE: "wrong use",
     ExitStatus.DIVERGED: "diverged",
     ExitStatus.TAKEN_OVER: "taken over by another process",
+    ExitStatus.IN_USE: "another process uses the output_dir",
     ExitStatus.RUN_AGAIN: "stopped in time by a signal or a time limit: the same command continues the run",
 }
 """Exit statuses of commands that train."""

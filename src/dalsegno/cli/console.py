@@ -6,6 +6,7 @@ environment variable NO_COLOR is set and not empty (https://no-color.org).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -57,7 +58,8 @@ def visible_lines(text: str) -> str:
 
 def complain(text: object) -> None:
     """Say on standard error what is wrong. It may quote a file of strangers."""
-    print(f"dalsegno: {visible_lines(str(text))}", file=sys.stderr)
+    with contextlib.suppress(BrokenPipeError):
+        print(f"dalsegno: {visible_lines(str(text))}", file=sys.stderr)
 
 
 def moment(seconds: float | None) -> str:
@@ -133,8 +135,9 @@ def print_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], fi
         return
     from rich.console import Console
 
-    console = Console(file=file, highlight=False, emoji=False)
-    console.width = max(console.width, _least_width(columns, cells))
+    terminal = shutil.get_terminal_size()
+    width = max(terminal.columns, _least_width(columns, cells))
+    console = Console(file=file, highlight=False, emoji=False, width=width, height=terminal.lines)  # 80 if TERM=dumb
     console.print(rich_table(columns, rows))
 
 

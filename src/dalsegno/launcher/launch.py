@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from dalsegno.config import Factory
 from dalsegno.distributed import accelerator
-from dalsegno.errors import ConfigurationError, LeaseLost, RankFailed
+from dalsegno.errors import ConfigurationError, LeaseLost, Locked, RankFailed
 from dalsegno.events.registration import check_callbacks
 from dalsegno.system.exit_status import ExitStatus
 from dalsegno.training.result import TrainResult
@@ -95,6 +95,7 @@ def launch(
         ConfigurationError: before anything starts, if something cannot travel, or the factory does not take what it is
             given; or if a rank raises it.
         LeaseLost: if another process has taken the run over.
+        Locked: if another process uses the ``output_dir``.
         RankFailed: if a rank failed and there was no restart left, or restarts did not help.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -110,8 +111,8 @@ def launch(
     end = run_job(target, options)
     if end.status == ExitStatus.WRONG_USE:
         raise ConfigurationError(end.why)
-    if end.status == ExitStatus.TAKEN_OVER:
-        raise LeaseLost(end.why)
+    if end.status in (ExitStatus.TAKEN_OVER, ExitStatus.IN_USE):
+        raise LeaseLost(end.why) if end.status == ExitStatus.TAKEN_OVER else Locked(end.why)
     if end.status == ExitStatus.INTERRUPTED:
         raise KeyboardInterrupt
     if end.status not in ENDED or (end.why and end.result is None):
@@ -190,7 +191,7 @@ def _failure(agent: RankAgent, signals: ForwardedSignals) -> JobEnd:
         return JobEnd(ExitStatus.INTERRUPTED, why, None)
     if any(-number in statuses for number in signals.forwarded):  # it ended a rank that was not training
         return JobEnd(ExitStatus.RUN_AGAIN, why, None)
-    known = (ExitStatus.WRONG_USE, ExitStatus.TAKEN_OVER)
+    known = (ExitStatus.WRONG_USE, ExitStatus.TAKEN_OVER, ExitStatus.IN_USE)
     return JobEnd(next((status for status in known if status in statuses), ExitStatus.ERROR), why, None)
 
 

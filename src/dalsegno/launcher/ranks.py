@@ -105,7 +105,7 @@ def _end_with_launcher() -> None:
 def _print(error: BaseException, rank: str) -> None:
     if isinstance(error, KeyboardInterrupt):
         return
-    if isinstance(error, DalsegnoError) and exit_status_of(error) is ExitStatus.WRONG_USE:
+    if isinstance(error, DalsegnoError) and exit_status_of(error) in (ExitStatus.WRONG_USE, ExitStatus.IN_USE):
         text = f"dalsegno: {error}"
     else:
         text = "".join(traceback.format_exception(error)).rstrip()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from dalsegno.errors import ConfigurationError, EventNotFired, LeaseLost, NotFound, StateMismatch
+from dalsegno.errors import ConfigurationError, EventNotFired, LeaseLost, Locked, NotFound, StateMismatch
 
 
 class ExitStatus(IntEnum):
@@ -24,11 +24,15 @@ class ExitStatus(IntEnum):
     """A callback judged that training has diverged; the run stays ended."""
     TAKEN_OVER = 4
     """Another process has taken the run over and continues it."""
+    IN_USE = 5
+    """Another process uses the ``output_dir``: the same command works once that has ended."""
     RUN_AGAIN = 75
     """Stopped in time, by a signal or a time limit, with a checkpoint: the same command continues the run. It is
     ``EX_TEMPFAIL`` of ``sysexits.h``."""
     INTERRUPTED = 130
     """A second Ctrl-C ended training at once: 128 + SIGINT, as in shells."""
+    BROKEN_PIPE = 141
+    """Whoever read the output of a command has gone: 128 + SIGPIPE, as in shells."""
 
 
 def exit_status_of(error: BaseException) -> ExitStatus:
@@ -37,4 +41,6 @@ def exit_status_of(error: BaseException) -> ExitStatus:
         return ExitStatus.INTERRUPTED
     if isinstance(error, (ConfigurationError, EventNotFired, NotFound, StateMismatch)):
         return ExitStatus.WRONG_USE
-    return ExitStatus.TAKEN_OVER if isinstance(error, LeaseLost) else ExitStatus.ERROR
+    if isinstance(error, LeaseLost):
+        return ExitStatus.TAKEN_OVER
+    return ExitStatus.IN_USE if isinstance(error, Locked) else ExitStatus.ERROR
