@@ -143,7 +143,7 @@ def test_a_job_without_a_server_takes_commands_by_its_folder(tmp_path: Path, cap
     assert "has no server" in refused(capsys, "callbacks", "quiet")
     assert "took effect" in output(capsys, "stop", "runs/a")
     assert training.end().stopped_by == sender()
-    assert "no job has read the command" in refused(capsys, "save", "runs/a", "--wait", "0")
+    assert "runs/a: no run is training here" in refused(capsys, "save", "runs/a")
 
 
 OF_THE_EXTRA = ("httpx", "starlette", "uvicorn", "prometheus_client")

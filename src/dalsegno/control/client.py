@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from urllib.parse import quote
 
 from dalsegno.errors import ConfigurationError, NotFound, NotRunning
 from dalsegno.system.imports import require_extra
+from dalsegno.system.lock import DirectoryLock
 from dalsegno.web.security import trusting
 
 from . import inbox
@@ -145,9 +147,12 @@ def send_command(
     try:
         job = resolve(name)
     except NotFound:
-        if not Path(name).is_dir():
-            raise
         folder = Path(name)
+        if not folder.is_dir():
+            raise
+        with contextlib.suppress(PermissionError):  # of another user: it may run
+            if not DirectoryLock.is_held(folder):
+                raise NotRunning(f"{name}: no run is training here; see 'dalsegno logs lineage {name}'") from None
     else:
         if asks_over_http(job):
             with JobClient.of(job) as client:

@@ -343,8 +343,19 @@ def _taking(former: Holder | None) -> str:
     return f"{LOCK}.after-{hashlib.sha256(token.encode()).hexdigest()[:16] if token else 'release'}"
 
 
+def is_current(lease: bytes | None) -> bool:
+    """Whether a ``.lease`` has not expired, if the holder's clock is as this one: nothing is taken over by that."""
+    end = _end_of(lease)
+    return end is not None and end > datetime.now(UTC)
+
+
 def _until(lease: bytes | None) -> str:
+    end = _end_of(lease)
+    return "an unknown time" if end is None else end.strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _end_of(lease: bytes | None) -> datetime | None:
     try:
-        return datetime.fromisoformat(json.loads(lease or b"")["until"]).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return datetime.fromisoformat(json.loads(lease or b"")["until"]).astimezone(UTC)
     except (ValueError, KeyError, TypeError):
-        return "an unknown time"
+        return None

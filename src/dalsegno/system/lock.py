@@ -16,7 +16,7 @@ from dalsegno.errors import Locked, NotSupported
 from dalsegno.system.machine import O_BINARY, O_NOFOLLOW, O_NONBLOCK, can_train, fcntl, pread
 
 from .filesystem import add_fence, open_own, remove_fence
-from .lease import LOCK, Holder, Lease, outlast, read_holder
+from .lease import LEASE, LOCK, Holder, Lease, is_current, outlast, read_holder
 
 VISIBLE_WITHIN_S = 60.0
 """Seconds until a file written on one host must be visible on all: network disks cache that a file was absent."""
@@ -60,20 +60,27 @@ class DirectoryLock:
     @classmethod
     def is_held(cls, directory: Path) -> bool:
         """Whether a live process, including this one, holds the lock. Takes no lock, needs no write permission.
-        Raises PermissionError if another user holds it, or held it last."""
+
+        What the kernel does not tell, of another user or host, the lease does: a killed process then counts as live for
+        a minute. Raises PermissionError if another user holds it, or held it last, and there is no lease to read."""
         path = _file_of(directory)
+        lease = path.with_name(LEASE)
         try:
             descriptor = os.open(path, os.O_RDONLY | O_NOFOLLOW | O_NONBLOCK)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ELOOP):
                 return False
-            raise
+            if not isinstance(error, PermissionError) or (content := _read_fresh(lease)) is None:
+                raise
+            return is_current(content)
         try:
             known = _is_locked(descriptor)
             holder = Holder.parse(pread(descriptor, 4096, 0))
-            return holder is not None and holder.lives_here() if known is None else known
         finally:
             os.close(descriptor)
+        if known or holder is None or (known is False and holder.shares_kernel()):
+            return bool(known)
+        return holder.lives_here() if holder.is_here() else is_current(_read_fresh(lease))
 
     @classmethod
     def lease_of(cls, directory: Path) -> Lease | None:
