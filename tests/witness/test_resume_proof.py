@@ -100,6 +100,10 @@ def test_records_of_a_late_on_save_are_not_compared(tmp_path: Path, monkeypatch:
     assert proof_of(last).line == "resumed exactly: steps 5 to 7 repeated bit for bit"
     (log,) = ds.open_log(tmp_path)
     assert [record["saved"] for record in log.records() if record["kind"] == "save"] == [4, 8, 10]
+    whole = tmp_path.with_name(f"{tmp_path.name}-whole")
+    build(whole).train()
+    comparison = compare_runs(whole, tmp_path)
+    assert comparison.identical, comparison.table()
 
 
 def test_a_leg_that_does_not_resume_has_no_proof(tmp_path: Path) -> None:

@@ -44,11 +44,11 @@ _TITLES = {
 }
 """Titles of components, whose rows come first, in this order."""
 _BYTES = {
-    frozenset(Position.__dataclass_fields__): {"offset", "tail"},
+    frozenset(Position.__dataclass_fields__): {*Position.__dataclass_fields__} - {"path"},
     frozenset(EventPosition.__dataclass_fields__): {"files", "log_dir"},
 }
-"""Fields of saved log positions that are not compared: byte counts, which depend on wall-clock values and legs, and the
-place of the files."""
+"""Fields of saved log positions that are not compared: byte counts, which depend on wall-clock values and legs, what
+depends on the records of saves, and the place of the files."""
 _SENT = Path("logs") / OUTBOXES  # what trackers get: in which order, with which times and repeats, depends on the legs
 
 
@@ -172,12 +172,13 @@ def _first(differences: Iterator[Difference]) -> str | None:
 
 
 def _records(path: Path) -> list[Record]:
-    """Of a log; a file of another kind, such as a model's ``config.json``, has none."""
+    """Of a log, without those of saves, which each leg makes anew; a file of another kind, such as a model's
+    ``config.json``, has none."""
     report = ReadReport()
     records = list(read_records(path, report)) if path.exists() else []
     if records and report.skipped:
         logger.warning("%s: skipped %s", path, "; ".join(report.skipped))
-    return records
+    return [record for record in records if record.get("kind") != "save"]
 
 
 def _logs(ours: Path, theirs: Path) -> Iterator[Row]:
