@@ -41,6 +41,12 @@ def test_a_rate_is_weighed_by_time(tmp_path: Path) -> None:
     assert summary.throughput == {"tok_per_sec": pytest.approx(9 / (4 / 100 + 5 / 50))}
 
 
+def test_a_rate_of_steps_is_shown_too(tmp_path: Path) -> None:
+    rates = [4.0] * 5 + [2.0] * 5
+    summary = log_of(tmp_path, [{"loss": 1.0, "steps_per_second": rate} for rate in rates]).summary()
+    assert summary.throughput == {"steps_per_second": pytest.approx(9 / (4 / 4 + 5 / 2))}
+
+
 def test_a_rate_of_tokens_is_weighed_by_tokens(tmp_path: Path) -> None:
     """Five intervals of 100 tokens and five of 10,000, each of one second."""
     counts = [100.0] * 5 + [10_000.0] * 5
@@ -114,6 +120,19 @@ def test_the_state_is_how_the_last_leg_ended(
     assert log_of(tmp_path, [{"loss": 1.0}, {"loss": 0.5}]).summary().state == state
 
 
+@pytest.mark.parametrize(("reason", "lost"), [("finished", 0.0), ("stopped", 1000.0)])
+def test_a_finished_run_loses_no_time_until_it_trains_further(tmp_path: Path, reason: str, lost: float) -> None:
+    run = RunFile(tmp_path)
+    for _ in range(2):
+        run.begin(None, 1, 0)
+        run.end(reason, None, 2, {})
+    content = json.loads(run.path.read_text())
+    content["legs"][1]["started"] = content["legs"][0]["ended"] + 1000.0
+    content["legs"][1]["ended"] = content["legs"][1]["started"] + 10.0
+    run.path.write_text(json.dumps(content))
+    assert log_of(tmp_path, [{"loss": 1.0}]).summary().lost_seconds == pytest.approx(lost)
+
+
 def test_the_state_of_another_users_run_is_what_its_run_json_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +147,9 @@ def test_the_state_of_another_users_run_is_what_its_run_json_says(
 
     monkeypatch.setattr(os, "open", denied)
     assert (log.summary().state, log.lineage()[-1].reason) == ("unknown", "unknown")
+    for until, state in {"2099-01-01T00:00:00+00:00": "running", "2026-01-01T00:00:00+00:00": "died"}.items():
+        (tmp_path / ".lease").write_text(json.dumps({"token": "0", "until": until}))  # which all may read
+        assert log.summary().state == state
     run.end("stopped", "MyStop", 0, {}, "enough")
     assert log.summary().state == "stopped"
 

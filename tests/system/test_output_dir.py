@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
 from dalsegno.logs import ReadReport, read_records
 from support.disks import small_disk
@@ -67,6 +68,7 @@ def test_a_full_disk_costs_records_and_not_the_run(
         report = ReadReport()
         steps = [record["global_step"] for record in read_records(log, report) if "kind" not in record]
         assert report.skipped == []
+        lost_in_summary = ds.open_log(disk / "run").summary().lost_records
     lost = [3, 4, 5] if frees else [3, 4, 5, 6, 7, 8]
     assert steps == [step for step in range(1, 9) if step not in lost]
     messages = [message for message in caplog.messages if "lost" in message]
@@ -76,3 +78,11 @@ def test_a_full_disk_costs_records_and_not_the_run(
     count = 3 if frees else 7  # with the final one
     state = "is written again" if frees else "ends incomplete"
     assert messages[1:] == [f"{log} {state}: {count} records are lost, of steps 3 to {lost[-1]}"]
+    assert lost_in_summary == count
+
+
+def test_records_of_a_log_that_is_gone_are_counted(tmp_path: Path) -> None:
+    small_trainer(tmp_path, JsonLogger(), max_steps=4, save_steps=2, logging_steps=1).train()
+    (tmp_path / "logs/train.jsonl").unlink()
+    small_trainer(tmp_path, JsonLogger(), max_steps=6, logging_steps=1).train()
+    assert ds.open_log(tmp_path).summary().lost_records == 5, "the header, and those of four steps"

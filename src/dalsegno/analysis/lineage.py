@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dalsegno.logs import Leg, RunFile
+from dalsegno.logs import Leg
 from dalsegno.logs.journal import Journal
 from dalsegno.logs.reader import numbered
 from dalsegno.logs.values import Record, is_number
@@ -109,31 +109,6 @@ def read_tails(log: Path) -> list[Tail]:
     return [tail for tail in tails if tail.records]
 
 
-def find_restarts(legs: Sequence[Leg], tails: Sequence[Tail]) -> list[Restart]:
-    """Every start of a leg after the first, and every rollback, in the order of time.
-
-    A tail belongs to the leg during which its last record was logged. If the last tail of a leg has only records of the
-    step from which the next leg resumed and of later ones, logged after the last rollback, the next leg cut this tail
-    off (if the leg was stopped, its final record). Every other tail was cut off by a rollback, of which ``run.json``
-    may know more.
-    """
-    restarts = []
-    for index, leg in enumerate(legs):
-        following = legs[index + 1] if index + 1 < len(legs) else None
-        until = following.started if following else float("inf")
-        own = [tail for tail in tails if leg.started <= tail.timestamp < until]
-        reached = 0
-        if own and following and following.first_step <= own[-1].first_step and own[-1].timestamp > _rolled_back(leg):
-            reached = own.pop().last_step
-        recorded = [Restart(each["to_step"], each["from_step"], None, each["reason"]) for each in leg.rollbacks]
-        restarts += recorded or [Restart(max(0, tail.first_step - 1), tail.last_step, None) for tail in own]
-        if following:
-            reached = max(reached, following.first_step, _repeated_until(following))
-            why = leg.cause or leg.why
-            restarts.append(Restart(following.first_step, reached, following.leg, why.splitlines()[0] if why else None))
-    return restarts
-
-
 def _rolled_back(leg: Leg) -> float:
     """UTC seconds of its last rollback; 0 without one."""
     return leg.rollbacks[-1]["timestamp"] if leg.rollbacks else 0.0
@@ -146,6 +121,9 @@ def _repeated_until(leg: Leg) -> int:
 
 
 State = Literal["running", "finished", "stopped", "diverged", "failed", "died", "unknown"]
+
+FINISHED = ("finished", "exhausted")
+"""Reasons of legs after which nothing was left to train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,48 +151,56 @@ class LegSummary:
     """Log tails that were cut off when this leg started, or by rollbacks within the previous leg."""
 
 
-def summarize_legs(
-    output_dir: Path, tails: Sequence[Tail], times: NDArray[np.float64], steps: NDArray[np.int64]
-) -> list[LegSummary]:
-    """The legs of the run in ``output_dir``; empty without a ``run.json``.
+def summarize_legs(output_dir: Path, recorded: Sequence[Leg], tails: Sequence[Tail], clock: Series) -> list[LegSummary]:
+    """The legs of the run in ``output_dir``.
 
     Args:
+        recorded: at least one leg, as ``run.json`` has them.
         tails: tails that were cut off the run's log.
-        times: UTC seconds of the records in its log, shape (n,).
-        steps: steps of the same records, shape (n,).
+        clock: steps and times of the records in its log.
     """
-    run = RunFile(output_dir).load()
-    if run is None:
-        return []
     try:
         unrecorded = None if DirectoryLock.is_held(output_dir) else "died"
     except PermissionError:  # another user's run
         unrecorded = "unknown"
     lost = [tail.series("global_step") for tail in tails]
-    times = np.concatenate([times, *(series.times for series in lost if series.times is not None)])
-    steps = np.concatenate([steps, *(series.steps for series in lost)])
-    starts = [-float("inf"), *(leg.started for leg in run.legs), float("inf")]
+    own_times = np.full(len(clock), np.nan) if clock.times is None else clock.times
+    times = np.concatenate([own_times, *(series.times for series in lost if series.times is not None)])
+    steps = np.concatenate([clock.steps, *(series.steps for series in lost)])
+    starts = [-float("inf"), *(leg.started for leg in recorded), float("inf")]
     legs: list[LegSummary] = []
-    followers = [*run.legs[1:], None]
-    for leg, following, previous_start, next_start in zip(run.legs, followers, starts, starts[2:], strict=False):
+    followers = [*recorded[1:], None]
+    for leg, following, previous_start, next_start in zip(recorded, followers, starts, starts[2:], strict=False):
         own = (times >= leg.started) & (times < next_start)
         least = max(leg.last_step, 0 if following is None else _repeated_until(following))
-        last_record = max(leg.started, float(times[own].max(initial=0)))
+        end_step = max(least, int(steps[own & (times > _rolled_back(leg))].max(initial=0)))
+        ended = max(leg.started, float(times[own].max(initial=0))) if leg.ended is None else leg.ended
         legs.append(
             LegSummary(
                 leg=leg,
                 parent=_parent(leg, legs),
                 last_step=max(least, int(steps[own].max(initial=0))),
-                end_step=max(least, int(steps[own & (times > _rolled_back(leg))].max(initial=0))),
-                ended=last_record if leg.ended is None else leg.ended,
-                reason=leg.reason or (unrecorded if leg is run.legs[-1] else "died"),
+                end_step=end_step,
+                ended=ended,
+                reason=leg.reason or (unrecorded if leg is recorded[-1] else "died"),
+                redone=0 if following is None else max(0, end_step - following.first_step),
+                idle=None if following is None else max(0.0, following.started - ended),
                 cut_off=tuple(tail for tail in tails if previous_start <= tail.timestamp < leg.started),
             )
         )
-    for place, following in enumerate(run.legs[1:]):
-        redone = max(0, legs[place].end_step - following.first_step)
-        legs[place] = replace(legs[place], redone=redone, idle=max(0.0, following.started - legs[place].ended))
     return legs
+
+
+def find_restarts(legs: Sequence[LegSummary]) -> list[Restart]:
+    """Every start of a leg after the first, and every rollback, in the order of time."""
+    restarts = []
+    for summary, following in zip_longest(legs, legs[1:]):
+        leg = summary.leg
+        restarts += [Restart(each["to_step"], each["from_step"], None, each["reason"]) for each in leg.rollbacks]
+        if following is not None:
+            begin, why = following.leg.first_step, (leg.cause or leg.why or "").partition("\n")[0]
+            restarts.append(Restart(begin, begin + summary.redone, following.leg.leg, why or None))
+    return restarts
 
 
 def state_of(legs: Sequence[LegSummary], final: bool, last_loss_is_finite: bool) -> State:
@@ -228,13 +214,9 @@ def state_of(legs: Sequence[LegSummary], final: bool, last_loss_is_finite: bool)
         leg = last.leg
         if leg.diverged or "diverge" in f"{leg.by or ''} {leg.why or ''}".lower():
             return "diverged"
-    states: dict[str, State] = {
-        "finished": "finished",
-        "exhausted": "finished",
-        "exception": "failed",
-        "died": "died",
-        "unknown": "unknown",
-    }
+    if last.reason in FINISHED:
+        return "finished"
+    states: dict[str, State] = {"exception": "failed", "died": "died", "unknown": "unknown"}
     return states.get(last.reason, "stopped")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -10,9 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from dalsegno.errors import expect_known
+from dalsegno.errors import DamagedRunFile, expect_known
 from dalsegno.logs import Leg, RunFile
 from dalsegno.logs.values import Record
 from dalsegno.stateful.annotations import check_types
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
     import polars as pl
 
     from .plotting.figure import Picture
+
+logger = logging.getLogger("dalsegno")
 
 
 def _files_of(folder: Path) -> set[tuple[str, str]]:
@@ -76,6 +77,7 @@ class TrainingLog:
         """What the last read skipped."""
         self._columns = read_columns((), (), lambda name: False)
         self._stamp: tuple[int, ...] = ()
+        self._damage = ""  # of run.json, as it was said
 
     def __iter__(self) -> Iterator[TrainingLog]:
         """Yields itself, as a directory of runs yields its runs."""
@@ -166,26 +168,27 @@ class TrainingLog:
         return frame.drop(name for name in empty if name not in BOOKKEEPING)
 
     def legs(self) -> list[Leg]:
-        """The legs of the run as recorded in ``run.json``; empty without one."""
-        run = RunFile(self.output_dir).load() if self.output_dir else None
-        return run.legs if run else []
+        """The legs of the run as recorded in ``run.json``; empty without one. A damaged one is none, with a warning.
+
+        Raises StateMismatch if the file is of a newer format.
+        """
+        try:
+            return RunFile(self.output_dir).legs() if self.output_dir else []
+        except DamagedRunFile as error:
+            if self._damage != (damage := str(error)):
+                logger.warning("%s; the legs of this run are unknown", damage)
+            self._damage = damage
+            return []
 
     def lineage(self) -> list[LegSummary]:
-        """The legs of the run, each with what became of its work; empty without a ``run.json``.
-
-        Raises StateMismatch if that file is damaged, or of a newer format.
-        """
-        folder = self.output_dir
-        if folder is None:
-            return []
+        """The legs of the run, each with what became of its work; empty, and raises, as :meth:`legs` does."""
         self._read(())
-        return self._legs(folder)
+        return self._legs()
 
-    def _legs(self, folder: Path) -> list[LegSummary]:
+    def _legs(self) -> list[LegSummary]:
         """As :meth:`lineage`, by the columns that have been read."""
-        clock = self._series("global_step")
-        times = np.full(len(clock), np.nan) if clock.times is None else clock.times
-        return summarize_legs(folder, read_tails(self._source.path), times, clock.steps)
+        folder, legs, clock = self.output_dir, self.legs(), self._series("global_step")
+        return summarize_legs(folder, legs, read_tails(self._source.path), clock) if folder and legs else []
 
     def summary(self, *, brief: bool = False) -> Summary:
         """The run in about twenty numbers. One pass over the file; memory holds only the columns it summarizes.
@@ -194,8 +197,7 @@ class TrainingLog:
         """
         is_wanted = is_listed if brief else is_summarized
         self._read((), also=is_wanted)
-        folder, kinds = self.output_dir, self._columns.count_kinds()
-        legs = self._legs(folder) if folder else []
+        legs, kinds = self._legs(), self._columns.count_kinds()
         goal = None if legs or kinds.get("final") else self.header.get("max_steps")
         names = [name for name in self._columns.columns if is_wanted(name)]
         return summarize(
@@ -224,7 +226,7 @@ class TrainingLog:
 
     def restarts(self) -> list[Restart]:
         """Every start of a new leg and every rollback within one, in the order of time."""
-        return find_restarts(self.legs(), self.tails())
+        return find_restarts(self.lineage())
 
     def interventions(self) -> list[Intervention]:
         """Settings that were changed between legs, and commands that took effect; empty without a ``run.json``."""

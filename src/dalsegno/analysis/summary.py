@@ -13,11 +13,14 @@ from dalsegno.policies.retention import is_better_higher
 from dalsegno.state import VERDICTS, Verdict
 
 from .formats.source import LOSSES, is_of_evaluation, loss_of
-from .lineage import LegSummary, State, state_of
+from .lineage import FINISHED, LegSummary, State, state_of
 from .series import Series, mean
 from .spikes import Spike, find_spikes
 
-THROUGHPUT = ("tok_per_sec", "train_tokens_per_second", "train_samples_per_second", "train_steps_per_second", "mfu")
+THROUGHPUT = (
+    *("tok_per_sec", "train_tokens_per_second", "train_samples_per_second", "train_steps_per_second"),
+    *("steps_per_second", "mfu"),
+)
 GRADIENT = ("max_grad_norm", "grad_norm")
 RATE = ("learning_rate", "lr", "train/learning_rate", "train/lr")
 MEMORY = ("peak_mem",)
@@ -75,7 +78,7 @@ class Summary:
     """UTC seconds of the last record, or of the end of the last leg."""
     training_seconds: float | None
     lost_seconds: float | None
-    """Time between legs."""
+    """Time between legs, but for that in which the run was finished."""
     restarts: int
     resumed: Verdict | None
     """The worst verdict about the legs that resumed: ``differs``, ``changed``, ``not proven``, ``exact``. None if there
@@ -88,6 +91,8 @@ class Summary:
     """Spikes of the loss."""
     skipped: int
     """Number of lines or records that could not be read."""
+    lost_records: int
+    """Number of records that its logs have lost, as ``run.json`` counts them."""
 
 
 def is_summarized(name: str) -> bool:
@@ -146,13 +151,14 @@ def summarize(
         began=legs[0].leg.started if legs else ends[0] if ends else None,
         changed=max([*ends, *(each.ended for each in legs)], default=None),
         training_seconds=alive if legs else ends[1] - ends[0] if ends else None,
-        lost_seconds=sum(each.idle or 0.0 for each in legs) if legs else None,
+        lost_seconds=sum(each.idle or 0.0 for each in legs if each.reason not in FINISHED) if legs else None,
         restarts=max(0, len(legs) - 1),
         resumed=max((each.leg.resumed.verdict for each in legs if each.leg.resumed), key=VERDICTS.index, default=None),
         rollbacks=len(rollbacks),
         redone_steps=sum(each.redone for each in legs) + sum(each["from_step"] - each["to_step"] for each in rollbacks),
         spikes=tuple(find_spikes(series[loss]())) if loss and not brief else (),
         skipped=skipped,
+        lost_records=sum(each.leg.lost_records for each in legs),
     )
 
 

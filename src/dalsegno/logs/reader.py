@@ -109,6 +109,8 @@ def record_in(line: bytes) -> Record | None:
     """
     if not (text := strip_line(line)):
         return None
+    if zeros := text.count(b"\0"):
+        raise ValueError(f"{zeros:,} of its bytes are zero, as a power cut leaves them")
     record = decode(text)
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__}, not an object")

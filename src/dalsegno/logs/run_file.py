@@ -12,14 +12,15 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Self, TypedDict
+from typing import Annotated, Any, ClassVar, Self, TypedDict
 
 from dalsegno.errors import DamagedRunFile, StateMismatch
 from dalsegno.state import ResumeProof
-from dalsegno.stateful.schema import Must, check
+from dalsegno.stateful.schema import Count, Must, check
 from dalsegno.system import filesystem
 from dalsegno.system.machine import host_name
 
@@ -115,6 +116,8 @@ class Leg:
 
     changed: list[str] = field(default_factory=list)
     """Settings that differ from those of the checkpoint, in words: ``learning_rate: saved 0.01, now 0.02 (…)``."""
+    lost_records: Count = 0
+    """Records of its logs that a checkpoint counts and its beginning found missing, or that it could not write."""
 
     rollbacks: list[RolledBack] = field(default_factory=list)
     """Each return to a checkpoint within the leg."""
@@ -137,6 +140,9 @@ class RunFile:
 
     Only one process may write it: rank 0 of the run that holds the directory's lock.
     """
+
+    lost: ClassVar[Counter[Path]] = Counter()
+    """Records that logs have lost, by ``output_dir``: counted with the file's next change, as the disk may be full."""
 
     def __init__(self, output_dir: str | Path) -> None:
         self.path = Path(output_dir) / "run.json"
@@ -162,19 +168,13 @@ class RunFile:
         """Return the newest leg; None if there is none, or the file is damaged (the next leg replaces it). Raises
         StateMismatch if the file's format is newer.
         """
-        try:
-            legs = self.legs()
-        except DamagedRunFile:
-            return None
-        return legs[-1] if legs else None
+        run = self._undamaged()
+        return run.legs[-1] if run and run.legs else None
 
     def withdraw_end(self) -> bool:
         """Make the newest leg one that has not ended, say in a copy beside logs that lack its last records. Returns
         whether it had ended; False if the file is damaged."""
-        try:
-            run = self.load()
-        except DamagedRunFile:
-            return False
+        run = self._undamaged()
         if run is None or not run.legs or run.legs[-1].ended is None:
             return False
         leg = run.legs[-1]
@@ -280,14 +280,17 @@ class RunFile:
     def _newest(self) -> RunRecord | None:
         """Return the file's content; if it was removed or damaged during this leg, what this leg wrote last; None if
         there is no leg in either."""
-        try:
-            run = self.load()
-        except DamagedRunFile:
-            run = None
+        run = self._undamaged()
         if self._run is not None and (run is None or not run.legs):
             logger.warning("%s was removed or damaged during the run; writing it again", self.path)
             run = self._run
         return run if run is not None and run.legs else None
+
+    def _undamaged(self) -> RunRecord | None:
+        try:
+            return self.load()
+        except DamagedRunFile:
+            return None
 
     def _load_or_renew(self) -> RunRecord:
         """Return the run so far, or a new one; an unreadable file is first moved aside."""
@@ -301,9 +304,12 @@ class RunFile:
         return run or RunRecord(run_id=os.urandom(8).hex(), created=time.time())
 
     def _write(self, run: RunRecord) -> None:
+        lost = self.lost[self.path.parent]
+        run.legs[-1].lost_records += lost
         self._run = run
         data = {"format": FORMAT, **to_json(dataclasses.asdict(run))}
         filesystem.replace_durably(self.path, (json.dumps(data, indent=2, allow_nan=False) + "\n").encode())
+        self.lost[self.path.parent] -= lost
 
 
 def _known_fields(kind: type[Leg | RunRecord | ResumeProof], content: Mapping[str, Any]) -> dict[str, Any]:

@@ -162,6 +162,30 @@ def test_what_was_skipped_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "1: line 2: torn" in capsys.readouterr().out
 
 
+def test_a_damaged_run_file_hides_no_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "killed"
+    shutil.copytree(GOLDEN / "killed", run)
+    (run / "run.json").write_text('{"format": 1, "run_id": "4f')
+    for words in ("summary", "list", "plot --terminal", f"report -o {tmp_path / 'report.html'}"):
+        caplog.clear()
+        assert main(["logs", *words.split(), str(run)]) == 0
+        (message,) = caplog.messages
+        assert message.startswith(f"{run / 'run.json'}: damaged (Unterminated string"), "once"
+    assert re.search(r"killed\n  state +finished\n  steps +40\n", capsys.readouterr().out)
+    assert "no run.json that lists the legs" in error(capsys, "lineage", str(run))
+
+
+def test_what_a_power_cut_has_zeroed_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(GOLDEN / "killed", tmp_path / "killed")
+    log = tmp_path / "killed/logs/train.jsonl"
+    whole = log.read_bytes()
+    log.write_bytes(bytes(1 << 17) + whole[whole.index(b"\n") - 9 :])
+    assert main(["logs", "summary", str(tmp_path)]) == 0
+    assert re.search(r"skipped +1: line 1: 131,072 of its bytes are zero", capsys.readouterr().out)
+
+
 def test_lineage_of_a_log_without_legs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.jsonl").write_text('{"global_step": 1, "loss": 2.0}\n')
     assert "no run.json" in error(capsys, "lineage", str(tmp_path))

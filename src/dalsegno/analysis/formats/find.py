@@ -34,7 +34,7 @@ _OWN_LOG = re.compile(r"train(-\d+)?\.jsonl?")
 def source_of_file(path: Path, step_key: str | None = None) -> Source:
     """The log in a file, by its name and first bytes."""
     try:
-        beginning = _beginning(path).lstrip(b"\xef\xbb\xbf \t\r\n")
+        beginning = _beginning(path).lstrip(b"\xef\xbb\xbf \t\r\n\0")
     except OSError as error:
         return Unreadable(path, error)
     if "tfevents" in path.name:

@@ -12,7 +12,7 @@ from weakref import WeakSet
 from dalsegno.callbacks.argument_checks import folder
 from dalsegno.errors import ConfigurationError
 from dalsegno.events import Callback, FlaglessCallback, contexts
-from dalsegno.logs import RecordLog
+from dalsegno.logs import RecordLog, RunFile
 from dalsegno.logs.rewind import Position
 
 logger = logging.getLogger("dalsegno")
@@ -73,7 +73,7 @@ class RecordCallback(FlaglessCallback):
                     )
                 self._lost.append(step)
             else:
-                self._log_loss(self._log, "is written again")
+                self._log_loss(self._log, ctx, "is written again")
 
     def header(self) -> Mapping[str, Any] | None:
         """Return the first record of the file; None for no such record."""
@@ -83,12 +83,12 @@ class RecordCallback(FlaglessCallback):
         if not ctx.state.is_world_process_zero:
             return
         log = RecordLog(self._path, ctx.args.directory, self.header)
-        log.open(self._position)
+        RunFile.lost[ctx.args.directory] += log.open(self._position).missing_records
         self._log, self._position = log, None
 
     def on_train_end(self, ctx: contexts.TrainEndContext) -> None:
         if self._log is not None:
-            self._log_loss(self._log, "ends incomplete")
+            self._log_loss(self._log, ctx, "ends incomplete")
             self._position = self._position or self._log.state()
             self._log.make_durable()
             self._log.close()
@@ -110,10 +110,11 @@ class RecordCallback(FlaglessCallback):
             self._log.make_durable()
             self._log.open(state)
 
-    def _log_loss(self, log: RecordLog, state: str) -> None:
+    def _log_loss(self, log: RecordLog, ctx: contexts.Context, state: str) -> None:
         if self._lost:
             count, first, last = len(self._lost), self._lost[0], self._lost[-1]
             logger.warning("%s %s: %d records are lost, of steps %d to %d", log.path, state, count, first, last)
+            RunFile.lost[ctx.args.directory] += count
             self._lost.clear()
 
 

@@ -206,10 +206,7 @@ def detect(arguments: argparse.Namespace) -> int:
     return failed or found
 
 
-def _detect(
-    marked: dict[str | None, list[analysis.Series]], settings: analysis.DetectorSettings, arguments: argparse.Namespace
-) -> int:
-
+def _detect(marked: Marked, settings: analysis.DetectorSettings, arguments: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     for mark, runs in marked.items():
         for series in runs:
@@ -279,7 +276,6 @@ def _sweep(marked: Marked, arguments: argparse.Namespace) -> int:
 
 
 def _watched(paths: list[Path], arguments: argparse.Namespace) -> PerRunResults[analysis.Series]:
-
     def watched(log: analysis.TrainingLog) -> analysis.Series:
         metric = arguments.metric or log.loss
         if metric is None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dalsegno.logs.values import Record
 
 ALWAYS = ("run", "timestamp", "kind", "global_step", "epoch")
+"""Fields of a record that are not metrics."""
 KINDS = ("train", "eval", "final", "user", "sync", "save")
 
 
@@ -186,9 +187,6 @@ class _SideBySide:
         print("  ".join(cell.ljust(room) for cell in cells).rstrip(), flush=True)
 
 
-KNOWN = ("run", "kind", "global_step", "epoch", "timestamp")
-"""Fields of a record that are not metrics."""
-
 NARROW = 10
 """Least width of a column, in characters."""
 
@@ -244,7 +242,7 @@ def _width_of(name: str) -> int:
 
 
 def _others(record: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if name not in (*KNOWN, *names)}
+    return {name: value for name, value in record.items() if name not in (*ALWAYS, *names)}
 
 
 def _cell(record: Mapping[str, Any], name: str, width: int) -> str:
@@ -253,15 +251,12 @@ def _cell(record: Mapping[str, Any], name: str, width: int) -> str:
     return text.rjust(width)
 
 
-DIFFERING = 10
-
-
 @command(
     argument("first", metavar="A", type=Path, help="run directory or log file"),
     argument("second", metavar="B", type=Path, help="run directory or log file"),
     STEP_KEY,
     flag("-q", "--quiet", help="print nothing, stop at the first difference"),
-    option("-n", "--most", metavar="N", default=DIFFERING, help="print at most N differing records"),
+    option("-n", "--most", metavar="N", default=10, help="print at most N differing records"),
     JSON,
     statuses={1: "the logs differ"},
 )

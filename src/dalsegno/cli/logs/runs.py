@@ -158,6 +158,7 @@ def _facts(summary: analysis.Summary, log: analysis.TrainingLog) -> list[tuple[s
         ("spikes", _spikes(summary)),
         ("records", f"{records or NOTHING} ({summary.program or 'no log yet'})"),
         ("skipped", f"{summary.skipped:,}: {log.skipped}" if summary.skipped else None),
+        ("lost records", number(summary.lost_records) if summary.lost_records else None),
     ]
     return [(name, fact) for name, fact in known if fact is not None]
 
@@ -236,7 +237,7 @@ def lineage(arguments: argparse.Namespace) -> int:
     logs = [(log, log.lineage()) for log in analysis.open_logs(arguments.runs, arguments.step_key)]
     for log, legs in logs:
         if not legs:
-            raise NotFound(f"{log.path}: no run.json, which lists the legs of a run; only dalsegno writes one")
+            raise NotFound(f"{log.path}: no run.json that lists the legs of a run; only dalsegno writes one")
     tails = arguments.tails
     if arguments.json:
         runs = [(log, [_as_json(leg, tails) for leg in legs]) for log, legs in logs]
@@ -245,13 +246,6 @@ def lineage(arguments: argparse.Namespace) -> int:
         for log, legs in logs:
             print("\n".join(map(visible, _tree(log, legs, tails))))
     return 0
-
-
-LEG = (
-    *("leg", "parent", "from_checkpoint", "first_step", "last_step", "redone", "world_size", "host", "pid", "started"),
-    *("ended", "reason", "by", "why", "cause", "idle", "changed", "resumed", "rollbacks"),
-)
-"""What is shown of a leg as JSON; where its summary has the same, that."""
 
 
 def _as_json(summary: analysis.LegSummary, tails: bool) -> dict[str, Any]:
@@ -268,7 +262,7 @@ def _as_json(summary: analysis.LegSummary, tails: bool) -> dict[str, Any]:
         }
         for tail in summary.cut_off
     ]
-    return {**{name: known[name] for name in LEG}, "cut_off": cut_off}
+    return {**known, "cut_off": cut_off}
 
 
 def _tree(log: analysis.TrainingLog, legs: Sequence[analysis.LegSummary], tails: bool) -> Iterator[str]:
@@ -316,6 +310,8 @@ def _as_lines(summary: analysis.LegSummary) -> list[str]:
     if leg.resumed is not None:
         lines.append(leg.resumed.line)
     lines += [f"changed: {each}" for each in leg.changed]
+    if leg.lost_records:
+        lines.append(f"{_count(leg.lost_records, 'log record')} lost")
     for each in leg.rollbacks:
         reason = each["reason"].splitlines()[0]
         lines.append(f"step {each['from_step']:,}: back to step {each['to_step']:,}, by {each['by']}: {reason}")
