@@ -424,17 +424,19 @@ def test_an_optimizer_that_trains_what_is_not_saved_is_refused(tmp_path: Path, n
 
 
 def test_an_optimizer_in_state_without_its_module_is_told_apart(tmp_path: Path) -> None:
-    model, other = Line(), Line()
+    model, log_alpha = Line(), torch.zeros(1, requires_grad=True)
+
+    def build(state: dict[str, Any]) -> ds.Run:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        return ds.Run(arguments(tmp_path), model=model, optimizer=optimizer, loader=[BATCH], state=state)
+
+    state = {"od": SGD([log_alpha], lr=0.1)}
     with pytest.raises(
-        ConfigurationError, match=r"^state=\{'od': …\}: it trains what no checkpoint .* Pass the module"
+        ConfigurationError,
+        match=r"^state=\{'od': …\}: it trains what no checkpoint .* Pass its module, too, or a dict with the tensor",
     ):
-        ds.Run(
-            arguments(tmp_path),
-            model=model,
-            optimizer=SGD(model.parameters(), lr=0.1),
-            loader=[BATCH],
-            state={"od": SGD(other.parameters(), lr=0.1)},
-        )
+        build(state)
+    build({**state, "kept": {"log_alpha": log_alpha}})
 
 
 class Holder:

@@ -191,7 +191,7 @@ def names_of_others(
             "and, if it is a module, loss_fn=: put the parameter into one of them; dalsegno.Run also saves "
             'state={"name": module}'
             if is_own
-            else "Pass the module with that parameter, too: state={…, 'name': module}"
+            else "Pass its module, too, or a dict with the tensor: state={…, 'name': module, 'kept': {'name': tensor}}"
         )
         raise ConfigurationError(
             f"{argument}: it trains what no checkpoint of this run would contain ({first_few(unsaved)}). {remedy}"
