@@ -183,6 +183,34 @@ def test_what_a_module_makes_in_each_leg_is_left_to_it(tmp_path: Path, caplog: p
     assert "uninterrupted" not in caplog.text
 
 
+class Backboned(nn.Module):
+    """Its checkpoints shall not contain the backbone, which is frozen, but for what its normalization counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).requires_grad_(False)
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.backbone(x)
+        self.backbone.eval()  # so that what was counted before matters
+        loss = nn.functional.mse_loss(self.layer(self.backbone(x)), y)
+        self.backbone.train()
+        return loss
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        whole = super().state_dict(*args, **kwargs)
+        return {name: each for name, each in whole.items() if not name.startswith("backbone.")}
+
+
+def test_buffers_that_the_state_dict_of_a_model_omits_go_on(tmp_path: Path) -> None:
+    def build(folder: Path, *callbacks: Any) -> ds.Trainer:
+        torch.manual_seed(0)
+        return small_trainer(folder, *callbacks, model=Backboned(), max_steps=8, save_steps=100, length=40)
+
+    assert_resumes(build, tmp_path, 5)
+
+
 class LargeUnsaved(nn.Module):
     """Changes two megabytes that no checkpoint contains."""
 

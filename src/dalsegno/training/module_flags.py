@@ -8,6 +8,7 @@ script of each leg has it.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,7 +134,7 @@ class Flags:
         """Raises StateMismatch if a value cannot replace the present one."""
         holders = dict(self._holders())
         for path in state.keys() & holders.keys():
-            here = _values(holders[path])
+            here = self._values(holders[path])
             for name, value in state[path].items():
                 there = here[name] if name in here else _value_of(holders[path], name)
                 is_plain_value = not isinstance(there, _Small | _Other) and not isinstance(value, torch.Tensor)
@@ -190,7 +191,7 @@ class Flags:
             if place.is_same():
                 continue
             has_all &= place.has_children()
-            before, place.values = place.values, _values(place.holder, place.values)
+            before, place.values = place.values, self._values(place.holder, place.values)
             place.expect()
             if before != place.values:
                 changed.append((path, before, place.values))
@@ -202,11 +203,20 @@ class Flags:
             if known is not None and known.holder is holder:
                 self._places[path] = known
                 continue
-            values = _values(holder)
+            values = self._values(holder)
             self._places[path] = _Place(holder, values)
             if known is not None and known.values != values:
                 changed.append((path, known.values, values))
         return changed
+
+    @functools.cached_property
+    def _left_out(self) -> dict[object, list[str]]:
+        """By module: the persistent buffers that a model's ``state_dict`` omits, as those of a backbone."""
+        modules = [root for root in self._roots.values() if isinstance(root, nn.Module)]
+        return {module: names for root in modules for module, names in _left_out(root)}
+
+    def _values(self, holder: nn.Module | Optimizer, former: Values | None = None) -> Values:
+        return _values(holder, self._left_out.get(holder, ()), former)
 
     def _set(self, state: Reading) -> list[str]:
         """Returns the paths that are not here."""
@@ -290,7 +300,21 @@ class _Other:
     """Identity and version of a tensor, when it was read."""
 
 
-def _values(holder: nn.Module | Optimizer, former: Values | None = None) -> Values:
+def _left_out(root: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
+    saved = root.state_dict(keep_vars=True)
+    names, there = {*map(strip_wrappers, saved)}, {*map(id, saved.values())}
+    for path, module in root.named_modules():
+        yield (
+            module,
+            [
+                name
+                for name, buffer in module.named_buffers(recurse=False)
+                if id(buffer) not in there and strip_wrappers(f"{path}.{name}" if path else name) not in names
+            ],
+        )
+
+
+def _values(holder: nn.Module | Optimizer, left_out: Sequence[str], former: Values | None) -> Values:
     held, found = vars(holder), Values()
     if isinstance(holder, Optimizer):
         for name in held.keys() - _OF_OPTIMIZER:
@@ -305,7 +329,7 @@ def _values(holder: nn.Module | Optimizer, former: Values | None = None) -> Valu
     for name, parameter in holder._parameters.items():
         if parameter is not None:
             found[f"{name}{_REQUIRES_GRAD}"] = parameter.requires_grad
-    for name in holder._non_persistent_buffers_set:
+    for name in {*holder._non_persistent_buffers_set, *left_out}:
         found[name] = _read_value(holder._buffers.get(name), former, name)
     return found
 
