@@ -26,7 +26,7 @@ from .row import Row, duration
 from .timing import ratio
 
 LOGGING_STEPS = 10
-EVAL_STEPS = 50
+EVAL_STEPS = 100
 BLOCKS = 5
 """Of ``EVAL_STEPS`` steps, after one that does not count."""
 TURN = 2

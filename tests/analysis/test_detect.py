@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 
 from analysis.series import NAN, falling, series, with_values
 from dalsegno.analysis import Series
-from dalsegno.analysis.divergence import (
-    SMOOTHING,
-    DetectorSettings,
-    Divergence,
-    _Track,
-    detect_divergence,
-    sweep_settings,
-)
+from dalsegno.analysis.divergence import DetectorSettings, Divergence
+from dalsegno.analysis.replay import SMOOTHING, _Track, detect_divergence, sweep_settings
 from dalsegno.errors import ConfigurationError
 
 

@@ -15,12 +15,7 @@ if TYPE_CHECKING:
     from .comparison import RecordDifference as RecordDifference
     from .comparison import compare_series as compare_series
     from .comparison import diff_records as diff_records
-    from .divergence import Candidate as Candidate
-    from .divergence import Detection as Detection
     from .divergence import DetectorSettings as DetectorSettings
-    from .divergence import Firing as Firing
-    from .divergence import detect_divergence as detect_divergence
-    from .divergence import sweep_settings as sweep_settings
     from .export import export_log as export_log
     from .folder import RunFolder as RunFolder
     from .folder import open_log as open_log
@@ -35,6 +30,11 @@ if TYPE_CHECKING:
     from .plotting.plot import plot_heatmap as plot_heatmap
     from .plotting.plot import plot_logs as plot_logs
     from .plotting.plot import sketch_logs as sketch_logs
+    from .replay import Candidate as Candidate
+    from .replay import Detection as Detection
+    from .replay import Firing as Firing
+    from .replay import detect_divergence as detect_divergence
+    from .replay import sweep_settings as sweep_settings
     from .report import write_report as write_report
     from .series import ParameterSeries as ParameterSeries
     from .series import Series as Series

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dalsegno.analysis.comparison import compare_series
-from dalsegno.analysis.divergence import DetectorSettings, detect_divergence
+from dalsegno.analysis.divergence import DetectorSettings
 from dalsegno.analysis.lineage import LegSummary
 from dalsegno.analysis.log import TrainingLog
+from dalsegno.analysis.replay import detect_divergence
 from dalsegno.analysis.spikes import Spike, find_spikes
 from dalsegno.analysis.summary import Summary
 from dalsegno.state import ResumeProof

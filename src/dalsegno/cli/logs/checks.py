@@ -15,7 +15,7 @@ from dalsegno.errors import ConfigurationError
 from .arguments import RUN, STEP_KEY, PerRunResults, metric_names, output_path, picture_file, run_paths, save_picture
 
 if TYPE_CHECKING:
-    from dalsegno.analysis.divergence import Firing
+    from dalsegno.analysis.replay import Firing
 
 
 @command(
