@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from dalsegno.config import Factory
 from dalsegno.distributed import accelerator
-from dalsegno.errors import ConfigurationError, LeaseLost, Locked, RankFailed
+from dalsegno.errors import ConfigurationError, DalsegnoError, LeaseLost, Locked, RankFailed
 from dalsegno.events.registration import check_callbacks
 from dalsegno.system.exit_status import ExitStatus
 from dalsegno.training.result import TrainResult
@@ -34,6 +34,13 @@ from .ranks import TARGET, RankStart, run_rank, warm_up
 from .targets import FactoryTarget, Target, read_outcome, to_tree
 
 logger = logging.getLogger("dalsegno")
+
+_ERRORS: Mapping[int, type[DalsegnoError]] = {
+    ExitStatus.WRONG_USE: ConfigurationError,
+    ExitStatus.TAKEN_OVER: LeaseLost,
+    ExitStatus.IN_USE: Locked,
+}
+"""Of a job that ended with this status. If its ranks have several, it ends with the first of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +116,8 @@ def launch(
         raise ConfigurationError(f"ds.launch({function!r}): needs a function that returns a trainer, or its name")
     target = FactoryTarget(function, given, arguments or {})
     end = run_job(target, options)
-    if end.status == ExitStatus.WRONG_USE:
-        raise ConfigurationError(end.why)
-    if end.status in (ExitStatus.TAKEN_OVER, ExitStatus.IN_USE):
-        raise LeaseLost(end.why) if end.status == ExitStatus.TAKEN_OVER else Locked(end.why)
+    if end.status in _ERRORS:
+        raise _ERRORS[end.status](end.why)
     if end.status == ExitStatus.INTERRUPTED:
         raise KeyboardInterrupt
     if end.status not in ENDED or (end.why and end.result is None):
@@ -191,8 +196,7 @@ def _failure(agent: RankAgent, signals: ForwardedSignals) -> JobEnd:
         return JobEnd(ExitStatus.INTERRUPTED, why, None)
     if any(-number in statuses for number in signals.forwarded):  # it ended a rank that was not training
         return JobEnd(ExitStatus.RUN_AGAIN, why, None)
-    known = (ExitStatus.WRONG_USE, ExitStatus.TAKEN_OVER, ExitStatus.IN_USE)
-    return JobEnd(next((status for status in known if status in statuses), ExitStatus.ERROR), why, None)
+    return JobEnd(next((status for status in _ERRORS if status in statuses), ExitStatus.ERROR), why, None)
 
 
 def _threads(nproc: int) -> int | None:
